@@ -1,0 +1,56 @@
+"""The staleness rule: which version may start what, and until when it may be trained on.
+
+A *version* counts published policies: version 0 is the policy at the start, and the step that trains at version b
+publishes version b + 1. Everything here counts *groups* (one prompt with its answers), because a batch is B groups.
+
+Two facts carry the bound (AReaL, arXiv 2505.24298, equation 3, and its consequence):
+
+1. A new group may start while ``floor((N - 1) / B) <= i + eta``: N counts the groups ever started that did not drop
+   out (trained, buffered, in flight), the new one included; i is the version that will sample it.
+2. Version b has trained exactly b * B groups, so at most ``(eta + 1) * B`` are untrained at any time; a group
+   admitted at version i is *due* by the batch trained at version ``i + eta``.
+
+The paper enforces the first alone. `rollout.batching` shows how the second one becomes a promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+#: A version distance. ``math.inf`` means that there is no bound.
+Staleness = float
+
+
+def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> bool:
+    """Equation 3: may one more group start, when `counted` groups have been started and have not dropped out?
+
+    >>> admits(counted=7, version=0, batch_size=4, max_staleness=1)   # the 8th: floor(7 / 4) = 1 <= 0 + 1
+    True
+    >>> admits(counted=8, version=0, batch_size=4, max_staleness=1)   # the 9th: floor(8 / 4) = 2 >  0 + 1
+    False
+    """
+    return counted // batch_size <= version + max_staleness
+
+
+def capacity(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> float:
+    """How many more groups equation 3 lets start now: its closed form ``(i + eta + 1) * B - N``, never negative."""
+    return max(0, (version + max_staleness + 1) * batch_size - counted)
+
+
+def due(admitted_version: int, max_staleness: Staleness) -> float:
+    """The last version at which a group admitted at `admitted_version` can be trained within the bound."""
+    return admitted_version + max_staleness
+
+
+def token_staleness(trained_version: int, sampled_version: int) -> int:
+    """Versions between sampling a token and training on it; 0 is on-policy."""
+    return trained_version - sampled_version
+
+
+def stale_tokens(versions: Sequence[int], trained_version: int, max_staleness: Staleness) -> int:
+    """How many of a trajectory's tokens would be older than the bound if trained at `trained_version`."""
+    if math.isinf(max_staleness) or not versions:
+        return 0
+    oldest = trained_version - max_staleness
+    return sum(version < oldest for version in versions)

@@ -1,0 +1,140 @@
+"""The one tree of errors.
+
+    StrettoError
+    ├── UserError                what the user can put right; exit code 2, one message, no traceback
+    │   ├── RecipeError          a recipe file or an override; lists every problem of the file at once
+    │   ├── DataError            a dataset file or one of its rows
+    │   ├── ModelFolderError     a Hugging Face folder that cannot be loaded
+    │   ├── RewardFunctionError  a reward that is not what a reward must be
+    │   └── RunFolderError       a run folder that is missing, in use, or of another run
+    ├── RoleError                a process of the run
+    │   ├── RoleDied             it ended without being asked to
+    │   └── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
+    ├── WireError                a message or a publication that is not whole
+    │   ├── TornPublication      weights whose size or checksum does not fit
+    │   └── RefusedRequest       a request the engine will not serve; names the field
+    ├── StoreError               the run folder's contents contradict themselves
+    └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
+
+Errors cross process boundaries, so each one is rebuilt from its arguments alone (it pickles).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class StrettoError(Exception):
+    """Root of the tree."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it is, what is there, what may be there.
+
+    Example: ``Problem("recipes/a.toml: trainer.step", "unknown key", "did you mean trainer.steps?")``
+    """
+
+    place: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class UserError(StrettoError):
+    """Something the user can put right. `problems` holds every mistake that was found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class RecipeError(UserError):
+    """A recipe file or a command-line override."""
+
+
+class DataError(UserError):
+    """A dataset file or one of its rows."""
+
+
+class ModelFolderError(UserError):
+    """A model folder that cannot be loaded."""
+
+
+class RewardFunctionError(UserError):
+    """A reward that cannot be called, or that answers with something that is no reward."""
+
+
+class RunFolderError(UserError):
+    """A run folder that is missing, in use by another run, or not writable."""
+
+
+class RoleError(StrettoError):
+    """A process of the run failed."""
+
+
+class RoleDied(RoleError):
+    """A role's process ended without being asked to."""
+
+    def __init__(self, role: str, how: str, log: str = "") -> None:
+        self.role, self.how, self.log = role, how, log
+        super().__init__(role, how, log)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.how}" + (f"; its last words are in {self.log}" if self.log else "")
+
+
+class DeadlineExceeded(RoleError):
+    """A wait ran past its deadline."""
+
+    def __init__(self, owner: str, awaited: str, seconds: float) -> None:
+        self.owner, self.awaited, self.seconds = owner, awaited, seconds
+        super().__init__(owner, awaited, seconds)
+
+    def __str__(self) -> str:
+        return f"{self.owner} waited {self.seconds:g} s for {self.awaited} and gave up"
+
+
+class WireError(StrettoError):
+    """A message or a publication that is not whole."""
+
+
+class TornPublication(WireError):
+    """Weights whose size, names or checksum do not fit their manifest; they are never loaded."""
+
+
+class RefusedRequest(WireError):
+    """A request that an engine will not serve, with the field that is wrong."""
+
+    def __init__(self, field: str, found: str, allowed: str) -> None:
+        self.field, self.found, self.allowed = field, found, allowed
+        super().__init__(field, found, allowed)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.found}; {self.allowed}"
+
+
+class StoreError(StrettoError):
+    """The contents of a run folder contradict themselves."""
+
+
+class BoundViolated(StrettoError):
+    """A promise was about to be broken; the run stops instead."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """The remedy for an unknown name: the nearest allowed one, or all of them when none is near."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else "allowed: " + ", ".join(names)

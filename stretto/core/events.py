@@ -1,0 +1,23 @@
+"""What a run tells about itself while it runs: spans for the timeline, measurements for the metrics.
+
+A span says that a role did one thing from one moment to another; the timeline plot has one lane per role. Times are
+seconds of the machine's monotonic clock (`time.monotonic`), which all processes of one machine share.
+"""
+
+from __future__ import annotations
+
+from stretto.core.records import Record
+
+
+class Span(Record):
+    """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
+
+    Names in use: ``generate``, ``load``, ``recompute`` (engines); ``proximal``, ``update``, ``publish``,
+    ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor).
+    """
+
+    role: str
+    name: str
+    start: float
+    end: float
+    version: int = -1

@@ -1,0 +1,187 @@
+"""What flows through the stream, one frozen record per stage.
+
+    Prompt ─► GenerateRequest ─► Completion ─► Trajectory (completion + Verdict) ─► Group ─► Batch ─► Update
+
+Each record is complete when it is made: a later stage is a new type, never a field filled in later. All of them
+cross process boundaries as MessagePack (msgspec), so they hold plain numbers, strings and tuples only.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all records: immutable, keyword-only, refuses fields it does not know."""
+
+
+class StopReason(enum.StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"  #: the model sampled an end-of-sequence token
+    LENGTH = "length"  #: the token budget or the context was used up
+
+
+class Outcome(enum.StrEnum):
+    """What a reward could say about an answer."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    UNDECIDED = "undecided"  #: timeout, crash, or an answer that cannot be judged: no reward, never a zero
+
+
+class State(enum.StrEnum):
+    """Where a trajectory stands; the last four are final, and every trajectory ends in exactly one of them."""
+
+    IN_FLIGHT = "in_flight"
+    BUFFERED = "buffered"
+    TRAINED = "trained"
+    FILTERED = "filtered"  #: its group carries no signal, or another filter of the recipe refused it
+    EXPIRED = "expired"  #: older than the bound, under ``beyond_bound = "expire"``
+    FAILED = "failed"  #: no verdict, a lost engine, a refused request: the reason says which
+
+
+class Prompt(Record):
+    """A question with what is needed to judge an answer to it.
+
+    Example: ``Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")``
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str
+
+
+class Sampling(Record):
+    """How answers are drawn. One setting for the engine and the trainer: both evaluate the same distribution.
+
+    `temperature` 0 means the likeliest token (evaluation only). `stop_token_ids` end an answer and belong to it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class GenerateRequest(Record):
+    """One prompt, `len(seeds)` answers wanted; member k draws its randomness from ``seeds[k]`` alone.
+
+    Example: ``GenerateRequest(id="0.17.0", prompt_token_ids=(5, 12, 8, 13), seeds=(91, 92), sampling=...)``
+    """
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling
+
+
+class Completion(Record):
+    """One whole answer as it leaves an engine.
+
+    `versions[t]` is the policy version whose weights sampled token t, `behavior_logprobs[t]` its log-probability
+    under exactly that version (AReaL, section 4.1: the behaviour policy is what was logged, token by token).
+
+    Example: three tokens, weights switched before the third::
+
+        Completion(request="0.17.0", member=1, token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02),
+                   versions=(6, 6, 7), stop_reason=StopReason.STOP, interrupted=1)
+    """
+
+    request: str
+    member: int
+    token_ids: tuple[int, ...]  # [L]
+    behavior_logprobs: tuple[float, ...]  # [L], nats
+    versions: tuple[int, ...]  # [L], never decreasing
+    stop_reason: StopReason
+    interrupted: int = 0  # weight updates that stopped this answer in mid-sentence
+
+
+class Verdict(Record):
+    """What a reward says about one answer. `reward` is None exactly when the outcome is undecided."""
+
+    outcome: Outcome
+    reward: float | None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) != (self.outcome is Outcome.UNDECIDED):
+            raise ValueError(f"a verdict has a reward unless it is undecided: {self.outcome}, {self.reward}")
+
+
+class Trajectory(Record):
+    """One answer with its verdict: what the buffer keeps and the trainer learns from."""
+
+    id: str
+    completion: Completion
+    verdict: Verdict
+    text: str
+
+    @property
+    def reward(self) -> float:
+        """The reward of a decided trajectory.
+
+        Raises:
+            ValueError: the verdict is undecided; such a trajectory must have been failed before.
+        """
+        if self.verdict.reward is None:
+            raise ValueError(f"trajectory {self.id} is undecided ({self.verdict.reason}) and has no reward")
+        return self.verdict.reward
+
+
+class Group(Record):
+    """The decided answers to one prompt, admitted together at one version.
+
+    Example: ``Group(id="0.17.0", prompt=..., admitted_version=6, trajectories=(<8 of them>))``
+    """
+
+    id: str
+    prompt: Prompt
+    admitted_version: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled any token of the group."""
+        return min((t.completion.versions[0] for t in self.trajectories if t.completion.versions), default=0)
+
+
+class Batch(Record):
+    """What one training step consumes: B groups, trained at `version`, publishing ``version + 1``.
+
+    Tokens sampled by versions older than `oldest_trainable` are context: they stay in the sequence and out of the
+    loss (``beyond_bound = "mask"``).
+    """
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
+    oldest_trainable: int = 0
+
+
+class Update(Record):
+    """What a training step reports: the version it published and its measurements (docs/metrics.md)."""
+
+    step: int
+    version: int
+    trained_tokens: int
+    masked_tokens: int
+    metrics: dict[str, float]
+
+
+def trajectory_id(group: str, member: int) -> str:
+    """``"0.17.0/3"``: epoch 0, row 17, first attempt, fourth answer."""
+    return f"{group}/{member}"
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that depends on all parts and on nothing else; equal on every machine.
+
+    >>> derive_seed(1, "0.17.0/3") == derive_seed(1, "0.17.0/3") != derive_seed(2, "0.17.0/3")
+    True
+    """
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
