@@ -1,0 +1,109 @@
+"""Which finished groups make the next batch, and what becomes of tokens beyond the staleness bound.
+
+The paper admits by equation 3 and then trains on whatever is finished, oldest first; a straggler is overtaken and
+trained on far past eta. The four policies of ``rollout.beyond_bound`` are four pure functions of the same facts:
+
+    train    the paper's rule
+    wait     batches are formed so that it never happens
+    mask     as train; tokens beyond the bound are context only
+    expire   groups beyond the bound leave, their prompts are asked again
+
+**Why "wait" is always possible.** At version b, call a group due by d if it was admitted at version d - eta. The
+invariant is: for every d >= b, at most (d - b + 1) * B untrained groups are due by d. Admission keeps it, because a
+new group is due by i + eta and equation 3 leaves at most (i + eta + 1 - b) * B untrained ones in all. A batch keeps
+it if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b; then the same invariant
+holds at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at worst the trainer
+waits for those to finish, and in-flight groups always end: nothing gets stuck. (docs/staleness.md)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from stretto.core.admission import Staleness, due
+from stretto.core.records import Group
+from stretto.rollout.config import BeyondBound
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a batch is decided from.
+
+    `finished` is in the order of admission (oldest first); `in_flight` holds the admitted versions of the groups that
+    are not finished; `version` is the version that will train the batch.
+    """
+
+    finished: Sequence[Group]
+    in_flight: Sequence[int]
+    version: int
+    batch_size: int
+    max_staleness: Staleness
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The groups to train on now (none if the batch must wait), and those that have to leave."""
+
+    groups: tuple[Group, ...] = ()
+    expired: tuple[Group, ...] = ()
+    oldest_trainable: int = 0
+
+
+def choose(policy: BeyondBound, facts: Facts) -> Choice:
+    """The next batch under `policy`."""
+    return POLICIES[policy](facts)
+
+
+def train_whatever_is_finished(facts: Facts) -> Choice:
+    """The paper: oldest finished first, no second look (section 5.1)."""
+    if len(facts.finished) < facts.batch_size:
+        return Choice()
+    return Choice(groups=tuple(facts.finished[: facts.batch_size]))
+
+
+def wait_for_what_is_due(facts: Facts) -> Choice:
+    """Oldest finished first, unless that would leave more due by some version than the batches until then can take."""
+    choice = train_whatever_is_finished(facts)
+    left = [group.admitted_version for group in facts.finished[facts.batch_size :]]
+    if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
+        return choice
+    return Choice()
+
+
+def mask_what_is_stale(facts: Facts) -> Choice:
+    """Oldest finished first; tokens that are too old for this version stay out of the loss."""
+    choice = train_whatever_is_finished(facts)
+    oldest = max(0, facts.version - facts.max_staleness)
+    return Choice(groups=choice.groups, oldest_trainable=int(oldest))
+
+
+def expire_what_is_stale(facts: Facts) -> Choice:
+    """Groups with a token that is too old leave; the batch is made of the others."""
+    fresh = [group for group in facts.finished if is_fresh(group, facts)]
+    expired = tuple(group for group in facts.finished if not is_fresh(group, facts))
+    taken = tuple(fresh[: facts.batch_size]) if len(fresh) >= facts.batch_size else ()
+    return Choice(groups=taken, expired=expired)
+
+
+POLICIES = {
+    "train": train_whatever_is_finished,
+    "wait": wait_for_what_is_due,
+    "mask": mask_what_is_stale,
+    "expire": expire_what_is_stale,
+}
+
+
+def is_fresh(group: Group, facts: Facts) -> bool:
+    """May every token of the group be trained on at this version?"""
+    return facts.version - group.oldest_version <= facts.max_staleness
+
+
+def can_all_be_trained_in_time(left: Iterable[int], facts: Facts) -> bool:
+    """With a batch at `facts.version` just taken, is there for every group left a batch that is not too late?
+
+    `left` holds admitted versions. In order of due version, the k-th group (counting from 1) needs a place in one of
+    the ``due - version`` batches that follow: ``k <= (due - version) * B``.
+    """
+    dues = sorted(due(admitted, facts.max_staleness) for admitted in left)
+    return all(k <= (d - facts.version) * facts.batch_size for k, d in enumerate(dues, start=1))

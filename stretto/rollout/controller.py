@@ -1,0 +1,253 @@
+"""The rollout controller (AReaL, section 4.1): what starts, what is kept, what is trained on next.
+
+It decides and remembers; it owns no task, no socket and no clock, so a simulation drives this very class. Its story,
+with batches of two groups and ``max_staleness = 1``::
+
+    admit, admit, admit, admit     four groups start: (0 + 1 + 1) * 2 = 4
+    admit -> None                  the fifth has to wait (equation 3)
+    finish, finish                 two of them are answered and judged
+    take -> Batch(version=0)       the trainer has work
+    publish(1); load(1)            version 1 is published, then every engine has it
+    admit, admit                   room for two more
+
+Every state change is written to the journal before it takes effect.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+from stretto.core.admission import admits, due
+from stretto.core.errors import BoundViolated, StrettoError
+from stretto.core.records import (
+    Batch,
+    GenerateRequest,
+    Group,
+    Outcome,
+    Record,
+    Sampling,
+    State,
+    Trajectory,
+    derive_seed,
+    trajectory_id,
+)
+from stretto.rollout.batching import Facts, choose
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.filters import FILTERS
+from stretto.rollout.prompts import Draw, Position, PromptStream
+from stretto.rollout.protocols import Journal
+
+
+class TooManyFailures(StrettoError):
+    """So many groups failed in a row that going on would train on nothing."""
+
+
+class Ticket(Record, frozen=True):
+    """A group in flight: what was asked, under which version it was admitted, and the request for an engine."""
+
+    order: int
+    draw: Draw
+    admitted_version: int
+    request: GenerateRequest
+
+    @property
+    def group_id(self) -> str:
+        return self.request.id
+
+    @property
+    def members(self) -> range:
+        return range(len(self.request.seeds))
+
+
+class Controller:
+    """Admission, filter, buffer and batches; see the module's story.
+
+    `published` is the newest version of the trainer, `live` the newest version that every engine has loaded: new
+    groups are admitted at `live`, batches are trained at `published`.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        prompts: PromptStream,
+        journal: Journal,
+        sampling: Sampling,
+        seed: int,
+        version: int = 0,
+    ) -> None:
+        self.config = config
+        self.published = version
+        self.live = version
+        self._prompts = prompts
+        self._journal = journal
+        self._sampling = sampling
+        self._seed = seed
+        self._refuses = FILTERS[config.filter]
+        self._order = 0
+        self._taken = version * config.batch_size
+        self._in_flight: dict[str, Ticket] = {}
+        self._buffer: list[tuple[Ticket, Group]] = []
+        self._failures_in_a_row = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def buffered(self) -> int:
+        return len(self._buffer)
+
+    @property
+    def counted(self) -> int:
+        """N of equation 3: groups ever started that did not drop out."""
+        return self._taken + len(self._buffer) + len(self._in_flight)
+
+    def admit(self) -> Ticket | None:
+        """Start one more group, if equation 3 and the number in flight allow it."""
+        config = self.config
+        if len(self._in_flight) >= config.max_in_flight:
+            return None
+        if not admits(self.counted, self.live, config.batch_size, config.max_staleness):
+            return None
+        draw = self._prompts.take()
+        ticket = Ticket(order=self._order, draw=draw, admitted_version=self.live, request=self._request(draw))
+        self._journal.issue(ticket.group_id, draw.prompt.id, config.group_size, self.live)
+        self._order += 1
+        self._in_flight[ticket.group_id] = ticket
+        return ticket
+
+    def _request(self, draw: Draw) -> GenerateRequest:
+        group_id = draw.group_id
+        seeds = (derive_seed(self._seed, trajectory_id(group_id, k)) for k in range(self.config.group_size))
+        return GenerateRequest(
+            id=group_id, prompt_token_ids=draw.prompt.token_ids, seeds=tuple(seeds), sampling=self._sampling
+        )
+
+    def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
+        """The group's answers are judged: buffer it, or filter it, or fail it when too few could be decided.
+
+        Returns the group when it was decided (buffered or filtered), None when it failed.
+        """
+        decided = tuple(t for t in trajectories if t.verdict.outcome is not Outcome.UNDECIDED)
+        for trajectory in trajectories:
+            if trajectory.verdict.outcome is Outcome.UNDECIDED:
+                self._journal.drop_finished(ticket.group_id, [trajectory], State.FAILED, trajectory.verdict.reason)
+        if len(decided) < self.config.min_group_size:
+            if decided:
+                reason = f"only {len(decided)} of {len(trajectories)} answers could be decided"
+                self._journal.drop_finished(ticket.group_id, decided, State.FAILED, reason)
+            self._leave_for_another_attempt(ticket)
+            return None
+        self._failures_in_a_row = 0
+        group = Group(
+            id=ticket.group_id,
+            prompt=ticket.draw.prompt,
+            admitted_version=ticket.admitted_version,
+            trajectories=decided,
+        )
+        refusal = self._refuses(group)
+        if refusal is None:
+            self._journal.buffer(group)
+            bisect.insort(self._buffer, (ticket, group), key=_order_of_admission)
+        else:
+            self._journal.drop_finished(group.id, decided, State.FILTERED, refusal)
+        del self._in_flight[ticket.group_id]
+        return group
+
+    def fail(self, ticket: Ticket, reason: str) -> None:
+        """The group could not be answered (a lost engine, a refused request); its prompt is asked again."""
+        self._journal.drop(ticket.group_id, ticket.members, State.FAILED, reason)
+        self._leave_for_another_attempt(ticket)
+
+    def _leave_for_another_attempt(self, ticket: Ticket) -> None:
+        del self._in_flight[ticket.group_id]
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > self.config.max_failures_in_a_row:
+            raise TooManyFailures(
+                f"{self._failures_in_a_row} groups failed in a row, the last one is {ticket.group_id}; "
+                "`stretto export` shows the reason of each (rollout.max_failures_in_a_row)"
+            )
+        if ticket.draw.attempt + 1 < self.config.max_attempts:
+            self._prompts.give_back(ticket.draw)
+
+    def take(self) -> Batch | None:
+        """The next batch, trained at `published`, or None while it must wait. Committed to the journal."""
+        choice = choose(self.config.beyond_bound, self._facts())
+        for group in choice.expired:
+            self._expire_finished(group)
+        if not choice.groups:
+            return None
+        batch = Batch(
+            step=self.published + 1,
+            version=self.published,
+            groups=choice.groups,
+            oldest_trainable=choice.oldest_trainable,
+        )
+        self._assert_bound(batch)
+        self._journal.commit_batch(batch)
+        taken = {group.id for group in choice.groups}
+        self._buffer = [entry for entry in self._buffer if entry[1].id not in taken]
+        self._taken += len(taken)
+        return batch
+
+    def _facts(self) -> Facts:
+        return Facts(
+            finished=[group for _, group in self._buffer],
+            in_flight=[ticket.admitted_version for ticket in self._in_flight.values()],
+            version=self.published,
+            batch_size=self.config.batch_size,
+            max_staleness=self.config.max_staleness,
+        )
+
+    def _expire_finished(self, group: Group) -> None:
+        reason = f"sampled by version {group.oldest_version}, to be trained at {self.published}"
+        self._journal.drop_finished(group.id, group.trajectories, State.EXPIRED, reason)
+        (ticket,) = (ticket for ticket, buffered in self._buffer if buffered.id == group.id)
+        self._buffer = [entry for entry in self._buffer if entry[1].id != group.id]
+        self._prompts.give_back(ticket.draw)
+
+    def overdue(self) -> list[Ticket]:
+        """Groups in flight that could only expire: the caller stops them and then calls `expire`."""
+        if self.config.beyond_bound != "expire":
+            return []
+        eta = self.config.max_staleness
+        return [ticket for ticket in self._in_flight.values() if due(ticket.admitted_version, eta) < self.published]
+
+    def expire(self, ticket: Ticket) -> None:
+        """The group was stopped in flight because it is overdue; its prompt is asked again."""
+        reason = f"admitted at version {ticket.admitted_version}, still in flight at {self.published}"
+        self._journal.drop(ticket.group_id, ticket.members, State.EXPIRED, reason)
+        del self._in_flight[ticket.group_id]
+        self._prompts.give_back(ticket.draw)
+
+    def publish(self, version: int) -> None:
+        """The trainer has published `version`; the next batch is trained by it."""
+        self.published = version
+
+    def load(self, version: int) -> None:
+        """Every engine has loaded `version` or a newer one; new groups are admitted at it."""
+        self.live = max(self.live, version)
+
+    def position(self) -> Position:
+        """Where the prompts stand if everything untrained is asked again (after a crash or a stop)."""
+        unfinished = [ticket.draw for ticket in self._in_flight.values()]
+        unfinished += [ticket.draw for ticket, _ in self._buffer]
+        return self._prompts.position(unfinished)
+
+    def _assert_bound(self, batch: Batch) -> None:
+        eta = self.config.max_staleness
+        if math.isinf(eta) or self.config.beyond_bound == "train":
+            return
+        for group in batch.groups:
+            oldest = max(group.oldest_version, batch.oldest_trainable)
+            if batch.version - oldest > eta:
+                raise BoundViolated(
+                    f"group {group.id} has a token of version {oldest} and would be trained at {batch.version}, "
+                    f"beyond max_staleness = {eta:g} (beyond_bound = {self.config.beyond_bound!r})"
+                )
+
+
+def _order_of_admission(entry: tuple[Ticket, Group]) -> int:
+    return entry[0].order

@@ -1,0 +1,80 @@
+"""The order in which prompts are asked: seeded, endless, resumable, and nothing that was given back is forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from stretto.core.records import Prompt, Record, derive_seed
+
+
+class Draw(Record, frozen=True):
+    """One asking of a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``."""
+
+    prompt: Prompt
+    epoch: int
+    attempt: int = 0
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.epoch}.{self.prompt.id}.{self.attempt}"
+
+
+class Position(Record, frozen=True):
+    """Where the stream of prompts stands; with the dataset and the seed it determines all that follows."""
+
+    epoch: int = 0
+    index: int = 0
+    given_back: tuple[tuple[int, str, int], ...] = ()  # (epoch, prompt id, attempt) to be asked before anything new
+
+
+class PromptStream:
+    """Each epoch asks every prompt once, in an order of its own; prompts that were given back come first.
+
+    >>> stream = PromptStream([Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(3)], seed=1)
+    >>> first, second = stream.take(), stream.take()
+    >>> stream.give_back(first)
+    >>> stream.take().group_id == f"0.{first.prompt.id}.1"
+    True
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, position: Position | None = None) -> None:
+        if not prompts:
+            raise ValueError("a prompt stream needs at least one prompt")
+        position = position or Position()
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._epoch, self._index = position.epoch, position.index
+        self._order = self._shuffled(self._epoch)
+        by_id = {prompt.id: prompt for prompt in self._prompts}
+        self._given_back = deque(
+            Draw(prompt=by_id[prompt_id], epoch=epoch, attempt=attempt)
+            for epoch, prompt_id, attempt in position.given_back
+        )
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        random.Random(derive_seed(self._seed, "prompts", epoch)).shuffle(order)
+        return order
+
+    def take(self) -> Draw:
+        """The next prompt to ask."""
+        if self._given_back:
+            return self._given_back.popleft()
+        if self._index == len(self._order):
+            self._epoch, self._index = self._epoch + 1, 0
+            self._order = self._shuffled(self._epoch)
+        draw = Draw(prompt=self._prompts[self._order[self._index]], epoch=self._epoch)
+        self._index += 1
+        return draw
+
+    def give_back(self, draw: Draw) -> None:
+        """Ask this prompt again before any new one, under the next attempt's name."""
+        self._given_back.append(Draw(prompt=draw.prompt, epoch=draw.epoch, attempt=draw.attempt + 1))
+
+    def position(self, unfinished: Sequence[Draw] = ()) -> Position:
+        """A position from which nothing is skipped: what is `unfinished` now is asked again, under new names."""
+        again = [(draw.epoch, draw.prompt.id, draw.attempt) for draw in self._given_back]
+        again += [(draw.epoch, draw.prompt.id, draw.attempt + 1) for draw in unfinished]
+        return Position(epoch=self._epoch, index=self._index, given_back=tuple(again))

@@ -1,0 +1,59 @@
+"""A journal in memory: every trajectory's state, and the law that they must keep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Group, State, Trajectory, trajectory_id
+
+_ALLOWED = {
+    State.IN_FLIGHT: {State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED},
+    State.BUFFERED: {State.TRAINED, State.EXPIRED},
+}
+
+
+class Accounts:
+    """The accounting law: issued = trained + filtered + expired + failed + buffered + in flight, each id once."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, State] = {}
+        self.balance: Counter[State] = Counter()
+
+    @property
+    def issued(self) -> int:
+        return len(self._state)
+
+    def issue(self, group_id: str, prompt_id: str, members: int, admitted_version: int) -> None:
+        for member in range(members):
+            name = trajectory_id(group_id, member)
+            if name in self._state:
+                raise StoreError(f"trajectory {name} was issued twice")
+            self._state[name] = State.IN_FLIGHT
+        self.balance[State.IN_FLIGHT] += members
+
+    def buffer(self, group: Group) -> None:
+        for trajectory in group.trajectories:
+            self._move(trajectory.id, State.BUFFERED)
+
+    def drop(self, group_id: str, members: Sequence[int], state: State, reason: str) -> None:
+        for member in members:
+            self._move(trajectory_id(group_id, member), state)
+
+    def drop_finished(self, group_id: str, trajectories: Sequence[Trajectory], state: State, reason: str) -> None:
+        for trajectory in trajectories:
+            self._move(trajectory.id, state)
+
+    def commit_batch(self, batch: Batch) -> None:
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                self._move(trajectory.id, State.TRAINED)
+
+    def _move(self, name: str, state: State) -> None:
+        before = self._state[name]
+        if state not in _ALLOWED.get(before, ()):
+            raise StoreError(f"trajectory {name} cannot go from {before} to {state}")
+        self._state[name] = state
+        self.balance[before] -= 1
+        self.balance[state] += 1

@@ -1,0 +1,179 @@
+"""Promises of the rollout controller:
+
+- equation 3 decides who starts, and the number in flight bounds it further;
+- every group leaves exactly once: trained, filtered, expired or failed, and the journal hears of it first;
+- an undecided answer fails, it is never a zero reward; a failed or expired prompt is asked again;
+- nothing is skipped after a restart from `position()`.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+from stretto.core.records import (
+    Completion,
+    Outcome,
+    Prompt,
+    Sampling,
+    State,
+    StopReason,
+    Trajectory,
+    Verdict,
+    trajectory_id,
+)
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, Ticket, TooManyFailures
+from stretto.rollout.prompts import PromptStream
+from stretto.simulator.accounts import Accounts
+
+PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(5)]
+
+
+def controller(**settings: object) -> tuple[Controller, Accounts]:
+    defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 8, "max_staleness": 1, "beyond_bound": "train"}
+    config = RolloutConfig.model_validate(defaults | settings)
+    accounts = Accounts()
+    return Controller(config, PromptStream(PROMPTS, seed=3), accounts, Sampling(max_tokens=4), seed=3), accounts
+
+
+def admit_all(control: Controller) -> list[Ticket]:
+    tickets = []
+    while (ticket := control.admit()) is not None:
+        tickets.append(ticket)
+    return tickets
+
+
+def answers(ticket: Ticket, rewards: Sequence[float | None], version: int = 0) -> list[Trajectory]:
+    return [
+        Trajectory(
+            id=trajectory_id(ticket.group_id, member),
+            completion=Completion(
+                request=ticket.group_id,
+                member=member,
+                token_ids=(1,),
+                behavior_logprobs=(-0.1,),
+                versions=(version,),
+                stop_reason=StopReason.STOP,
+            ),
+            verdict=Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout")
+            if reward is None
+            else Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward),
+            text="",
+        )
+        for member, reward in enumerate(rewards)
+    ]
+
+
+def test_four_groups_start_with_batches_of_two_and_a_staleness_of_one() -> None:
+    control, _ = controller()
+    assert len(admit_all(control)) == 4
+
+
+def test_synchronous_means_one_batch_at_a_time() -> None:
+    control, _ = controller(max_staleness=0)
+    tickets = admit_all(control)
+    assert len(tickets) == 2
+    for ticket in tickets:
+        control.finish(ticket, answers(ticket, [0.0, 1.0]))
+    assert control.take() is not None
+    assert admit_all(control) == []
+    control.publish(1)
+    assert admit_all(control) == [], "the engines do not have version 1 yet"
+    control.load(1)
+    assert [t.admitted_version for t in admit_all(control)] == [1, 1]
+
+
+def test_the_number_in_flight_is_a_second_limit() -> None:
+    control, _ = controller(max_in_flight=3)
+    assert len(admit_all(control)) == 3
+
+
+def test_a_batch_is_trained_at_the_published_version_and_publishes_the_next() -> None:
+    control, accounts = controller()
+    for ticket in admit_all(control)[:2]:
+        control.finish(ticket, answers(ticket, [0.0, 1.0]))
+    batch = control.take()
+    assert batch is not None
+    assert (batch.step, batch.version, len(batch.groups)) == (1, 0, 2)
+    assert accounts.balance[State.TRAINED] == 4
+    assert control.take() is None
+
+
+def test_undecided_answers_fail_and_the_rest_of_the_group_goes_on() -> None:
+    control, accounts = controller()
+    ticket = admit_all(control)[0]
+    group = control.finish(ticket, answers(ticket, [None, 1.0]))
+    assert group is not None
+    assert [t.reward for t in group.trajectories] == [1.0]
+    assert accounts.balance[State.FAILED] == 1
+    assert accounts.balance[State.BUFFERED] == 1
+
+
+def test_a_group_without_enough_decided_answers_fails_and_its_prompt_is_asked_again() -> None:
+    control, accounts = controller(min_group_size=2)
+    first = admit_all(control)[0]
+    assert control.finish(first, answers(first, [None, 1.0])) is None
+    assert accounts.balance[State.FAILED] == 2
+    again = control.admit()
+    assert again is not None
+    assert again.group_id == f"0.{first.draw.prompt.id}.1"
+
+
+def test_a_filtered_group_leaves_room_for_another() -> None:
+    control, accounts = controller(filter="zero_variance")
+    tickets = admit_all(control)
+    control.finish(tickets[0], answers(tickets[0], [1.0, 1.0]))
+    assert accounts.balance[State.FILTERED] == 2
+    assert control.admit() is not None
+
+
+def test_a_prompt_is_given_up_after_its_last_attempt() -> None:
+    control, _ = controller(max_attempts=1)
+    first = admit_all(control)[0]
+    control.fail(first, "engine lost")
+    following = control.admit()
+    assert following is not None
+    assert following.draw.prompt.id != first.draw.prompt.id
+
+
+def test_too_many_failures_in_a_row_stop_the_run() -> None:
+    control, _ = controller(max_failures_in_a_row=2)
+    tickets = admit_all(control)
+    control.fail(tickets[0], "undecided")
+    control.fail(tickets[1], "undecided")
+    with pytest.raises(TooManyFailures, match="3 groups failed in a row"):
+        control.fail(tickets[2], "undecided")
+
+
+def test_overdue_groups_are_named_and_expire_with_their_prompt_asked_again() -> None:
+    control, accounts = controller(beyond_bound="expire", max_staleness=0)
+    straggler, other = admit_all(control)
+    control.finish(other, answers(other, [0.0, 1.0]))
+    assert control.overdue() == []
+    control.publish(1)
+    assert control.overdue() == [straggler]
+    control.expire(straggler)
+    assert accounts.balance[State.EXPIRED] == 2
+    control.load(1)
+    again = control.admit()
+    assert again is not None
+    assert again.draw.prompt == straggler.draw.prompt
+
+
+def test_members_have_seeds_of_their_own_that_depend_on_the_trajectory_alone() -> None:
+    (one, _), (two, _) = controller(), controller(max_in_flight=1)
+    first, again = one.admit(), two.admit()
+    assert first is not None
+    assert again is not None
+    assert first.request.seeds == again.request.seeds
+    assert len(set(first.request.seeds)) == 2
+
+
+def test_a_restart_from_the_position_asks_everything_untrained_again() -> None:
+    control, _ = controller()
+    tickets = admit_all(control)
+    control.finish(tickets[0], answers(tickets[0], [0.0, 1.0]))
+    restarted = PromptStream(PROMPTS, seed=3, position=control.position())
+    asked = [restarted.take().prompt.id for _ in range(5)]
+    assert sorted(asked) == ["0", "1", "2", "3", "4"]
+    assert set(asked[:4]) == {t.draw.prompt.id for t in tickets}
