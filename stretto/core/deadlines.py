@@ -22,8 +22,9 @@ async def deadline(owner: str, awaited: str, seconds: float) -> AsyncIterator[No
         async with deadline("conductor", "engine-0 to load version 7", 60):
             await engine.update(7)
     """
+    scope = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as scope:
+        async with scope:
             yield
     except TimeoutError:
         if scope.expired():

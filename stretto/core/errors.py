@@ -9,11 +9,13 @@
     │   └── RunFolderError       a run folder that is missing, in use, or of another run
     ├── RoleError                a process of the run
     │   ├── RoleDied             it ended without being asked to
+    │   ├── EngineLost           an engine that cannot be reached, or that broke off in mid-answer
     │   └── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
     ├── WireError                a message or a publication that is not whole
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   └── RefusedRequest       a request the engine will not serve; names the field
     ├── StoreError               the run folder's contents contradict themselves
+    ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
 
 Errors cross process boundaries, so each one is rebuilt from its arguments alone (it pickles).
@@ -95,6 +97,17 @@ class RoleDied(RoleError):
         return f"{self.role} {self.how}" + (f"; its last words are in {self.log}" if self.log else "")
 
 
+class EngineLost(RoleError):
+    """An engine cannot be reached, or broke off an answer: its requests go to another one."""
+
+    def __init__(self, engine: str, how: str) -> None:
+        self.engine, self.how = engine, how
+        super().__init__(engine, how)
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.how}"
+
+
 class DeadlineExceeded(RoleError):
     """A wait ran past its deadline."""
 
@@ -127,6 +140,20 @@ class RefusedRequest(WireError):
 
 class StoreError(StrettoError):
     """The contents of a run folder contradict themselves."""
+
+
+class TrainingDiverged(StrettoError):
+    """Gradients were not finite for too many optimizer steps in a row; the parameters are those before the first."""
+
+    def __init__(self, step: int, in_a_row: int) -> None:
+        self.step, self.in_a_row = step, in_a_row
+        super().__init__(step, in_a_row)
+
+    def __str__(self) -> str:
+        return (
+            f"training step {self.step}: {self.in_a_row} optimizer steps in a row had NaN or infinite gradients; "
+            "lower trainer.learning_rate, or go on from an earlier checkpoint"
+        )
 
 
 class BoundViolated(StrettoError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from stretto.core.records import Record
 
 
-class Span(Record):
+class Span(Record, frozen=True):
     """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
     Names in use: ``generate``, ``load``, ``recompute`` (engines); ``proximal``, ``update``, ``publish``,

@@ -44,7 +44,7 @@ class State(enum.StrEnum):
     FAILED = "failed"  #: no verdict, a lost engine, a refused request: the reason says which
 
 
-class Prompt(Record):
+class Prompt(Record, frozen=True):
     """A question with what is needed to judge an answer to it.
 
     Example: ``Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")``
@@ -56,7 +56,7 @@ class Prompt(Record):
     answer: str
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True):
     """How answers are drawn. One setting for the engine and the trainer: both evaluate the same distribution.
 
     `temperature` 0 means the likeliest token (evaluation only). `stop_token_ids` end an answer and belong to it.
@@ -67,7 +67,7 @@ class Sampling(Record):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class GenerateRequest(Record):
+class GenerateRequest(Record, frozen=True):
     """One prompt, `len(seeds)` answers wanted; member k draws its randomness from ``seeds[k]`` alone.
 
     Example: ``GenerateRequest(id="0.17.0", prompt_token_ids=(5, 12, 8, 13), seeds=(91, 92), sampling=...)``
@@ -79,7 +79,7 @@ class GenerateRequest(Record):
     sampling: Sampling
 
 
-class Completion(Record):
+class Completion(Record, frozen=True):
     """One whole answer as it leaves an engine.
 
     `versions[t]` is the policy version whose weights sampled token t, `behavior_logprobs[t]` its log-probability
@@ -100,7 +100,7 @@ class Completion(Record):
     interrupted: int = 0  # weight updates that stopped this answer in mid-sentence
 
 
-class Verdict(Record):
+class Verdict(Record, frozen=True):
     """What a reward says about one answer. `reward` is None exactly when the outcome is undecided."""
 
     outcome: Outcome
@@ -112,7 +112,7 @@ class Verdict(Record):
             raise ValueError(f"a verdict has a reward unless it is undecided: {self.outcome}, {self.reward}")
 
 
-class Trajectory(Record):
+class Trajectory(Record, frozen=True):
     """One answer with its verdict: what the buffer keeps and the trainer learns from."""
 
     id: str
@@ -132,7 +132,7 @@ class Trajectory(Record):
         return self.verdict.reward
 
 
-class Group(Record):
+class Group(Record, frozen=True):
     """The decided answers to one prompt, admitted together at one version.
 
     Example: ``Group(id="0.17.0", prompt=..., admitted_version=6, trajectories=(<8 of them>))``
@@ -149,7 +149,7 @@ class Group(Record):
         return min((t.completion.versions[0] for t in self.trajectories if t.completion.versions), default=0)
 
 
-class Batch(Record):
+class Batch(Record, frozen=True):
     """What one training step consumes: B groups, trained at `version`, publishing ``version + 1``.
 
     Tokens sampled by versions older than `oldest_trainable` are context: they stay in the sequence and out of the
@@ -162,7 +162,7 @@ class Batch(Record):
     oldest_trainable: int = 0
 
 
-class Update(Record):
+class Update(Record, frozen=True):
     """What a training step reports: the version it published and its measurements (docs/metrics.md)."""
 
     step: int

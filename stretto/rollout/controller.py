@@ -113,7 +113,7 @@ class Controller:
             return None
         draw = self._prompts.take()
         ticket = Ticket(order=self._order, draw=draw, admitted_version=self.live, request=self._request(draw))
-        self._journal.issue(ticket.group_id, draw.prompt.id, config.group_size, self.live)
+        self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         self._order += 1
         self._in_flight[ticket.group_id] = ticket
         return ticket
@@ -133,11 +133,11 @@ class Controller:
         decided = tuple(t for t in trajectories if t.verdict.outcome is not Outcome.UNDECIDED)
         for trajectory in trajectories:
             if trajectory.verdict.outcome is Outcome.UNDECIDED:
-                self._journal.drop_finished(ticket.group_id, [trajectory], State.FAILED, trajectory.verdict.reason)
+                self._settle([trajectory], State.FAILED, trajectory.verdict.reason)
         if len(decided) < self.config.min_group_size:
             if decided:
                 reason = f"only {len(decided)} of {len(trajectories)} answers could be decided"
-                self._journal.drop_finished(ticket.group_id, decided, State.FAILED, reason)
+                self._settle(decided, State.FAILED, reason)
             self._leave_for_another_attempt(ticket)
             return None
         self._failures_in_a_row = 0
@@ -152,13 +152,13 @@ class Controller:
             self._journal.buffer(group)
             bisect.insort(self._buffer, (ticket, group), key=_order_of_admission)
         else:
-            self._journal.drop_finished(group.id, decided, State.FILTERED, refusal)
+            self._settle(decided, State.FILTERED, refusal)
         del self._in_flight[ticket.group_id]
         return group
 
     def fail(self, ticket: Ticket, reason: str) -> None:
         """The group could not be answered (a lost engine, a refused request); its prompt is asked again."""
-        self._journal.drop(ticket.group_id, ticket.members, State.FAILED, reason)
+        self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)
 
     def _leave_for_another_attempt(self, ticket: Ticket) -> None:
@@ -203,7 +203,7 @@ class Controller:
 
     def _expire_finished(self, group: Group) -> None:
         reason = f"sampled by version {group.oldest_version}, to be trained at {self.published}"
-        self._journal.drop_finished(group.id, group.trajectories, State.EXPIRED, reason)
+        self._settle(group.trajectories, State.EXPIRED, reason)
         (ticket,) = (ticket for ticket, buffered in self._buffer if buffered.id == group.id)
         self._buffer = [entry for entry in self._buffer if entry[1].id != group.id]
         self._prompts.give_back(ticket.draw)
@@ -218,9 +218,17 @@ class Controller:
     def expire(self, ticket: Ticket) -> None:
         """The group was stopped in flight because it is overdue; its prompt is asked again."""
         reason = f"admitted at version {ticket.admitted_version}, still in flight at {self.published}"
-        self._journal.drop(ticket.group_id, ticket.members, State.EXPIRED, reason)
+        self._settle_unanswered(ticket, State.EXPIRED, reason)
         del self._in_flight[ticket.group_id]
         self._prompts.give_back(ticket.draw)
+
+    def _settle(self, trajectories: Sequence[Trajectory], state: State, reason: str) -> None:
+        for trajectory in trajectories:
+            self._journal.settle(trajectory.id, state, reason, trajectory)
+
+    def _settle_unanswered(self, ticket: Ticket, state: State, reason: str) -> None:
+        for member in ticket.members:
+            self._journal.settle(trajectory_id(ticket.group_id, member), state, reason)
 
     def publish(self, version: int) -> None:
         """The trainer has published `version`; the next batch is trained by it."""

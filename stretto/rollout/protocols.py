@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from stretto.core.records import Batch, Completion, GenerateRequest, Group, State, Trajectory, Verdict
+from stretto.core.records import Batch, Completion, GenerateRequest, Group, Prompt, State, Trajectory, Verdict
 
 
 class Generate(Protocol):
@@ -23,13 +23,13 @@ class Score(Protocol):
 class Detokenize(Protocol):
     """Token ids to text, special tokens left out."""
 
-    def __call__(self, token_ids: Sequence[int]) -> str: ...
+    def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
 
 class Journal(Protocol):
     """Where state changes are written before they take effect (`store.ledger`, or a counter in a simulation)."""
 
-    def issue(self, group_id: str, prompt_id: str, members: int, admitted_version: int) -> None:
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """`members` trajectories of the group are in flight."""
         ...
 
@@ -37,12 +37,8 @@ class Journal(Protocol):
         """The group's trajectories are finished and wait to be trained on."""
         ...
 
-    def drop(self, group_id: str, members: Sequence[int], state: State, reason: str) -> None:
-        """Those trajectories have left for good: filtered, expired or failed."""
-        ...
-
-    def drop_finished(self, group_id: str, trajectories: Sequence[Trajectory], state: State, reason: str) -> None:
-        """As `drop`, for trajectories that were finished: what they said is worth keeping."""
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        """A trajectory has left for good: filtered, expired or failed. `trajectory` is its answer, if there is one."""
         ...
 
     def commit_batch(self, batch: Batch) -> None:

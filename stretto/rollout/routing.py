@@ -20,6 +20,11 @@ class Router:
         self._load = dict.fromkeys(engines, 0)
         self._up = list(engines)
 
+    @property
+    def up(self) -> frozenset[str]:
+        """The engines that get groups."""
+        return frozenset(self._up)
+
     def start(self, answers: int) -> str | None:
         """The engine that gets a group of so many answers; None while no engine is up."""
         if not self._up:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Group, State, Trajectory, trajectory_id
+from stretto.core.records import Batch, Group, Prompt, State, Trajectory, trajectory_id
 
 _ALLOWED = {
     State.IN_FLIGHT: {State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED},
@@ -25,7 +24,7 @@ class Accounts:
     def issued(self) -> int:
         return len(self._state)
 
-    def issue(self, group_id: str, prompt_id: str, members: int, admitted_version: int) -> None:
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         for member in range(members):
             name = trajectory_id(group_id, member)
             if name in self._state:
@@ -37,13 +36,8 @@ class Accounts:
         for trajectory in group.trajectories:
             self._move(trajectory.id, State.BUFFERED)
 
-    def drop(self, group_id: str, members: Sequence[int], state: State, reason: str) -> None:
-        for member in members:
-            self._move(trajectory_id(group_id, member), state)
-
-    def drop_finished(self, group_id: str, trajectories: Sequence[Trajectory], state: State, reason: str) -> None:
-        for trajectory in trajectories:
-            self._move(trajectory.id, state)
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        self._move(id, state)
 
     def commit_batch(self, batch: Batch) -> None:
         for group in batch.groups:

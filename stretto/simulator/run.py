@@ -120,9 +120,7 @@ class SimulatedRun:
             stop_reason=StopReason.STOP,
         )
         verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
-        return Trajectory(
-            id=trajectory_id(ticket.group_id, member), completion=completion, verdict=verdict, text=""
-        )
+        return Trajectory(id=trajectory_id(ticket.group_id, member), completion=completion, verdict=verdict, text="")
 
     def _train(self) -> None:
         if self._idle_since is None:

@@ -1,0 +1,57 @@
+# make setup | demo | test | bench | help        Nothing but Python 3.11+ and make has to be there.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test format format-check lint types tests bench bench-loop bench-trl clean
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One torch thread per process: several processes with several threads each spin against each other.
+export OMP_NUM_THREADS ?= 1
+
+PYTHON ?=#                 an interpreter of your choice; otherwise the first suitable one on the PATH
+TORCH ?= 2.13.0#           the version of torch; without an NVIDIA GPU its CPU build
+BIN := .venv/bin
+RUN := $(BIN)/python -m
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+setup: .venv/ready-run  ## .venv with the pinned packages and stretto itself
+
+demo: .venv/ready-run  ## train recipes/arithmetic.toml: a small model learns to reason, in minutes
+	$(BIN)/stretto train recipes/arithmetic.toml
+
+test: format-check lint types tests  ## every check: format, lint, types, tests with coverage
+
+format-check: .venv/ready-test
+	$(RUN) ruff format --check .
+
+lint: .venv/ready-test
+	$(RUN) ruff check .
+
+types: .venv/ready-test
+	$(RUN) mypy
+
+tests: .venv/ready-test  ## the tests alone
+	$(RUN) pytest --cov --cov-report=term
+
+format: .venv/ready-test  ## put the sources in form
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+bench: bench-loop  ## every benchmark
+
+bench-loop: .venv/ready-run  ## asynchronous against synchronous, and against trl (makes trl's environment)
+	$(RUN) benchmarks.loop
+
+bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
+	$(BIN)/python benchmarks/peers/environment.py trl
+
+clean:  ## remove caches; keeps .venv and runs
+	rm -rf .cache .hypothesis build *.egg-info
+
+.venv/ready-run: requirements/run.txt requirements/setup.sh pyproject.toml
+	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh run
+
+.venv/ready-test: requirements/test.txt .venv/ready-run
+	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh test

@@ -1,0 +1,75 @@
+#!/bin/sh
+# Makes or completes .venv in the current folder: `setup.sh run` for what runs, `setup.sh test` for the checks on top.
+# PYTHON  interpreter to use (otherwise the first on the PATH that is 3.11 or newer)
+# TORCH   version of torch to install
+set -eu
+
+fail() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+suitable() {
+    "$1" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        suitable "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.11 or newer with the venv module"
+        echo "$PYTHON"
+        return
+    fi
+    for name in python3 python3.13 python3.12 python3.11; do
+        if suitable "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer with the venv module on the PATH (found: $(python3 --version 2>&1 || true));" \
+        "on Debian: apt-get install python3 python3-venv; or name one: make setup PYTHON=/path/to/python3"
+}
+
+make_environment() {
+    python=$(find_python)
+    echo "setup: .venv with $("$python" --version)"
+    if "$python" -c 'import ensurepip' >/dev/null 2>&1; then
+        "$python" -m venv --clear .venv
+    elif "$python" -m pip --version >/dev/null 2>&1; then
+        "$python" -m venv --clear --without-pip .venv
+        "$python" -m pip --python .venv/bin/python install --quiet pip
+    else
+        fail "$python can make no environment with pip in it; on Debian: apt-get install python3-venv"
+    fi
+}
+
+pip_install() {
+    .venv/bin/python -m pip install --quiet "$@"
+}
+
+has_gpu() {
+    command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1
+}
+
+install_torch() {
+    if ! has_gpu && pip_install --constraint requirements/run.txt "torch==$TORCH+cpu" 2>/dev/null; then
+        return
+    fi
+    has_gpu || echo "setup: no index in use offers the CPU build of torch $TORCH; taking the standard build"
+    pip_install --constraint requirements/run.txt "torch==$TORCH"
+}
+
+suitable .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || make_environment
+case $1 in
+run)
+    echo "setup: torch $TORCH and the packages of requirements/run.txt (minutes, the first time)"
+    install_torch
+    pip_install --requirement requirements/run.txt
+    pip_install --no-deps --no-build-isolation --editable .
+    ;;
+test)
+    echo "setup: the packages of requirements/test.txt"
+    pip_install --requirement requirements/test.txt
+    ;;
+*) fail "unknown part: $1 (run or test)" ;;
+esac
+touch ".venv/ready-$1"

@@ -1,0 +1,117 @@
+"""The door: parses words and opens one room per command. Imports wait until a command runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from stretto.core.errors import StrettoError
+
+app = typer.Typer(
+    name="stretto",
+    help="Reinforcement learning that never waits: language models learn to reason while they generate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that describes the run.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE-DATE].")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
+) -> None:
+    """Train a policy by asynchronous reinforcement learning."""
+    from stretto.dashboard.plots import plot_run
+    from stretto.dashboard.progress import open_display
+    from stretto.dashboard.summary import print_inspection
+    from stretto.launch.train import check, prepare
+
+    if dry_run:
+        check(recipe, overrides or [])
+        return
+    prepared = prepare(recipe, overrides or [], run_dir, resume)
+    with open_display(prepared.steps) as display:
+        code = prepared.train(display)
+    print_inspection(prepared.path)
+    for plot in plot_run(prepared.path):
+        print(f"plot  {plot}")
+    raise typer.Exit(code)
+
+
+@app.command()
+def sft(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Where the trained policy is written.")],
+    overrides: Overrides = None,
+) -> None:
+    """Supervised training on the recipe's demonstrations (its warm start), written as a Hugging Face folder."""
+    from stretto.dashboard.progress import open_display
+    from stretto.launch.warm_start import sft
+
+    with open_display(0) as display:
+        sft(recipe, overrides or [], out, display.learning)
+    print(f"policy written to {out}")
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    task: Annotated[Path, typer.Option(metavar="RECIPE.toml|FILE.jsonl", help="Whose held-out prompts to ask.")],
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the accuracy of a policy on held-out prompts."""
+    from stretto.launch.examine import examine
+
+    evaluation = examine(model, task, overrides or [])
+    print(evaluation.as_json() if json else evaluation)
+
+
+@app.command()
+def inspect(
+    run: RunFolder,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a run did: its accuracy, tokens, trajectories, staleness and how busy its roles were."""
+    from stretto.dashboard.summary import print_inspection
+
+    print_inspection(run, as_json=json)
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write, one trajectory a line.")],
+) -> None:
+    """Write every trajectory of a run, with its tokens, log-probabilities, versions, verdict and end."""
+    from stretto.store.export import export_run
+
+    print(f"{export_run(run, file):,} trajectories written to {file}")
+
+
+def main() -> None:
+    """Run a command. A user's mistake ends with one message and exit code 2, never with a traceback."""
+    try:
+        app()
+    except StrettoError as error:
+        print(f"stretto: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

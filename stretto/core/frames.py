@@ -1,0 +1,52 @@
+"""Messages on a stream of bytes: a length, then that many bytes of MessagePack."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from stretto.core.errors import WireError
+
+LENGTH = struct.Struct("<I")
+
+#: A larger frame is a mistake of the sender, not a message.
+LARGEST_FRAME = 1 << 30
+
+
+def frame(message: object) -> bytes:
+    """One message as it goes over the wire."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+class Unframer:
+    """Cuts a stream of bytes into the bodies of its frames, however the stream was chopped.
+
+    >>> unframer = Unframer()
+    >>> unframer.feed(b"\\x02\\x00\\x00"), unframer.feed(b"\\x00ok")
+    ([], [b'ok'])
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are whole now.
+
+        Raises:
+            WireError: a length that no message has.
+        """
+        self._rest += data
+        at, bodies = 0, []
+        while len(self._rest) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._rest, at)
+            if length > LARGEST_FRAME:
+                raise WireError(f"a frame of {length:,} bytes; at most {LARGEST_FRAME:,} are allowed")
+            end = at + LENGTH.size + length
+            if end > len(self._rest):
+                break
+            bodies.append(bytes(self._rest[at + LENGTH.size : end]))
+            at = end
+        del self._rest[:at]
+        return bodies

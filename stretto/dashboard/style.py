@@ -1,0 +1,67 @@
+"""How every plot looks: one palette (Okabe and Ito's, which colour-blind readers can tell apart), one frame."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK = "#2b2b2b"
+QUIET = "#8a8a8a"
+GRID = "#e6e6e6"
+BLUE = "#0072b2"
+SKY = "#56b4e9"
+GREEN = "#009e73"
+ORANGE = "#e69f00"
+RED = "#d55e00"
+PINK = "#cc79a7"
+YELLOW = "#f0e442"
+
+_DOTS_PER_INCH = 130
+
+
+def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
+    """A figure of inches with one pair of axes; it belongs to nobody but the caller."""
+    figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(QUIET)
+    axes.tick_params(colors=INK, labelsize=9, length=3)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "") -> None:
+    """A bold title on the left, one quiet sentence under it, names and units on the axes."""
+    axes.set_title(title + "\n", loc="left", fontsize=13, fontweight="bold", color=INK)
+    axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize=9.5, color=QUIET, va="bottom")
+    axes.set_xlabel(x, fontsize=10, color=INK)
+    axes.set_ylabel(y, fontsize=10, color=INK)
+
+
+def nothing_yet(axes: Axes, sentence: str) -> None:
+    """An empty plot says why it is empty."""
+    axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=QUIET, fontsize=11)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+@contextmanager
+def saved_as(path: Path, figure: Figure) -> Iterator[None]:
+    """Draw inside the block; the PNG is written at its end, whole or not at all."""
+    yield
+    part = path.with_name(f".{path.name}.part")
+    with warnings.catch_warnings():
+        # A sign that the font lacks becomes a box in a picture, which is no reason to end a run.
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure.savefig(part, format="png", facecolor="white")
+    part.replace(path)

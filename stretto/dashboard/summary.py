@@ -1,0 +1,113 @@
+"""The table at the end of a run, which ``stretto inspect`` shows again later."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stretto.store.inspection import Inspection, inspect_run
+
+_BAR_WIDTH = 24
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def print_inspection(path: str | Path, as_json: bool = False) -> None:
+    """Print what a run came to: a table for people, or one JSON object.
+
+    Raises:
+        RunFolderError: there is no run.
+        StoreError: its ledger cannot be read.
+    """
+    inspection = inspect_run(path)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(inspection).decode() + "\n")
+    else:
+        print_summary(inspection, str(path))
+
+
+def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
+    """The table for people."""
+    (console or Console()).print(summary_table(inspection, title))
+
+
+def summary_table(inspection: Inspection, title: str) -> Table:
+    """One row per fact, grouped: what was learnt, what it took, how far apart sampling and training were."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column(style="dim", justify="right")
+    table.add_column()
+    for section in (_learnt(inspection), _work(inspection), _staleness(inspection), _busy(inspection.busy)):
+        for name, value in section:
+            table.add_row(name, value)
+        table.add_row("", "")
+    return table
+
+
+Rows = Iterable[tuple[str, RenderableType]]
+
+
+def _learnt(inspection: Inspection) -> Rows:
+    before, after = _percent(inspection.initial_accuracy), _percent(inspection.final_accuracy)
+    yield "held-out accuracy", Text.assemble(before, " → ", (after, "bold green"))
+    yield "steps", f"{inspection.steps:,} (version {inspection.version})"
+    yield "time", f"{inspection.rl_seconds:.1f} s of RL, {inspection.wall_seconds:.1f} s in all"
+
+
+def _work(inspection: Inspection) -> Rows:
+    counts, tokens, seconds = inspection.trajectories, inspection.tokens, inspection.rl_seconds
+    parts = [
+        f"{count:,} {name}"
+        for name, count in (
+            ("trained", counts.trained),
+            ("buffered", counts.buffered),
+            ("in flight", counts.in_flight),
+            ("filtered", counts.filtered),
+            ("expired", counts.expired),
+            ("failed", counts.failed),
+        )
+        if count
+    ]
+    yield "trajectories", f"{counts.issued:,} = {' + '.join(parts) or 'none'}"
+    yield "", f"{counts.trained / seconds:,.0f} trained a second" if seconds else "none trained yet"
+    yield "tokens", f"{tokens.generated:,} generated, {tokens.trained:,} trained"
+    yield "", f"{tokens.recomputed:,} recomputed, {tokens.wasted:,} wasted"
+
+
+def _staleness(inspection: Inspection) -> Rows:
+    staleness = inspection.staleness
+    bound = "none" if staleness.bound is None else f"{staleness.bound:g}"
+    yield "staleness", f"mean {staleness.mean:.2f}, largest {staleness.max}, bound {bound}"
+    tokens = sum(staleness.histogram.values())
+    for age, count in list(staleness.histogram.items())[:12]:
+        yield f"{age}", Text.assemble((bar(count / tokens), "cyan"), f" {count / tokens:.1%}")
+    yield (
+        "interrupted",
+        f"{inspection.interrupted:,} answers; {inspection.multi_version:,} have tokens of several versions",
+    )
+
+
+def _busy(busy: Mapping[str, float]) -> Rows:
+    for role, fraction in busy.items():
+        yield f"{role} busy", Text.assemble((bar(fraction), "blue"), f" {fraction:.0%}")
+
+
+def bar(fraction: float, width: int = _BAR_WIDTH) -> str:
+    """A bar of text, padded to `width`.
+
+    >>> bar(0.5, width=4), bar(0.3125, width=4)
+    ('██  ', '█▎  ')
+    """
+    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (_EIGHTHS[part] if part else "")).ljust(width)
+
+
+def _percent(fraction: float | None) -> str:
+    return "not measured" if fraction is None else f"{fraction:.1%}"

@@ -1,0 +1,92 @@
+"""The answers being written, one row each, as columns: a decode step touches arrays, never rows one by one.
+
+    history    [rows, width]  prompt, then answer          5 12 8 13 | 4 4 .  .
+    logprobs   [rows, width]  of the answer's tokens       .  .  . . | -0.1 -0.7
+    versions   [rows, width]  that sampled them            .  .  . . | 6 6
+
+Axes: R rows of this step, in the order of the logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.core.records import Completion, StopReason
+from stretto.engine.scheduler import Member
+
+Ints = npt.NDArray[np.int64]
+
+_FIRST_WIDTH = 128
+_NO_TOKEN = -1
+
+
+class Answers:
+    """Columns are public: the engine hands whole columns to the policy and the sampler, indexed by row."""
+
+    def __init__(self, rows: int, context_length: int) -> None:
+        self._context_length = context_length
+        self.newest: Ints = np.zeros(rows, np.int64)
+        self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and answer
+        self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
+        self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
+        self.seeds = np.zeros(rows, np.uint64)
+        self.temperatures = np.zeros(rows, np.float32)
+        self.interrupted: Ints = np.zeros(rows, np.int64)
+        self._stops = np.full((rows, 1), _NO_TOKEN, np.int64)
+        self._history: Ints = np.zeros((rows, _FIRST_WIDTH), np.int64)
+        self._logprobs = np.zeros((rows, _FIRST_WIDTH), np.float32)
+        self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
+
+    def open(self, row: int, member: Member) -> None:
+        """Begin an answer: the row holds the prompt."""
+        prompt, sampling = member.request.prompt_token_ids, member.request.sampling
+        self.limits[row] = min(member.tokens, self._context_length)
+        self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
+        self._history[row, : len(prompt)] = prompt
+        self.newest[row] = prompt[-1]
+        self.lengths[row] = self.prompts[row] = len(prompt)
+        self.seeds[row] = member.request.seeds[member.index]
+        self.temperatures[row] = sampling.temperature
+        self.interrupted[row] = 0
+        self._stops[row] = _NO_TOKEN
+        self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+
+    def context(self, row: int) -> Ints:
+        """All tokens of a row but the newest: what the cache must hold before the row goes on."""
+        return self._history[row, : self.lengths[row] - 1]
+
+    def record(self, order_R: Ints, tokens_R: Ints, logprobs_R: npt.NDArray[np.float32], version: int) -> Ints:
+        """Append one token to each row of `order_R`; returns the rows that have ended."""
+        places_R = self.lengths[order_R]
+        self._history[order_R, places_R] = tokens_R
+        self._logprobs[order_R, places_R] = logprobs_R
+        self._versions[order_R, places_R] = version
+        self.newest[order_R] = tokens_R
+        self.lengths[order_R] = places_R + 1
+        stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
+        return order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
+
+    def close(self, row: int, member: Member) -> Completion:
+        """The whole answer of a row that has ended."""
+        answer = slice(int(self.prompts[row]), int(self.lengths[row]))
+        stopped = bool((self._stops[row] == self.newest[row]).any())
+        return Completion(
+            request=member.request.id,
+            member=member.index,
+            token_ids=tuple(self._history[row, answer].tolist()),
+            behavior_logprobs=tuple(self._logprobs[row, answer].tolist()),
+            versions=tuple(self._versions[row, answer].tolist()),
+            stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+            interrupted=int(self.interrupted[row]),
+        )
+
+    def _widen(self, width: int, stops: int) -> None:
+        """Make room for longer answers or more stop tokens than any row had before."""
+        if (missing := width - self._history.shape[1]) > 0:
+            wider = ((0, 0), (0, max(missing, self._history.shape[1])))
+            self._history = np.pad(self._history, wider)
+            self._logprobs = np.pad(self._logprobs, wider)
+            self._versions = np.pad(self._versions, wider)
+        if (missing := stops - self._stops.shape[1]) > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)

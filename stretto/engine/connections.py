@@ -1,0 +1,137 @@
+"""HTTP/1.1 to one engine over connections that are kept: a request costs a write and a few reads.
+
+This is the one place where a library was too slow: with hundreds of short requests a second on the conductor's core,
+httpx spends about eight times as long per request (docs/decisions). The parsing is httptools', which the server uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httptools
+
+from stretto.core.errors import EngineLost
+from stretto.engine.wire import split_address
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one exchange at a time::
+
+    connection.send("POST", "/generate", body)
+    while part := await connection.read():   # status is known from the first part on
+        ...
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._transport: asyncio.Transport | None = None
+        self._wake = asyncio.Event()
+        self._lost = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts = bytearray()
+        self.complete = False
+        self.status = 0
+
+    @property
+    def reusable(self) -> bool:
+        """The last response is over and the connection stands."""
+        return not self._lost and self.complete and bool(self._parser.should_keep_alive())
+
+    def send(self, method: str, path: str, body: bytes) -> None:
+        """Begin an exchange."""
+        assert self._transport is not None, "the event loop has connected it"
+        self._begin()
+        head = f"{method} {path} HTTP/1.1\r\nhost: engine\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+
+    async def read(self) -> bytes:
+        """What has come of the response's body since the last call; empty when it is over.
+
+        Raises:
+            EngineLost: the connection broke before the response was over.
+        """
+        while not self._parts and not self.complete:
+            if self._lost:
+                raise EngineLost(self._engine, "broke off in the middle of a reply")
+            self._wake.clear()
+            await self._wake.wait()  # the deadline is the caller's
+        part, self._parts = bytes(self._parts), bytearray()
+        return part
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+            self._lost = True
+        self._wake.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        self._wake.set()
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser, like the two below."""
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._parts += body
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+class Connections:
+    """The connections to one engine: made when needed, kept for the next exchange."""
+
+    def __init__(self, engine: str, address: str) -> None:
+        self._engine = engine
+        self._path, self._host, self._port = split_address(address)
+        self._idle: list[Connection] = []
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Connection]:
+        """A connection for one exchange. Leaving before the response is over closes it, which the engine notices.
+
+        Raises:
+            EngineLost: nobody listens at the address.
+        """
+        while self._idle and not self._idle[-1].reusable:
+            self._idle.pop().close()
+        connection = self._idle.pop() if self._idle else await self._connect()
+        try:
+            yield connection
+        finally:
+            if connection.reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Close what is idle; a connection in use closes when its exchange ends."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._path is not None:
+                _, made = await loop.create_unix_connection(lambda: Connection(self._engine), self._path)
+            else:
+                _, made = await loop.create_connection(lambda: Connection(self._engine), self._host, self._port)
+        except OSError as error:
+            raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
+        return made

@@ -1,0 +1,245 @@
+"""Generation in this process: continuous batching that can be interrupted between any two tokens.
+
+    step 1   admit answers, compute their prompts, sample their first tokens      version 6
+    step 2   one token for every running answer                                   version 6
+    update   every running answer stops; its cache is dropped; weights are loaded
+    step 3   prompt + tokens so far are computed again, next tokens sampled       version 7
+
+The version is fixed before a step begins and stamped on every token that the step samples; weights change between
+steps only (AReaL, arXiv 2505.24298, section 4.1).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RefusedRequest, TornPublication
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.answers import Answers
+from stretto.engine.config import EngineConfig
+from stretto.engine.sampling import sample
+from stretto.engine.scheduler import Member, Scheduler
+from stretto.engine.stretches import Stretches
+from stretto.engine.wire import EngineHealth
+from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
+from stretto.model.folder import load_policy
+
+
+class EmbeddedEngine:
+    """A synchronous engine: the caller decides when a step happens.
+
+    Example::
+
+        engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
+        engine.add(GenerateRequest(id="a", prompt_token_ids=(5, 12), seeds=(1, 2), sampling=Sampling(max_tokens=8)))
+        while not engine.idle:
+            for completion in engine.step():
+                ...
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, name: str = "engine", version: int = 0) -> None:
+        self._policy = CachedPolicy(model.requires_grad_(False).eval())
+        self._parameters = dict(model.named_parameters())
+        self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+        self._config = config
+        self._scheduler = Scheduler(config.slots, config.cache_tokens)
+        self._answers = Answers(config.slots, self._policy.layout.context_length)
+        self._stretches = Stretches(name)
+        self.name = name
+        self.version = version
+        self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
+        self._busy_seconds = 0.0
+
+    @classmethod
+    def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
+        """An engine with the policy of a model folder.
+
+        Raises:
+            ModelFolderError: the folder cannot be loaded, or its attention is of a kind that the cache cannot serve.
+        """
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        device = automatic if config.device == "auto" else config.device
+        model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=device)
+        return cls(model, config, name=name, version=version)
+
+    @property
+    def updates(self) -> int:
+        """Versions loaded so far."""
+        return self._updates
+
+    @property
+    def idle(self) -> bool:
+        """No answer is wanted."""
+        return self._scheduler.idle
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; its answers come out of later steps.
+
+        Raises:
+            RefusedRequest: with the field that is wrong, what it holds and what is allowed.
+        """
+        check_request(request, self._vocab_size, self._policy.layout.context_length)
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and its unfinished answers; an unknown id is no error, its answers may just have ended."""
+        for row in self._scheduler.abort(request_id):
+            self._wasted += int(self._answers.lengths[row] - self._answers.prompts[row])
+            if row in self._policy:
+                self._policy.release(row)
+
+    def step(self) -> list[Completion]:
+        """One token for every running answer; returns those that ended with it. Nothing happens when idle.
+
+        Raises:
+            FloatingPointError: the model's logits are not finite.
+        """
+        start, answers = time.monotonic(), self._answers
+        for row, member in self._scheduler.admit():
+            answers.open(row, member)
+        contexts, recomputed = self._take_contexts()
+        if not contexts and not len(self._policy):
+            return []
+        order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
+        places = answers.lengths[order] - answers.prompts[order]
+        tokens, logprobs = sample(logits_RV, answers.temperatures[order], answers.seeds[order], places)
+        ended = answers.record(order, tokens, logprobs, self.version)
+        completions = [answers.close(row, self._end(row)) for row in ended.tolist()]
+        self._generated += len(order)
+        self._spend("recompute" if recomputed else "generate", start)
+        return completions
+
+    def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Interrupt every running answer, load weights, go on with the next step.
+
+        Args:
+            version: of the weights; never older than the one in use.
+            tensors: all parameters of the model by name, of any floating type, on any device; copied.
+
+        Raises:
+            TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
+            RefusedRequest: the version is older than the one in use.
+        """
+        start = time.monotonic()
+        if version < self.version:
+            raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
+        self._check_tensors(version, tensors)
+        self._interrupt()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(tensors[name])
+        self.version = version
+        self._updates += 1
+        self._spend("load", start)
+
+    def health(self) -> EngineHealth:
+        """Version, queue and counters."""
+        return EngineHealth(
+            version=self.version,
+            running=self._scheduler.rows_in_use,
+            waiting=self._scheduler.waiting,
+            generated=self._generated,
+            prefilled=self._prefilled,
+            recomputed=self._recomputed,
+            interrupted=self._interrupted,
+            wasted=self._wasted,
+            updates=self._updates,
+            busy_seconds=self._busy_seconds,
+        )
+
+    def drain_spans(self) -> list[Span]:
+        """Stretches of generating, recomputing and loading since the last call."""
+        return self._stretches.drain()
+
+    def check_integrity(self) -> None:
+        """Every row and every slot has exactly one owner.
+
+        Raises:
+            BoundViolated: with what does not add up.
+        """
+        self._scheduler.check_integrity()
+        self._policy.check_integrity()
+
+    def _take_contexts(self) -> tuple[list[Context], bool]:
+        """What enters the cache in this step, and whether any of it was there before an update dropped it."""
+        answers, scheduler = self._answers, self._scheduler
+        pending = scheduler.pending
+        if not pending:
+            return [], False
+        costs = {row: int(answers.lengths[row]) for row in pending}
+        taken = scheduler.take_pending(costs, self._config.max_prefill_tokens)
+        siblings: dict[str, list[int]] = {}
+        contexts = []
+        recomputed = 0
+        for row in taken:
+            if answers.lengths[row] == answers.prompts[row]:
+                siblings.setdefault(scheduler.member(row).request.id, []).append(row)
+            else:
+                contexts.append(Context(answers.context(row), (row,)))
+                recomputed += len(contexts[-1].token_ids)
+        contexts += [Context(answers.context(rows[0]), tuple(rows)) for rows in siblings.values()]
+        self._recomputed += recomputed
+        self._prefilled += sum(int(answers.prompts[rows[0]]) for rows in siblings.values())
+        return contexts, recomputed > 0
+
+    def _end(self, row: int) -> Member:
+        self._policy.release(row)
+        return self._scheduler.finish(row)
+
+    def _interrupt(self) -> None:
+        rows = self._scheduler.running
+        self._answers.interrupted[rows] += 1
+        self._interrupted += len(rows)
+        if self._config.on_update == "recompute":
+            self._scheduler.interrupt()
+            self._policy.clear()
+
+    def _check_tensors(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        missing, unknown = self._parameters.keys() - tensors.keys(), tensors.keys() - self._parameters.keys()
+        if missing or unknown:
+            found = f"lacks {sorted(missing)[:3]}, has unknown {sorted(unknown)[:3]}"
+            raise TornPublication(f"version {version} is not of this model: it {found}")
+        for name, parameter in self._parameters.items():
+            if tensors[name].shape != parameter.shape:
+                shapes = f"{tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}"
+                raise TornPublication(f"version {version} is not of this model: {name} is {shapes}")
+
+    def _spend(self, name: str, start: float) -> None:
+        end = time.monotonic()
+        self._busy_seconds += end - start
+        self._stretches.add(name, start, end, self.version)
+
+
+def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
+    """Refuse what cannot be generated from.
+
+    Raises:
+        RefusedRequest: with the first field that is wrong.
+    """
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    outside = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token < vocab_size]
+    wrong_seeds = [seed for seed in request.seeds if not 0 <= seed < 1 << 64]
+    if not prompt:
+        raise RefusedRequest("prompt_token_ids", "no token", "at least one")
+    if len(prompt) >= context_length:
+        allowed = f"at most {context_length - 1}, so that the context of {context_length} has room for an answer"
+        raise RefusedRequest("prompt_token_ids", f"{len(prompt)} tokens", allowed)
+    if outside:
+        field = "prompt_token_ids" if outside[0] in prompt else "sampling.stop_token_ids"
+        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+    if not request.seeds or wrong_seeds:
+        found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
+        raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
+    if sampling.max_tokens < 1:
+        raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        raise RefusedRequest("sampling.temperature", str(sampling.temperature), "0 or a positive number")

@@ -1,0 +1,73 @@
+"""Sampling without a state: a token is a function of the logits, the answer's seed and the token's place.
+
+An answer therefore comes out the same whatever else is in the batch, in whichever engine it runs, and however often it
+was interrupted; nothing has to be saved to go on.
+
+Axes: R row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_TO_UNIT = 2.0**-52
+
+
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input moves half of the output's."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row: output number `places` of the SplitMix64 generator that starts at ``mix(seed)``."""
+    x = mix(mix(seeds) + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (x >> np.uint64(12)).astype(np.float64) * _TO_UNIT
+
+
+def sample(
+    logits_RV: Tensor,
+    temperatures: npt.NDArray[np.float32],
+    seeds: npt.NDArray[np.uint64],
+    places: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Draw one token per row.
+
+    Args:
+        logits_RV: float32.
+        temperatures: [R]; 0 takes the likeliest token.
+        seeds: [R], one per answer.
+        places: [R], how many tokens of the answer come before.
+
+    Returns:
+        Token ids [R], and their log-probabilities [R] under the distribution that they were drawn from, the softmax of
+        ``logits / temperature``. Where the temperature is 0, that distribution is a single point, which says nothing;
+        the log-probability at temperature 1 stands instead.
+
+    Raises:
+        FloatingPointError: the logits of a row are not finite, so there is no distribution to draw from.
+    """
+    greedy = temperatures == 0.0
+    if (temperatures != 1.0).any():
+        divisors = torch.from_numpy(np.where(greedy, np.float32(1.0), temperatures))
+        logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]
+    logprobs_RV = logits_RV.log_softmax(-1)
+    cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
+    total_R1 = cumulative_RV[:, -1:]
+    targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * total_R1
+    # The first token whose cumulative probability exceeds the target, so never one of probability zero. With 52 random
+    # bits the target stays below the total after rounding, too.
+    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
+    if greedy.any():
+        likeliest_R1 = logits_RV.argmax(-1, keepdim=True)
+        tokens_R1 = torch.where(torch.from_numpy(greedy).to(tokens_R1.device)[:, None], likeliest_R1, tokens_R1)
+    if not bool(total_R1.isfinite().all()):
+        raise FloatingPointError("the model's logits are not finite: its weights are broken")
+    return tokens_R1[:, 0].cpu().numpy(), logprobs_RV.gather(1, tokens_R1)[:, 0].cpu().numpy()

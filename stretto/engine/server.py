@@ -1,0 +1,283 @@
+"""The engine behind HTTP: one thread, one event loop, one task that steps.
+
+    request ─► open ─► stream ◄─ frames ◄─ step, step, step ...        (Generation.run)
+                                             ▲
+    update_weights ─────────────────────────┘ runs between two steps, because both run in this loop
+
+Everything that touches the engine runs in the event loop's thread and does not await while it does, so an update
+cannot happen inside a step. The wire is described in `stretto.engine.wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+import uvicorn
+import uvloop
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import Tensor
+
+from stretto.core.errors import Problem, RecipeError, RefusedRequest, WireError
+from stretto.core.events import Span
+from stretto.core.frames import frame
+from stretto.core.records import GenerateRequest
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.wire import AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest, split_address
+
+_HEADERS = [(b"content-type", b"application/msgpack")]
+_UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
+_ABORT = msgspec.msgpack.Decoder(AbortRequest)
+_SHUTDOWN_SECONDS = 1
+_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
+
+
+class Subscriber(Protocol):
+    """Where published weights come from (implemented in room `weights`)."""
+
+    def newest(self) -> int | None: ...
+
+    def load(self, version: int) -> Mapping[str, Tensor]: ...
+
+
+class Stream:
+    """The answers of one open request on their way to the client."""
+
+    def __init__(self, answers: int) -> None:
+        self.missing = answers
+        self.broken = False  # the engine failed, or the client went away
+        self._ready = bytearray()
+        self._wake = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._ready)
+
+    def put(self, answer: bytes) -> None:
+        self._ready += answer
+        self.missing -= 1
+        self._wake.set()
+
+    def break_off(self) -> None:
+        self.broken = True
+        self._wake.set()
+
+    async def next(self) -> bytes:
+        """All frames since the last call, at least one; empty when broken. The client keeps the deadline."""
+        await self._wake.wait()
+        self._wake.clear()
+        chunk, self._ready = bytes(self._ready), bytearray()
+        return b"" if self.broken else chunk
+
+
+class Generation:
+    """The engine and the streams of its open requests."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+        self._streams: dict[str, Stream] = {}
+        self._work = asyncio.Event()
+
+    def open(self, request: GenerateRequest) -> Stream:
+        """Begin a request.
+
+        Raises:
+            RefusedRequest: the engine will not serve it.
+        """
+        self.engine.add(request)
+        self._work.set()
+        self._streams[request.id] = stream = Stream(len(request.seeds))
+        return stream
+
+    def close(self, request: str) -> None:
+        """End a request; unfinished answers are aborted. Closing twice is no error."""
+        stream = self._streams.pop(request, None)
+        if stream is not None and stream.missing:
+            stream.break_off()
+            self.engine.abort(request)
+
+    async def run(self) -> None:
+        """Step for as long as there is work, for ever. An error of the engine breaks all streams and is raised."""
+        try:
+            while True:
+                if self.engine.idle:
+                    self._work.clear()
+                    await self._work.wait()  # without a deadline: having nothing to do is no failure
+                for completion in self.engine.step():
+                    self._streams[completion.request].put(frame(completion))
+                await asyncio.sleep(0)  # requests are read, answers written, weights loaded
+        finally:
+            for stream in self._streams.values():
+                stream.break_off()
+
+
+class _Streaming:
+    """An endpoint that speaks ASGI itself; a class, because starlette takes functions for something else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _Exchange:
+    """An endpoint that answers one message with one message, or refuses it."""
+
+    def __init__(self, handler: Callable[[bytes], object]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            status, message = 200, self._handler(await _body(receive))
+        except (WireError, msgspec.DecodeError) as error:
+            status, message = _refusal(error)
+        await _reply(send, status, message)
+
+
+class EngineApp:
+    """The ASGI application: a method per endpoint."""
+
+    def __init__(self, generation: Generation, subscriber: Subscriber) -> None:
+        self._generation = generation
+        self._subscriber = subscriber
+        self._requests = msgspec.msgpack.Decoder(GenerateRequest)
+        routes = [
+            Route("/generate", _Streaming(self.generate), methods=["POST"]),
+            Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
+            Route("/abort", _Exchange(self.abort), methods=["POST"]),
+            Route("/health", _Exchange(self.health)),
+            Route("/spans", _Exchange(self.spans)),
+        ]
+        # A bare router: starlette's middleware would turn errors into pages, and every request through it costs time.
+        self._router = Router(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._router(scope, receive, send)
+
+    async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream each answer as it ends; a client that goes away has its request aborted."""
+        try:
+            request = self._requests.decode(await _body(receive))
+            stream = self._generation.open(request)
+        except (RefusedRequest, msgspec.DecodeError) as error:
+            await _reply(send, *_refusal(error))
+            return
+        watch = asyncio.create_task(_break_when_gone(receive, stream))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            while stream.missing or stream.ready:
+                chunk = await stream.next()
+                if stream.broken:
+                    return  # the server closes a connection whose response was not finished: the client notices
+                await send({"type": "http.response.body", "body": chunk, "more_body": stream.missing > 0})
+        finally:
+            watch.cancel()
+            self._generation.close(request.id)
+
+    def update_weights(self, body: bytes) -> UpdateReply:
+        """Load a version between two steps."""
+        version, start = _UPDATE.decode(body).version, time.monotonic()
+        engine = self._generation.engine
+        if version != engine.version or not engine.updates:
+            engine.update(version, self._subscriber.load(version))
+        return UpdateReply(version=engine.version, seconds=time.monotonic() - start)
+
+    def abort(self, body: bytes) -> EngineHealth:
+        self._generation.close(_ABORT.decode(body).request)
+        return self._generation.engine.health()
+
+    def health(self, _: bytes) -> EngineHealth:
+        return self._generation.engine.health()
+
+    def spans(self, _: bytes) -> list[Span]:
+        return self._generation.engine.drain_spans()
+
+
+def serve(engine: EmbeddedEngine, subscriber: Subscriber, listen: str) -> None:
+    """Serve until SIGTERM or SIGINT; loads the newest published version first.
+
+    Args:
+        listen: ``unix:/path/to.sock`` or ``host:port``.
+
+    Raises:
+        RecipeError: the port is in use.
+        Exception: whatever ended the engine's loop; open requests have been broken off by then.
+    """
+    newest = subscriber.newest()
+    if newest is not None and newest > engine.version:
+        engine.update(newest, subscriber.load(newest))
+    uvloop.run(_serve(engine, subscriber, listen))
+
+
+async def _serve(engine: EmbeddedEngine, subscriber: Subscriber, listen: str) -> None:
+    generation = Generation(engine)
+    unix_path, host, port = split_address(listen)
+    config = uvicorn.Config(
+        EngineApp(generation, subscriber),
+        uds=unix_path,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    sockets = None if unix_path else [_bind(host, port)]
+    steps, serving = asyncio.create_task(generation.run()), asyncio.create_task(server.serve(sockets))
+    # Without a deadline: a healthy engine serves for as long as the run goes on.
+    await asyncio.wait((steps, serving), return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    if steps.done():
+        await serving
+        steps.result()
+    steps.cancel()
+    await serving
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        place = f"engine.base_port: {host}:{port}"
+        raise RecipeError([Problem(place, error.strerror or str(error), "choose a free port")]) from None
+    return bound
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _reply(send: Send, status: int, message: object) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": _HEADERS})
+    await send({"type": "http.response.body", "body": msgspec.msgpack.encode(message)})
+
+
+def _refusal(error: Exception) -> tuple[int, Refusal]:
+    """Status and body by which the client raises the same error again."""
+    if isinstance(error, RefusedRequest):
+        return 400, Refusal(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
+    if isinstance(error, msgspec.DecodeError):
+        return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed="see stretto.engine.wire")
+    return 409, Refusal(error=type(error).__name__, found=str(error))
+
+
+async def _break_when_gone(receive: Receive, stream: Stream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.break_off()

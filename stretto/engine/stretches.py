@@ -1,0 +1,40 @@
+"""What an engine was doing when, without one span per step."""
+
+from __future__ import annotations
+
+from stretto.core.events import Span
+
+#: Steps that follow each other within this many seconds are one stretch of generating.
+_GAP = 0.02
+
+
+class Stretches:
+    """Collects spans; a span that continues the last one (same name and version, no gap) makes it longer.
+
+    >>> stretches = Stretches("engine-0")
+    >>> for start in (0.0, 0.002, 0.004): stretches.add("generate", start, start + 0.002, version=3)
+    >>> [(span.name, span.start, span.end) for span in stretches.drain()]
+    [('generate', 0.0, 0.006)]
+    """
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._done: list[Span] = []
+        self._last: Span | None = None
+
+    def add(self, name: str, start: float, end: float, version: int) -> None:
+        """Times are seconds of `time.monotonic`."""
+        last = self._last
+        if last is not None:
+            if (last.name, last.version) == (name, version) and start - last.end < _GAP:
+                start = last.start
+            else:
+                self._done.append(last)
+        self._last = Span(role=self._role, name=name, start=start, end=end, version=version)
+
+    def drain(self) -> list[Span]:
+        """All spans since the last call."""
+        if self._last is not None:
+            self._done.append(self._last)
+        drained, self._done, self._last = self._done, [], None
+        return drained

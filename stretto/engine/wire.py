@@ -1,0 +1,73 @@
+"""What goes over the wire between an engine and its clients. No torch here: clients are light.
+
+    POST /generate         GenerateRequest   →  frames (`core.frames`) of one Completion each, as the answers finish
+    POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
+    POST /abort            AbortRequest      →  EngineHealth
+    GET  /health                             →  EngineHealth
+    GET  /spans                              →  list of Span; each span is handed out once
+
+Bodies are MessagePack. A refusal has a status of 400 or above and a `Refusal` as its body.
+"""
+
+from __future__ import annotations
+
+from stretto.core.records import Record
+
+
+class UpdateRequest(Record, frozen=True):
+    """Load this version from the mailbox."""
+
+    version: int
+
+
+class UpdateReply(Record, frozen=True):
+    """The version that the next step uses, and the seconds that its loading took."""
+
+    version: int
+    seconds: float
+
+
+class AbortRequest(Record, frozen=True):
+    """Give up this request; answers that are not finished are forgotten."""
+
+    request: str
+
+
+class Refusal(Record, frozen=True):
+    """Why a request was not served: the name of the error and its arguments, so that the client raises the same."""
+
+    error: str
+    found: str
+    field: str = ""
+    allowed: str = ""
+
+
+class EngineHealth(Record, frozen=True):
+    """How an engine is. Counters count from its start.
+
+    Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
+    interrupted=412, wasted=0, updates=7, busy_seconds=3.2)``
+    """
+
+    version: int  # policy version of the weights in the model
+    running: int  # answers in a slot
+    waiting: int  # answers that wait for a slot
+    generated: int  # tokens sampled
+    prefilled: int  # prompt tokens computed, once per group that enters together
+    recomputed: int  # tokens computed again because an update dropped their keys and values
+    interrupted: int  # answers stopped in mid-sentence by an update, counted at each update
+    wasted: int  # tokens sampled for answers that were aborted
+    updates: int  # versions loaded
+    busy_seconds: float  # time spent in steps and in loading
+
+
+def split_address(address: str) -> tuple[str | None, str, int]:
+    """The path of a Unix socket, or host and port.
+
+    >>> split_address("unix:/run/engine-0.sock"), split_address("127.0.0.1:8300")
+    (('/run/engine-0.sock', '', 0), (None, '127.0.0.1', 8300))
+    """
+    if address.startswith("unix:"):
+        return address.removeprefix("unix:"), "", 0
+    host, _, port = address.rpartition(":")
+    return None, host, int(port)

@@ -1,0 +1,95 @@
+"""Both ends of a pair of sockets between the conductor (asyncio) and a role that does one thing at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from typing import Generic, TypeVar
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import RoleDied
+from stretto.core.frames import Unframer, frame
+
+_READ_BYTES = 1 << 20
+
+Received = TypeVar("Received")
+
+
+class RoleEnd(Generic[Received]):
+    """The role's end: blocking. Its wait for the next order has no deadline, because its owner is the conductor:
+    when that ends, the socket closes and `receive` returns None."""
+
+    def __init__(self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received]) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._decoder = decoder
+        self._unframer = Unframer()
+        self._bodies: deque[bytes] = deque()
+
+    def receive(self) -> Received | None:
+        """The next message; None when the conductor has closed its end."""
+        while not self._bodies:
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                return None
+            self._bodies.extend(self._unframer.feed(data))
+        return self._decoder.decode(self._bodies.popleft())
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._socket.sendall(frame(message))
+
+
+class ConductorEnd(Generic[Received]):
+    """The conductor's end: each wait is bounded and names the role."""
+
+    def __init__(self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "") -> None:
+        self.role = role
+        self._log = log
+        self._decoder = decoder
+        self._unframer = Unframer()
+        self._bodies: deque[bytes] = deque()
+        self._near, self.far = socket.socketpair()
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> None:
+        """To be called once the far end has been handed to the role."""
+        self.far.close()
+        self._reader, self._writer = await asyncio.open_connection(sock=self._near)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        assert self._writer is not None, "open() comes first"
+        try:
+            self._writer.write(frame(message))
+            async with deadline("conductor", f"{self.role} to take a message", 60):
+                await self._writer.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            raise RoleDied(self.role, "closed its connection", self._log) from None
+
+    async def receive(self, awaited: str, seconds: float) -> Received:
+        """The next message.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+            RoleDied: the role closed its end.
+        """
+        assert self._reader is not None, "open() comes first"
+        async with deadline("conductor", f"{self.role} {awaited}", seconds):
+            while not self._bodies:
+                try:
+                    data = await self._reader.read(_READ_BYTES)
+                except ConnectionResetError:
+                    data = b""
+                if not data:
+                    raise RoleDied(self.role, "closed its connection", self._log)
+                self._bodies.extend(self._unframer.feed(data))
+        return self._decoder.decode(self._bodies.popleft())
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._near.close()
+            self.far.close()

@@ -1,0 +1,191 @@
+"""The conductor: the one process that knows all players. None of them knows it, or another.
+
+    loop           consumes              produces                waits for, woken by
+    ─────────────────────────────────────────────────────────────────────────────────────────────────
+    admission      room (equation 3)     groups in flight        finish, take, load
+    answer (many)  a ticket              a judged group          the engine's frames, the verdicts
+    training       a batch               a version               a finished group, then the trainer
+    loading        a publication         a live version          publish (one loader per engine)
+    supervision    an engine's death     a new engine            the kernel
+    observing      counters, spans       the run folder's lines  a second
+
+The data goes round: admission ─► answer ─► training ─► loading ─► admission. Nothing in the circle waits for a slower
+part of it except through `rollout.controller`, whose decisions these loops carry out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.core.records import Batch
+from stretto.launch.config import DeadlinesConfig
+from stretto.launch.fleet import Fleet
+from stretto.launch.keeper import Examiner, Keeper
+from stretto.launch.recorder import Recorder
+from stretto.launch.stopping import put_away
+from stretto.launch.trainer_link import TrainerLink
+from stretto.rewards.pool import RewardPool
+from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.workflow import SingleTurn
+
+_LOOK_SECONDS = 1.0
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Players:
+    """Everyone the conductor conducts."""
+
+    controller: Controller
+    workflow: SingleTurn
+    fleet: Fleet
+    trainer: TrainerLink
+    rewards: RewardPool
+    recorder: Recorder
+    keeper: Keeper
+    examiner: Examiner
+
+
+class Conductor:
+    """Runs the loops until the last step, the first failure, or a request to stop."""
+
+    def __init__(self, players: Players, steps: int, deadlines: DeadlinesConfig) -> None:
+        self._controller = players.controller
+        self._workflow = players.workflow
+        self._fleet = players.fleet
+        self._trainer = players.trainer
+        self._rewards = players.rewards
+        self._recorder = players.recorder
+        self._keeper = players.keeper
+        self._examiner = players.examiner
+        self._steps = steps
+        self._deadlines = deadlines
+        self._answers: dict[str, asyncio.Task[None]] = {}
+        self._finished = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fleet.listen(self._load)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def request_stop(self) -> None:
+        """End after the step in progress, or after ``deadlines.stop`` seconds."""
+        self._stopping.set()
+        self._finished.set()
+
+    async def run(self) -> None:
+        """Returns after the last step, or at a step's end after `request_stop`. The first failure is raised."""
+        loops: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._training()),
+            asyncio.ensure_future(self._fleet.keep_loaded()),
+            asyncio.ensure_future(self._fleet.supervise()),
+            asyncio.ensure_future(self._observing()),
+            self._failure,
+        ]
+        self._admit()
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for loop in done:
+                await loop
+        finally:
+            await put_away([*loops, *self._answers.values()])
+
+    # ── admission and answers ────────────────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        while not self.stopping and (ticket := self._controller.admit()) is not None:
+            task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
+            self._answers[ticket.group_id] = task
+            task.add_done_callback(self._answered)
+
+    def _load(self, version: int) -> None:
+        self._controller.load(version)
+        self._admit()
+
+    async def _answer(self, ticket: Ticket) -> None:
+        try:
+            trajectories = await self._workflow(ticket)
+        except (EngineLost, RefusedRequest) as loss:
+            self._controller.fail(ticket, str(loss))
+        else:
+            self._controller.finish(ticket, trajectories)
+            self._recorder.answered(trajectories)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        del self._answers[task.get_name()]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
+        self._finished.set()
+        self._admit()
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _training(self) -> None:
+        while self._controller.published < self._steps:
+            batch = await self._next_batch()
+            if batch is None:
+                return
+            self._admit()
+            self._recorder.taken(batch, self._controller.in_flight, self._controller.buffered)
+            update = await self._before_the_stop_ends(self._trainer.train(batch))
+            if update is None:
+                return
+            self._controller.publish(update.version)
+            self._fleet.publish(update.version)
+            self._recorder.updated(batch, update)
+            await self._keeper.after(update)
+            self._examiner.after(update)
+
+    async def _next_batch(self) -> Batch | None:
+        """The next batch; None when the run is to stop."""
+        version = self._controller.published
+        try:
+            async with asyncio.timeout(self._deadlines.batch):
+                while not self.stopping:
+                    batch = self._controller.take()
+                    if batch is not None:
+                        return batch
+                    self._expire_overdue()
+                    self._admit()
+                    self._finished.clear()
+                    await self._finished.wait()
+        except TimeoutError:
+            state = f"{self._controller.in_flight} groups in flight, {self._controller.buffered} buffered"
+            raise DeadlineExceeded("trainer", f"a batch at version {version}: {state}", self._deadlines.batch) from None
+        return None
+
+    def _expire_overdue(self) -> None:
+        for ticket in self._controller.overdue():
+            self._answers[ticket.group_id].cancel()
+            self._controller.expire(ticket)
+
+    async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Answer]) -> Answer | None:
+        """The order's answer; None if a requested stop cannot wait for it any longer."""
+        task = asyncio.ensure_future(order)
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.wait([task], timeout=self._deadlines.stop)
+            return await task if task.done() else None
+        finally:
+            await put_away([task, stop])
+
+    # ── observing ────────────────────────────────────────────────────────────────────────────────
+
+    async def _observing(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            spans = [*await self._fleet.look(), *self._trainer.drain_spans(), *self._rewards.drain_spans()]
+            self._recorder.spans(spans)
+            self._examiner.check()

@@ -1,0 +1,55 @@
+"""The sections of a recipe that belong to no single room: the model, the sampling, the evaluation, the deadlines."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from stretto.core.records import Sampling
+from stretto.model.build import BuildConfig
+
+
+class ModelConfig(BaseModel, extra="forbid", frozen=True):
+    """The policy at the start: a Hugging Face folder, or a new one built from nothing."""
+
+    path: str | None = Field(None, description="Hugging Face folder, relative to the recipe's folder")
+    build: BuildConfig | None = Field(None, description="architecture and alphabet of a new model")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.path is None) == (self.build is None):
+            raise ValueError("give either model.path or [model.build]")
+        return self
+
+
+class SamplingConfig(BaseModel, extra="forbid", frozen=True):
+    """How answers are drawn, for the engine and the trainer alike; there is no second temperature."""
+
+    max_tokens: int = Field(256, ge=1, description="tokens of one answer at most")
+    temperature: float = Field(1.0, gt=0, le=10, allow_inf_nan=False)
+
+    def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+        return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, stop_token_ids=stop_token_ids)
+
+
+class EvaluationConfig(BaseModel, extra="forbid", frozen=True):
+    """Held-out accuracy: sampled like the training answers, with a fixed seed, at the start, at the end and between."""
+
+    prompts: int = Field(512, ge=1, description="held-out prompts asked each time")
+    every: int = Field(0, ge=0, description="training steps between evaluations; 0: only at the start and the end")
+    seed: int = Field(20_250_530, ge=0)
+
+
+class DeadlinesConfig(BaseModel, extra="forbid", frozen=True):
+    """Seconds. A wait that runs past its deadline ends the run with the owner and what it waited for."""
+
+    start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
+    warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
+    answer: float = Field(600.0, gt=0, description="an engine to send the next answer of a group")
+    load: float = Field(120.0, gt=0, description="an engine to load a version")
+    step: float = Field(1800.0, gt=0, description="the trainer to finish one step")
+    batch: float = Field(1800.0, gt=0, description="the next batch to be complete")
+    save: float = Field(600.0, gt=0, description="the trainer to write a checkpoint or a policy")
+    stop: float = Field(6.0, gt=0, le=60, description="a clean stop to finish the step in progress")
+    engine_restarts: int = Field(5, ge=0, description="times that one engine is replaced before the run gives up")

@@ -1,0 +1,58 @@
+"""`stretto eval`: the held-out accuracy of a model folder, measured by the same engine, sampling and reward."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.launch.evaluation import Evaluation, Evaluator
+from stretto.launch.fleet import Fleet
+from stretto.launch.plan import Plan, digest, make_plan
+from stretto.launch.recipe import Recipe, parse_recipe, validate
+from stretto.launch.run import engine_spec, scorer
+from stretto.launch.stopping import together
+from stretto.rewards.pool import RewardPool
+
+
+def examine(model: Path, task: Path, overrides: Sequence[str]) -> Evaluation:
+    """Ask the task's held-out prompts; `task` is a recipe, or a JSONL file all of whose rows are asked.
+
+    Raises:
+        UserError: the folder, the task or an override is not what it should be.
+        RoleError: an engine or a reward worker failed.
+    """
+    return asyncio.run(_examine(make_plan(_recipe(model, task, overrides))))
+
+
+def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
+    if task.suffix == ".jsonl":
+        rows = {"kind": "jsonl", "file": str(task.resolve()), "held_out_file": str(task.resolve())}
+        tree: dict[str, Any] = {"task": rows, "trainer": {}}
+    else:
+        tree = parse_recipe(task, overrides)
+    tree["model"] = {"path": str(model)}
+    tree.pop("warm_start", None)
+    return validate(tree, str(task))
+
+
+async def _examine(plan: Plan) -> Evaluation:
+    recipe = plan.recipe
+    folder = Path(tempfile.mkdtemp(prefix="stretto-"))
+    mailbox = digest(folder)  # nothing is ever published in it
+    numbers = range(recipe.engine.count)
+    specs = [engine_spec(plan, plan.base.path, mailbox, folder, folder, k, published=False) for k in numbers]
+    fleet = Fleet(specs, folder, recipe.deadlines)
+    rewards = RewardPool(recipe.rewards)
+    try:
+        await together(rewards.start(), fleet.start(0))
+        evaluate = Evaluator(
+            plan.held_out, plan.sampling, recipe.evaluation.seed, fleet.generate, scorer(rewards), plan.tokenizer.decode
+        )
+        return await evaluate()
+    finally:
+        await asyncio.gather(fleet.stop(1.0), rewards.close())
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,190 @@
+"""The engines of a run as one: started, routed to, kept at the newest version, replaced when they die.
+
+generate(request)   goes to the engine with the fewest answers in flight
+publish(version)    every engine loads it as soon as it can; `live` is the oldest version still serving
+supervise()         an engine that dies leaves the routing, comes back with the newest version, and joins again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import EngineLost, RoleDied
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.client import HttpEngine
+from stretto.engine.wire import EngineHealth
+from stretto.launch.config import DeadlinesConfig
+from stretto.launch.engine_role import EngineSpec
+from stretto.launch.process import RoleProcess
+from stretto.launch.stopping import together
+from stretto.rollout.routing import Router
+
+_RETRY_SECONDS = 0.05
+
+
+@dataclass
+class Member:
+    """One engine: its process, its client, and the version that it serves (-1: none yet)."""
+
+    spec: EngineSpec
+    process: RoleProcess
+    client: HttpEngine
+    version: int = -1
+    restarts: int = 0
+    publication: asyncio.Event = field(default_factory=asyncio.Event)
+    health: EngineHealth | None = None
+
+
+class Fleet:
+    """See the module."""
+
+    def __init__(self, specs: Sequence[EngineSpec], logs: Path, deadlines: DeadlinesConfig) -> None:
+        self._members = [self._member(spec, logs, deadlines) for spec in specs]
+        self._deadlines = deadlines
+        self._on_load: Callable[[int], None] = lambda version: None
+        self._router = Router([])
+        self._joined = asyncio.Event()
+        self._published = -1
+        self._past: list[EngineHealth] = []  # last words of engines that died
+
+    @staticmethod
+    def _member(spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig) -> Member:
+        process = RoleProcess(spec.name, "stretto.launch.engine_role", logs / f"{spec.name}.txt")
+        client = HttpEngine(spec.name, spec.address, answer_seconds=deadlines.answer, load_seconds=deadlines.load)
+        return Member(spec, process, client)
+
+    def listen(self, on_load: Callable[[int], None]) -> None:
+        """`on_load` is told the live version whenever it may have changed."""
+        self._on_load = on_load
+
+    @property
+    def live(self) -> int:
+        """The oldest version that any engine serves."""
+        return min(member.version for member in self._members)
+
+    async def start(self, version: int) -> None:
+        """Start all engines; each loads the newest publication, `version` or later, before it serves."""
+        self._published = version
+        await together(*(self._start(member) for member in self._members))
+
+    async def _start(self, member: Member) -> None:
+        await member.process.start(member.spec, member.spec.threads)
+        name = member.spec.name
+        async with deadline("conductor", f"{name} to be ready", self._deadlines.start):
+            member.version = (await self._first_answer(member)).version
+        self._router.join(name)
+        self._joined.set()
+        self._on_load(self.live)
+        member.publication.set()  # something may have been published while it started
+
+    async def _first_answer(self, member: Member) -> EngineHealth:
+        while True:
+            if not member.process.running:
+                raise RoleDied(member.spec.name, await member.process.ended(), str(member.process.log))
+            try:
+                return await member.client.health()
+            except EngineLost:
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """Answers from the least-loaded engine (satisfies `rollout.protocols.Generate`).
+
+        Raises:
+            EngineLost: the engine died meanwhile.
+            RefusedRequest: the engine will not serve it.
+        """
+        answers = len(request.seeds)
+        async with deadline("conductor", "an engine to be up", self._deadlines.start):
+            while (name := self._router.start(answers)) is None:
+                self._joined.clear()
+                await self._joined.wait()
+        (member,) = (member for member in self._members if member.spec.name == name)
+        try:
+            async for completion in member.client.generate(request):
+                yield completion
+        finally:
+            self._router.finish(name, answers)
+
+    def publish(self, version: int) -> None:
+        """A version is in the mailbox: every engine shall load it."""
+        self._published = version
+        for member in self._members:
+            member.publication.set()
+
+    async def keep_loaded(self) -> NoReturn:
+        """Let each engine load what is published, one publication after the other, for as long as the run goes on."""
+        await together(*(self._keep_loaded(member) for member in self._members))
+        raise AssertionError("a loader never ends by itself")
+
+    async def _keep_loaded(self, member: Member) -> NoReturn:
+        while True:
+            await member.publication.wait()
+            member.publication.clear()
+            if member.version >= self._published or not member.process.running:
+                continue
+            try:
+                member.version = await member.client.update(self._published)
+            except EngineLost:
+                continue  # supervise() brings it back, with the newest version
+            self._on_load(self.live)
+
+    async def reach(self, version: int) -> None:
+        """Return when every engine serves `version` or a newer one; loads it where needed."""
+        self._published = max(self._published, version)
+        for member in self._members:
+            if member.version < version:
+                member.version = await member.client.update(version)
+
+    async def supervise(self) -> NoReturn:
+        """Replace engines that die, for as long as the run goes on.
+
+        Raises:
+            RoleDied: one engine died more often than `deadlines.engine_restarts`.
+        """
+        await together(*(self._supervise(member) for member in self._members))
+        raise AssertionError("a watcher never ends by itself")
+
+    async def _supervise(self, member: Member) -> NoReturn:
+        while True:
+            how = await member.process.ended()
+            self._router.leave(member.spec.name)
+            member.restarts += 1
+            if member.health is not None:
+                self._past.append(member.health)
+            member.health = None
+            if member.restarts > self._deadlines.engine_restarts:
+                raise RoleDied(member.spec.name, f"{how}, {member.restarts} times", str(member.process.log))
+            await self._start(member)
+
+    async def look(self) -> list[Span]:
+        """Ask every engine how it is (kept for `counted`), and take its spans."""
+        spans: list[Span] = []
+        for member in self._members:
+            if member.spec.name not in self._router.up:
+                continue
+            try:
+                member.health = await member.client.health()
+                spans += await member.client.spans()
+            except EngineLost:
+                continue  # supervise() hears of it
+        return spans
+
+    def counted(self, counter: Callable[[EngineHealth], float]) -> float:
+        """A counter summed over all engines, those that died included (up to when they were last looked at)."""
+        present = [member.health for member in self._members if member.health is not None]
+        return sum(counter(health) for health in [*present, *self._past])
+
+    def busy(self) -> dict[str, float]:
+        """Seconds in which each engine had something to do, since it was started last."""
+        return {m.spec.name: m.health.busy_seconds if m.health is not None else 0.0 for m in self._members}
+
+    async def stop(self, grace: float) -> None:
+        """End all engines; returns when they are gone."""
+        await asyncio.gather(*(member.client.close() for member in self._members))
+        await asyncio.gather(*(member.process.stop(grace) for member in self._members))

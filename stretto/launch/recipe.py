@@ -1,0 +1,235 @@
+"""Recipes: one TOML file describes a whole run. Sections are composed from the configurations of the rooms.
+
+Every mistake of a file is reported at once, each with its place, the value found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.engine.config import EngineConfig
+from stretto.launch.config import DeadlinesConfig, EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.rewards.config import RewardsConfig
+from stretto.rollout.arithmetic import ArithmeticTask
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.dataset import JsonlTask
+from stretto.store.config import StoreConfig
+from stretto.trainer.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
+
+_LARGEST_RECIPE = 1 << 20
+
+
+class Recipe(BaseModel, extra="forbid", frozen=True):
+    """A whole run."""
+
+    seed: int = Field(1, ge=0, lt=2**63)
+    model: ModelConfig
+    task: Annotated[ArithmeticTask | JsonlTask, Field(discriminator="kind")]
+    warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    store: StoreConfig = StoreConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        answers = self.rollout.batch_size * self.rollout.group_size
+        if self.trainer.minibatches > answers:
+            raise ValueError(
+                f"trainer.minibatches = {self.trainer.minibatches} is more than the {answers} answers of a batch "
+                "(rollout.batch_size * rollout.group_size)"
+            )
+        if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
+            raise ValueError(
+                'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
+                'use a larger group or filter = "none"'
+            )
+        if self.rollout.group_size == 1 and self.algorithm.advantages != "batch":
+            raise ValueError(
+                f'rollout.group_size = 1 and algorithm.advantages = "{self.algorithm.advantages}" would make every '
+                'advantage zero; use a larger group or advantages = "batch"'
+            )
+        if self.rollout.min_group_size > self.rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group_size = {self.rollout.min_group_size} is more than "
+                f"rollout.group_size = {self.rollout.group_size}"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
+
+    Raises:
+        RecipeError: the file cannot be read or parsed, or some of its keys are not what they should be (all of them).
+    """
+    return validate(parse_recipe(path, overrides), str(path))
+
+
+def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a recipe file with the overrides applied and paths absolute, not validated yet.
+
+    Raises:
+        RecipeError: the file cannot be read or parsed, or an override is not of its form.
+    """
+    tree = _parse(path)
+    problems = [problem for override in overrides if (problem := _override(tree, override)) is not None]
+    if problems:
+        raise RecipeError(problems)
+    _resolve_paths(tree, path.parent)
+    return tree
+
+
+def validate(tree: Mapping[str, Any], place: str) -> Recipe:
+    """A recipe from parsed TOML; `place` names the file in the messages.
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(_problem(place, details) for details in error.errors()) from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    place = str(path)
+    if path.is_dir():
+        raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
+    if not path.exists():
+        near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise RecipeError([Problem(place, "no such file", nearest(path.name, near) if near else "")])
+    try:
+        if path.stat().st_size > _LARGEST_RECIPE:
+            raise RecipeError([Problem(place, f"{path.stat().st_size:,} bytes", "a recipe has less than 1 MiB")])
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem(place, f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
+    if not text.strip():
+        raise RecipeError([Problem(place, "is empty", "see recipes/arithmetic.toml for a whole one")])
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise RecipeError([Problem(place, f"broken TOML: {error}")]) from None
+
+
+def _override(tree: dict[str, Any], override: str) -> Problem | None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            return Problem(f"override {override!r}", f"{section} is a value, not a section")
+    tree[last] = _value(text.strip())
+    return None
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the bare text: ``rollout.beyond_bound=wait`` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Paths in a recipe are relative to the recipe, so that it works from any folder."""
+    for section, key in (("model", "path"), ("task", "file"), ("task", "held_out_file")):
+        part = tree.get(section)
+        if isinstance(part, dict) and isinstance(part.get(key), str):
+            part[key] = str((folder / Path(part[key]).expanduser()).resolve())
+
+
+def _problem(place: str, details: ErrorDetails) -> Problem:
+    # The discriminator of a union shows up in the location ("task.jsonl.file"), which is no key of the file.
+    keys = [str(part) for i, part in enumerate(details["loc"]) if not (i == 1 and details["loc"][0] == "task")]
+    where = f"{place}: {'.'.join(keys)}" if keys else place
+    match details["type"]:
+        case "extra_forbidden":
+            return Problem(where, "unknown key", nearest(keys[-1], _keys_beside(details["loc"])))
+        case "missing":
+            return Problem(where, "missing")
+        case "value_error":
+            return Problem(where, str(details["ctx"]["error"]))
+    return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
+
+
+def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed where an unknown one was found."""
+    model: type[BaseModel] = Recipe
+    for part in location[:-1]:
+        choices = _models(model.model_fields[str(part)].annotation) if str(part) in model.model_fields else []
+        by_kind = [choice for choice in choices if _kind(choice) == str(location[1])]
+        model = (by_kind or choices or [model])[0]
+    return list(model.model_fields)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return [model for part in get_args(annotation) for model in _models(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _kind(model: type[BaseModel]) -> str | None:
+    field = model.model_fields.get("kind")
+    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe as TOML: every key with the value that the run uses. `load_recipe` reads it back."""
+    return "\n".join(_section("", recipe.model_dump(mode="python", exclude_none=True))).strip() + "\n"
+
+
+def _section(name: str, content: Mapping[str, Any]) -> list[str]:
+    lines = [f"{key} = {_toml(value)}" for key, value in content.items() if not isinstance(value, Mapping)]
+    if lines and name:
+        lines = ["", f"[{name}]", *lines]
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            lines += _section(f"{name}.{key}" if name else key, value)
+    return lines
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\\x7f' else c for c in value)
+            return f'"{escaped}"'
+        case list() | tuple():
+            return "[" + ", ".join(_toml(item) for item in value) + "]"
+        case _:
+            return repr(value)
+
+
+def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Keys whose values differ, with both values; `ignored` names keys and whole sections that may differ."""
+    before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
+    return [
+        (key, f"was {before.get(key)!r} and is {after.get(key)!r}")
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in ignored)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,206 @@
+"""What a run writes about itself: a line of metrics per step, the spans of all roles, the totals.
+
+All of it is small and none of it is waited for: a run whose logs cannot be written goes on training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from stretto.core.events import Span
+from stretto.core.records import Batch, Outcome, Record, Trajectory, Update
+from stretto.launch.evaluation import Evaluation
+from stretto.launch.stage import Stage
+from stretto.store.inspection import TOTALS, Totals
+from stretto.store.ledger import Ledger
+from stretto.store.metrics import Evaluation as EvaluationLine
+from stretto.store.metrics import MetricsLog, StepMetrics
+from stretto.store.run_folder import RunFolder
+from stretto.store.spans import SpanLog
+
+
+class Past(Record, frozen=True):
+    """What the run had come to at the checkpoint that it goes on from; all zero for a new run."""
+
+    wall_seconds: float = 0.0
+    rl_seconds: float = 0.0
+    generated: int = 0
+    recomputed: int = 0
+    busy: Mapping[str, float] = {}
+    initial_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the roles have done since they were started: tokens sampled and recomputed, seconds of work by role."""
+
+    generated: int = 0
+    recomputed: int = 0
+    busy: Mapping[str, float] | None = None
+
+
+class Clock:
+    """Seconds of the whole run and of its reinforcement part, those of its past included."""
+
+    def __init__(self, past: Past) -> None:
+        self._past = past
+        self._began = time.monotonic()
+        self._rl_began: float | None = None
+        self._rl_seconds = past.rl_seconds
+
+    def rl_begins(self) -> None:
+        self._rl_began = time.monotonic()
+
+    def rl_now(self) -> float:
+        """Reads the clock; `rl_seconds` stays at the last reading, so that it ends with the last update."""
+        if self._rl_began is not None:
+            self._rl_seconds = self._past.rl_seconds + time.monotonic() - self._rl_began
+        return self._rl_seconds
+
+    @property
+    def rl_seconds(self) -> float:
+        return self._rl_seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        return self._past.wall_seconds + time.monotonic() - self._began
+
+
+class Recorder:
+    """Told by the conductor what happened; asks `work` how busy everybody was."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        ledger: Ledger,
+        stage: Stage,
+        work: Callable[[], Work],
+        max_staleness: float,
+        past: Past,
+    ) -> None:
+        self.clock = Clock(past)
+        self.initial_accuracy = past.initial_accuracy
+        self.final_accuracy: float | None = None
+        self._ledger, self._stage, self._work = ledger, stage, work
+        self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
+        self._max_staleness, self._past = max_staleness, past
+        self.latest = Totals(max_staleness=max_staleness, initial_accuracy=past.initial_accuracy)
+        self._before = Work()
+        self._not_trained_for = 0  # tokens of evaluations
+        self._sampled: Counter[Outcome] = Counter()
+        self._queues: Mapping[str, float] = {}
+        self._step_began = 0.0
+        self._busy_then: Mapping[str, float] = {}
+
+    def rl_begins(self) -> None:
+        """The first prompt is about to be admitted; what was done before (the first evaluation) does not count."""
+        self._before = self._work()
+        self._not_trained_for = 0
+        self.clock.rl_begins()
+
+    def answered(self, trajectories: Sequence[Trajectory]) -> None:
+        """A group was judged, whether or not it will be trained on."""
+        self._sampled.update(trajectory.verdict.outcome for trajectory in trajectories)
+
+    def taken(self, batch: Batch, in_flight: int, buffered: int) -> None:
+        """A batch went to the trainer; so many groups were left behind."""
+        self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
+
+    def updated(self, batch: Batch, update: Update) -> None:
+        """A step is done: its line of metrics, its row in the ledger, the totals."""
+        self._ledger.record_update(update)
+        self.latest = totals = self.totals()
+        self._metrics.append(metrics := self._line(batch, update, totals))
+        self._ledger.put(TOTALS, totals)
+        self._stage.step(metrics)
+
+    def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        lengths = [len(trajectory.completion.token_ids) for trajectory in trajectories]
+        ages = [
+            batch.version - version
+            for trajectory in trajectories
+            for version in trajectory.completion.versions
+            if version >= batch.oldest_trainable
+        ]
+        decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
+        line = StepMetrics(
+            step=update.step,
+            version=update.version,
+            wall_seconds=totals.wall_seconds,
+            rl_seconds=totals.rl_seconds,
+            accuracy=self._sampled[Outcome.RIGHT] / max(1, decided),
+            reward=sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
+            length_mean=sum(lengths) / len(lengths),
+            length_max=max(lengths),
+            staleness_mean=sum(ages) / max(1, len(ages)),
+            staleness_max=max(ages, default=0),
+            trained_tokens=update.trained_tokens,
+            masked_tokens=update.masked_tokens,
+            generated_tokens=totals.generated,
+            trainer=update.metrics,
+            queues=self._queues,
+            busy=self._busy_since_last_step(totals),
+        )
+        if decided:
+            self._sampled.clear()
+        return line
+
+    def _busy_since_last_step(self, totals: Totals) -> dict[str, float]:
+        elapsed = max(1e-9, totals.rl_seconds - self._step_began)
+        since = {role: (seconds - self._busy_then.get(role, 0.0)) / elapsed for role, seconds in totals.busy.items()}
+        self._step_began, self._busy_then = totals.rl_seconds, totals.busy
+        return since
+
+    def evaluated(self, evaluation: Evaluation, step: int) -> None:
+        """Held-out accuracy was measured; the first is the initial one, the last the final one."""
+        if self.initial_accuracy is None:
+            self.initial_accuracy = evaluation.accuracy
+        self.final_accuracy = evaluation.accuracy
+        self._not_trained_for += evaluation.tokens
+        line = EvaluationLine(
+            step=step,
+            version=evaluation.version,
+            wall_seconds=self.clock.wall_seconds,
+            rl_seconds=self.clock.rl_seconds,
+            accuracy=evaluation.accuracy,
+            prompts=evaluation.prompts,
+        )
+        self._metrics.append(line)
+        self._stage.evaluated(line)
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        self._spans.append(spans)
+
+    def totals(self) -> Totals:
+        """Everything up to now; the reinforcement clock is read."""
+        work, before, past = self._work(), self._before, self._past
+        busy = {
+            role: seconds - (before.busy or {}).get(role, 0.0) + past.busy.get(role, 0.0)
+            for role, seconds in (work.busy or {}).items()
+        }
+        return Totals(
+            max_staleness=self._max_staleness,
+            generated=work.generated - before.generated + past.generated - self._not_trained_for,
+            recomputed=work.recomputed - before.recomputed + past.recomputed,
+            busy=busy,
+            wall_seconds=self.clock.wall_seconds,
+            rl_seconds=self.clock.rl_now(),
+            initial_accuracy=self.initial_accuracy,
+            final_accuracy=self.final_accuracy,
+        )
+
+    def conclude(self) -> None:
+        """Write the run's last totals: those of the last update, with the evaluations and the whole wall time."""
+        totals = msgspec.structs.replace(
+            self.latest,
+            wall_seconds=self.clock.wall_seconds,
+            initial_accuracy=self.initial_accuracy,
+            final_accuracy=self.final_accuracy,
+        )
+        self._ledger.put(TOTALS, totals)

@@ -1,0 +1,218 @@
+"""One run from its plan to its summary: the roles are started, the conductor conducts, everything is put away.
+
+plan ─► warm start ─► policy/v000000 ─► roles up ─► evaluate ─► conduct ─► evaluate ─► roles down ─► plots
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stretto.core.records import Verdict
+from stretto.launch.conductor import Conductor, Players
+from stretto.launch.engine_role import EngineSpec
+from stretto.launch.evaluation import Evaluator
+from stretto.launch.fleet import Fleet
+from stretto.launch.keeper import ConductorState, Examiner, Keeper, read_conductor_state
+from stretto.launch.plan import Plan, digest
+from stretto.launch.recorder import Past, Recorder, Work
+from stretto.launch.stage import Stage
+from stretto.launch.stopping import Stopped, together
+from stretto.launch.trainer_link import TrainerLink
+from stretto.launch.trainer_role import TrainerSpec
+from stretto.launch.warm_start import copy_policy, warm_start
+from stretto.rewards.pool import RewardPool
+from stretto.rewards.wire import ScoreItem
+from stretto.rollout.controller import Controller
+from stretto.rollout.prompts import Position, PromptStream
+from stretto.rollout.protocols import Score
+from stretto.rollout.workflow import SingleTurn
+from stretto.store.checkpoints import Checkpoint, Checkpoints
+from stretto.store.ledger import Ledger
+from stretto.store.metrics import rewind_metrics
+from stretto.store.run_folder import RunFolder
+from stretto.weights.shared_memory import remove, shared_folder
+
+_STOP_GRACE = 1.0
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The processes of a run, and where they meet."""
+
+    fleet: Fleet
+    trainer: TrainerLink
+    rewards: RewardPool
+
+    def work(self) -> Work:
+        """What everybody has done so far; engines as they were looked at last."""
+        busy = self.fleet.busy() | {
+            "trainer": self.trainer.busy_seconds,
+            "rewards": self.rewards.busy_seconds,
+            "conductor": time.process_time(),
+        }
+        return Work(
+            generated=round(self.fleet.counted(lambda health: health.generated)),
+            recomputed=round(self.fleet.counted(lambda health: health.recomputed)),
+            busy=busy,
+        )
+
+
+def scorer(rewards: RewardPool) -> Score:
+    """The reward pool as a rollout asks for it."""
+
+    async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+        items = [
+            ScoreItem(id=str(k), prompt=prompt, completion=completion, answer=answer)
+            for k, completion in enumerate(completions)
+        ]
+        return await rewards.score(items)
+
+    return score
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: at the start, or at a checkpoint."""
+
+    version: int = 0
+    position: Position = field(default_factory=Position)
+    past: Past = field(default_factory=Past)
+    checkpoint: Path | None = None
+
+    @classmethod
+    def at(cls, checkpoint: Checkpoint) -> Beginning:
+        state: ConductorState = read_conductor_state(checkpoint.path)
+        return cls(state.step, state.position, state.past, checkpoint.path)
+
+
+async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage) -> int:
+    """Train from `beginning` to the recipe's last step; the exit code: 0, or 128 + the signal that stopped it.
+
+    Raises:
+        StrettoError: what the run could not go on from; its folder stays resumable from the last checkpoint.
+    """
+    stopped = Stopped()
+    if beginning.checkpoint is None and not folder.policy(0).exists():
+        source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning))
+        if source is None:
+            return stopped.exit_code
+        copy_policy(source, folder.policy(0))
+    ledger = Ledger(folder.ledger, plan.recipe.store)
+    try:
+        if beginning.checkpoint is not None:
+            ledger.abandon()
+            ledger.rewind(beginning.version)
+            rewind_metrics(folder.metrics, beginning.version)
+        ledger.put("seed", plan.recipe.seed)
+        async with roles(plan, folder, beginning) as crew:
+            await _train(plan, folder, beginning, ledger, crew, stage, stopped)
+        return stopped.exit_code
+    finally:
+        ledger.close()
+
+
+async def _train(
+    plan: Plan,
+    folder: RunFolder,
+    beginning: Beginning,
+    ledger: Ledger,
+    crew: Roles,
+    stage: Stage,
+    stopped: Stopped,
+) -> None:
+    recipe = plan.recipe
+    recorder = Recorder(folder, ledger, stage, crew.work, recipe.rollout.max_staleness, beginning.past)
+    stream = PromptStream(plan.training, recipe.seed, beginning.position)
+    controller = Controller(recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
+    keeper = Keeper(folder, checkpoints, recipe.trainer, crew.trainer, controller, recorder)
+    evaluator = Evaluator(
+        plan.held_out,
+        plan.sampling,
+        recipe.evaluation.seed,
+        crew.fleet.generate,
+        scorer(crew.rewards),
+        plan.tokenizer.decode,
+    )
+    examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
+    workflow = SingleTurn(crew.fleet.generate, scorer(crew.rewards), plan.tokenizer.decode)
+    players = Players(controller, workflow, crew.fleet, crew.trainer, crew.rewards, recorder, keeper, examiner)
+    conductor = Conductor(players, recipe.trainer.steps, recipe.deadlines)
+    stopped.call(conductor.request_stop)
+    if recorder.initial_accuracy is None:
+        stage.say("measuring the held-out accuracy of version 0")
+        await stopped.unless(examiner.examine(beginning.version))
+    if not stopped.requested:
+        await crew.fleet.look()
+        recorder.rl_begins()
+        await conductor.run()
+    await crew.fleet.look()
+    if not stopped.requested:
+        await examiner.end()
+        stage.say("measuring the held-out accuracy of the last version")
+        await crew.fleet.reach(controller.published)
+        await stopped.unless(examiner.examine(controller.published))
+    if crew.trainer.ready:
+        await keeper.save_checkpoint()
+        await keeper.save_policy(controller.published)
+    recorder.conclude()
+
+
+@asynccontextmanager
+async def roles(plan: Plan, folder: RunFolder, beginning: Beginning) -> AsyncIterator[Roles]:
+    """Start every role; whatever happens, none of them, no socket and no shared memory is left afterwards."""
+    recipe = plan.recipe
+    sockets = Path(tempfile.mkdtemp(prefix="stretto-"))
+    mailbox = digest(folder.path.resolve(), os.getpid())
+    mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
+    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines)
+    specs = [
+        engine_spec(plan, folder.policy(0), mailbox, mailbox_folder, sockets, k) for k in range(recipe.engine.count)
+    ]
+    fleet = Fleet(specs, folder.logs, recipe.deadlines)
+    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"))
+    spec = TrainerSpec(
+        parent=os.getpid(),
+        model=str(folder.policy(0)),
+        mailbox=mailbox,
+        mailbox_folder=str(mailbox_folder),
+        trainer=recipe.trainer.model_dump_json(),
+        algorithm=recipe.algorithm.model_dump_json(),
+        temperature=recipe.sampling.temperature,
+        threads=recipe.trainer.threads,
+        checkpoint=str(beginning.checkpoint) if beginning.checkpoint else None,
+    )
+    try:
+        await together(rewards.start(), trainer.start(spec), fleet.start(beginning.version))
+        yield Roles(fleet, trainer, rewards)
+    finally:
+        await asyncio.gather(fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
+        remove(mailbox, mailbox_folder)
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def engine_spec(
+    plan: Plan, model: Path, mailbox: str, mailbox_folder: Path, sockets: Path, number: int, *, published: bool = True
+) -> EngineSpec:
+    """Engine `number` of a run; `published` False: nothing ever is, the folder is served as it is."""
+    config = plan.recipe.engine
+    unix = config.transport == "unix"
+    return EngineSpec(
+        parent=os.getpid(),
+        name=f"engine-{number}",
+        address=f"unix:{sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
+        model=str(model),
+        mailbox=mailbox,
+        mailbox_folder=str(mailbox_folder),
+        config=config.model_dump_json(),
+        threads=config.threads,
+        publication_seconds=plan.recipe.deadlines.start if published else 0.0,
+    )

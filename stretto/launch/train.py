@@ -1,0 +1,122 @@
+"""`stretto train`: from a recipe file to a run folder that explains itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError, UserError
+from stretto.launch.plan import Plan, estimate_memory, make_plan, warnings
+from stretto.launch.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.run import Beginning, run
+from stretto.launch.stage import Stage
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.provenance import library_versions, machine
+from stretto.store.run_folder import RunFolder
+
+#: What may be changed when a run is resumed: how long it goes on, and how patient it is.
+_MAY_CHANGE = ("trainer.steps", "trainer.keep_versions", "trainer.checkpoint_every", "evaluation", "deadlines", "store")
+
+
+def check(recipe_path: Path, overrides: Sequence[str]) -> None:
+    """`stretto train --dry-run`: everything is read and measured, nothing is started.
+
+    Raises:
+        UserError: with every mistake that was found.
+    """
+    plan = make_plan(load_recipe(recipe_path, overrides))
+    recipe = plan.recipe
+    print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of ", end="")
+    print(f"{recipe.rollout.group_size} answers")
+    print(f"model       {plan.base.path}: {plan.base.architecture}, {plan.base.parameters:,} parameters")
+    print(f"questions   {len(plan.training):,} for training, {len(plan.held_out):,} held out, ", end="")
+    print(f"{len(plan.demonstrations):,} demonstrations")
+    print(f"longest     prompt {plan.longest_prompt} + answer {plan.sampling.max_tokens} tokens, ", end="")
+    print(f"context {plan.base.context_length}")
+    print(f"memory      {estimate_memory(plan)}")
+    for warning in warnings(plan):
+        print(f"warning     {warning}")
+    print("all is well; nothing was started")
+
+
+def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> Prepared:
+    """Check everything, take the run folder; nothing is started yet.
+
+    Raises:
+        UserError: something is wrong that the user can put right.
+    """
+    if resume and run_dir is None:
+        raise RunFolderError([Problem("--resume", "without --run-dir", "say which run is to go on")])
+    recipe = load_recipe(recipe_path, overrides)
+    plan = make_plan(recipe)
+    path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not resume:
+        return Prepared(plan, _new(path, plan), Beginning())
+    folder = RunFolder.resume(path)
+    try:
+        return Prepared(plan, folder, _last_checkpoint(folder, recipe))
+    except UserError:
+        folder.release()
+        raise
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan, a run folder that is ours, and where the run in it begins."""
+
+    plan: Plan
+    folder: RunFolder
+    beginning: Beginning
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def steps(self) -> int:
+        return self.plan.recipe.trainer.steps
+
+    def train(self, stage: Stage) -> int:
+        """Train; the exit code: 0, or 128 + the signal that stopped the run.
+
+        Raises:
+            StrettoError: the run could not go on; it is resumable from its last checkpoint.
+        """
+        with self.folder:
+            for warning in warnings(self.plan):
+                stage.say(f"warning: {warning}")
+            try:
+                return asyncio.run(run(self.plan, self.folder, self.beginning, stage))
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                return 130  # a second signal: everything was put away, and the last checkpoint stands
+
+
+def _new(path: Path, plan: Plan) -> RunFolder:
+    folder = RunFolder.create(path)
+    folder.write("recipe.toml", to_toml(plan.recipe))
+    folder.write("versions.json", _json(library_versions()))
+    folder.write("machine.json", _json(machine()))
+    return folder
+
+
+def _last_checkpoint(folder: RunFolder, recipe: Recipe) -> Beginning:
+    changes = differences(load_recipe(folder.recipe), recipe, _MAY_CHANGE)
+    if changes:
+        remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
+        raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
+    checkpoint = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints).latest()
+    if checkpoint is None:
+        return Beginning()
+    if checkpoint.step > recipe.trainer.steps:
+        found = f"{recipe.trainer.steps}, and the run has done {checkpoint.step} steps"
+        raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
+    return Beginning.at(checkpoint)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"

@@ -1,0 +1,122 @@
+"""The trainer's process: ``python -m stretto.launch.trainer_role SPEC``. Takes orders, one after the other."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stretto.core.errors import StrettoError
+from stretto.core.events import Span
+from stretto.core.lifeline import die_with_parent
+from stretto.core.records import Record
+from stretto.launch.channel import RoleEnd
+from stretto.launch.messages import (
+    TO_TRAINER,
+    Failed,
+    Ready,
+    SaveCheckpoint,
+    Saved,
+    SavePolicy,
+    Stop,
+    ToTrainer,
+    Train,
+    Trained,
+)
+from stretto.model.folder import load_policy, save_policy
+from stretto.model.packed import PACKED_ATTENTION
+from stretto.trainer.config import AlgorithmConfig, TrainerConfig
+from stretto.trainer.update import Trainer
+from stretto.weights.shared_memory import SharedMemoryPublisher
+
+
+class TrainerSpec(Record, frozen=True):
+    """What the trainer is started with; the two configurations are JSON texts of their pydantic models."""
+
+    parent: int
+    model: str
+    mailbox: str
+    mailbox_folder: str
+    trainer: str
+    algorithm: str
+    temperature: float
+    threads: int
+    checkpoint: str | None = None
+    descriptor: int = -1
+
+
+class TrainerRole:
+    """Order in, answer out; see `launch.messages`."""
+
+    def __init__(self, spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
+        config = TrainerConfig.model_validate_json(spec.trainer)
+        self._spec = spec
+        self._channel = channel
+        model = load_policy(
+            Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=device(config.device)
+        )
+        self._trainer = Trainer(
+            model, config, AlgorithmConfig.model_validate_json(spec.algorithm), temperature=spec.temperature
+        )
+        if spec.checkpoint is not None:
+            self._trainer.load_checkpoint(Path(spec.checkpoint))
+        self._publisher = SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder))
+
+    def run(self) -> None:
+        """Publish the first version, then carry out orders until `Stop` or until the conductor is gone."""
+        self._trainer.publish(self._publisher)
+        self._trainer.drain_spans()
+        parameters = sum(p.numel() for p in self._trainer.learner.model.parameters())
+        self._channel.send(Ready(version=self._trainer.version, parameters=parameters))
+        while (order := self._channel.receive()) is not None:
+            match order:
+                case Train():
+                    update = self._trainer.train(order.batch)
+                    self._trainer.publish(self._publisher)
+                    self._channel.send(Trained(update=update, spans=tuple(self._trainer.drain_spans())))
+                case SaveCheckpoint():
+                    self._trainer.save_checkpoint(Path(order.folder))
+                    (span,) = self._trainer.drain_spans()
+                    self._channel.send(Saved(folder=order.folder, span=span))
+                case SavePolicy():
+                    self._save_policy(order.folder)
+                case Stop():
+                    return
+
+    def _save_policy(self, folder: str) -> None:
+        start = time.monotonic()
+        save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder))
+        span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
+        self._channel.send(Saved(folder=folder, span=span))
+
+
+def device(name: str) -> str:
+    """``"auto"`` is the GPU if there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role; an error is told to the conductor, its traceback goes to the log."""
+    spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
+    die_with_parent(spec.parent)
+    torch.set_num_threads(spec.threads)
+    channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
+    try:
+        TrainerRole(spec, channel).run()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the conductor closed its end first
+    except StrettoError as error:
+        traceback.print_exc()
+        channel.send(Failed(problem=str(error), exit_code=error.exit_code))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

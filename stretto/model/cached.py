@@ -1,0 +1,250 @@
+"""The cached attention path: the transformers module generates, one forward over packed tokens per step.
+
+A step feeds the newest token of every row and gets the logits of the token after it. A row that is new, or whose
+cache was dropped, brings its earlier tokens along as *context*::
+
+    packed tokens  [ context of row 7 | context of rows 8 and 9 | newest of rows 3 5 7 8 9 ]      T tokens
+    attention        causal, within the context                   over the row's own slot
+    logits                                                        one line per row                [R, V]
+
+Everything but attention sees plain tokens, so all linear layers run once over all T of them; siblings of one prompt
+share its context. Keys and values live in `stretto.model.shelves`. The order within the layer is write, then read:
+a new row's newest token attends to the context that the same layer has just written.
+
+Axes: T packed token, R row, H query heads, K key/value heads, G = H / K, L cached tokens, D width of a head, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.packed import Packing, pack, packed_attention
+from stretto.model.shelves import CacheLayout, Shelf, Shelves
+
+CACHED_ATTENTION = "stretto_cached"
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens before the newest one, to be cached for one row or for several siblings: ``token_ids`` [C], C may be 0."""
+
+    token_ids: Ints
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShelfStep:
+    """The rows of one shelf: what is written to it, and how its rows read."""
+
+    shelf: Shelf
+    start: int
+    stop: int
+    sources: Tensor | slice  # [W] packed tokens whose keys and values are written
+    slots: Tensor  # [W]
+    positions: Tensor  # [W]
+    bias: Tensor  # [R, 1, 1, L], 0 where the row has a token, -inf behind its newest one
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float) -> Tensor:
+        keys, values = self.shelf.keys[layer], self.shelf.values[layer]
+        keys[self.slots, :, self.positions] = k_TKD[self.sources]
+        values[self.slots, :, self.positions] = v_TKD[self.sources]
+        rows, longest = self.stop - self.start, self.bias.shape[3]
+        _, heads, width = q_THD.shape
+        # The G query heads of one key head stand where a longer query would: no key is copied for them.
+        q = q_THD[self.start : self.stop].reshape(rows, keys.shape[1], heads // keys.shape[1], width)
+        out = functional.scaled_dot_product_attention(
+            q, keys[:rows, :, :longest], values[:rows, :, :longest], attn_mask=self.bias, scale=scaling
+        )
+        return out.reshape(rows, heads, width)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the attention function needs to know, made once per step and shared by all layers."""
+
+    contexts: Packing | None  # None in a step that brings no context, which is most steps
+    shelves: tuple[ShelfStep, ...]
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    stretto_step: StepPlan,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    layer = cast(int, module.layer_idx)
+    q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
+    parts = [shelf.attend(layer, q_THD, k_TKD, v_TKD, scaling) for shelf in stretto_step.shelves]
+    if stretto_step.contexts is not None:
+        packing = stretto_step.contexts
+        q, k, v = (x[:, :, : packing.tokens] for x in (query, key, value))
+        parts.insert(0, packed_attention(module, q, k, v, None, packing=packing, scaling=scaling)[0][0])
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+
+
+# No mask function is registered for this name: transformers then makes no mask at all, which spares the search for
+# packed sequences in every step.
+AttentionInterface.register(CACHED_ATTENTION, cached_attention)
+
+
+class CachedPolicy:
+    """A causal language model with a cache of rows.
+
+    Example: two siblings of one prompt, then one more token each::
+
+        policy.forward(newest, lengths, [Context(prompt[:-1], rows=(0, 1))])   # logits [2, V]
+        policy.forward(newest, lengths, [])                                    # one token per row
+        policy.release(0)
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_unsupported(model.config)
+        self.model = model
+        self.layout = cache_layout(model)
+        self._shelves = Shelves(self.layout)
+        self._places_L = torch.arange(self.layout.context_length, device=self.layout.device)
+
+    def __len__(self) -> int:
+        return len(self._shelves)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._shelves
+
+    def release(self, row: int) -> None:
+        """Forget a row."""
+        self._shelves.release(row)
+
+    def clear(self) -> None:
+        """Forget all rows: their keys and values belong to weights that are gone."""
+        self._shelves.clear()
+
+    def check_integrity(self) -> None:
+        self._shelves.check_integrity()
+
+    @torch.inference_mode()
+    def forward(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[Ints, Tensor]:
+        """Feed the newest token of every cached row and of the rows that `contexts` bring in.
+
+        Args:
+            newest: [rows] newest token of each row, indexed by row.
+            lengths: [rows] tokens of each row, the newest one included, indexed by row.
+            contexts: the rows that enter now, each in exactly one context.
+
+        Returns:
+            The rows in the order of the logits [R], and the logits of each row's next token [R, V], float32.
+        """
+        self._make_room(lengths, contexts)
+        used = self._shelves.used()
+        order = np.concatenate([np.asarray(shelf.owners, dtype=np.int64) for shelf in used])
+        carried = [context for context in contexts if len(context.token_ids)]
+        tokens = np.concatenate([context.token_ids for context in carried] + [newest[order]])
+        positions = np.concatenate([np.arange(len(context.token_ids)) for context in carried] + [lengths[order] - 1])
+        logits: Tensor = self.model(
+            input_ids=self._tensor(tokens)[None],
+            position_ids=self._tensor(positions)[None],
+            use_cache=False,
+            logits_to_keep=len(order),
+            stretto_step=self._plan(used, lengths, carried),
+        ).logits[0]
+        return order, logits.float()
+
+    def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:
+        for shelf in self._shelves.used():
+            owners = [owner for owner in shelf.owners if owner >= 0]
+            for row in (row for row in owners if lengths[row] > shelf.length):
+                self._shelves.stretch(row, int(lengths[row]))
+        for row in (row for context in contexts for row in context.rows):
+            self._shelves.place(row, int(lengths[row]))
+        self._shelves.close_holes()
+
+    def _plan(self, used: Sequence[Shelf], lengths: Ints, carried: Sequence[Context]) -> StepPlan:
+        sizes = [len(context.token_ids) for context in carried]
+        start, writes = sum(sizes), self._context_writes(carried)
+        shelves: list[ShelfStep] = []
+        for shelf in used:
+            shelves.append(self._shelf_step(shelf, start, lengths, writes.get(shelf.length, [])))
+            start = shelves[-1].stop
+        return StepPlan(pack(sizes, self.layout.device) if carried else None, tuple(shelves))
+
+    def _context_writes(self, carried: Sequence[Context]) -> dict[int, list[Ints]]:
+        """Per length of shelf, the (packed token, slot, position) triples [3, W] of context that enters the cache."""
+        writes: dict[int, list[Ints]] = {}
+        start = 0
+        for context in carried:
+            size = len(context.token_ids)
+            for row in context.rows:
+                shelf, slot = self._shelves.place_of(row)
+                triple = np.stack([np.arange(start, start + size), np.full(size, slot), np.arange(size)])
+                writes.setdefault(shelf.length, []).append(triple)
+            start += size
+        return writes
+
+    def _shelf_step(self, shelf: Shelf, start: int, lengths: Ints, writes: list[Ints]) -> ShelfStep:
+        rows = len(shelf.owners)
+        newest = lengths[np.asarray(shelf.owners)] - 1
+        positions = self._tensor(newest)
+        behind = self._places_L[: int(newest.max()) + 1] > positions[:, None]
+        bias = torch.zeros(behind.shape, dtype=self.layout.dtype, device=self.layout.device).masked_fill_(
+            behind, -torch.inf
+        )
+        sources: Tensor | slice = slice(start, start + rows)
+        slots = self._places_L[:rows]
+        if writes:
+            own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
+            sources, slots, positions = self._tensor(np.concatenate([*writes, own], axis=1)).unbind(0)
+        return ShelfStep(shelf, start, start + rows, sources, slots, positions, bias[:, None, None])
+
+    def _tensor(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(self.layout.device)
+
+
+def cache_layout(model: PreTrainedModel) -> CacheLayout:
+    """The shape of one cached token, from the model's config."""
+    config = model.config.get_text_config()
+    return CacheLayout(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        context_length=config.max_position_embeddings,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def refuse_unsupported(config: PreTrainedConfig) -> None:
+    """Refuse kinds of attention that the cached path does not compute.
+
+    Raises:
+        ModelFolderError: sliding windows, capped or sinking attention scores, compressed (latent) keys; all of them.
+    """
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    window = getattr(text, "sliding_window", None)
+    found = [f"layers of the kind {kind!r}" for kind in kinds]
+    if not getattr(text, "layer_types", None) and window and window < text.max_position_embeddings:
+        found.append(f"a sliding window of {window}")
+    if getattr(text, "attn_logit_softcapping", None):
+        found.append(f"attention scores capped at {text.attn_logit_softcapping}")
+    if getattr(text, "kv_lora_rank", None):
+        found.append("latent keys and values")
+    if found:
+        remedy = "the embedded engine computes full attention only; use a remote engine for this model"
+        raise ModelFolderError(Problem(f"config.json ({text.model_type})", what, remedy) for what in found)

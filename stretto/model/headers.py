@@ -1,0 +1,62 @@
+"""What a safetensors file says about itself: names, shapes and the size that it must have. No weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_LENGTH = struct.Struct("<Q")
+_LARGEST_HEADER = 100 << 20  # the format's own limit
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor of a file: ``dtype`` as the format writes it ("F32", "BF16"), its shape, and its end in the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class BrokenHeader(ValueError):
+    """The file is not a whole safetensors file; the text says why."""
+
+
+def read_headers(file: Path) -> dict[str, TensorHeader]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        BrokenHeader: the header is no header, or the file is shorter or longer than its header says.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(_LENGTH.size)
+        if len(start) < _LENGTH.size:
+            raise BrokenHeader(f"is {size} bytes, too short for a safetensors file")
+        (length,) = _LENGTH.unpack(start)
+        if length > min(size - _LENGTH.size, _LARGEST_HEADER):
+            raise BrokenHeader(f"announces a header of {length:,} bytes in a file of {size:,}")
+        tensors = _parse(stream.read(length))
+    expected = _LENGTH.size + length + max((tensor.end for tensor in tensors.values()), default=0)
+    if size != expected:
+        raise BrokenHeader(f"is {size:,} bytes, its header says {expected:,}")
+    return tensors
+
+
+def _parse(header: bytes) -> dict[str, TensorHeader]:
+    try:
+        entries = json.loads(header)
+        return {
+            name: TensorHeader(entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1])
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise BrokenHeader(f"has a header that cannot be read ({type(error).__name__}: {error})") from None

@@ -1,0 +1,178 @@
+"""Where keys and values are kept while answers grow: shelves of slots, each shelf for one range of lengths.
+
+    shelf  64 tokens   slots 0 1 2 3 4 5 . .     rows that hold up to 64 tokens
+    shelf 128 tokens   slots 0 1 . .             a row that outgrows its shelf moves to the next one
+    shelf 256 tokens   slots 0 .
+
+The used slots of a shelf are always 0..n-1 when a step runs, so that attention reads a plain slice of memory, cut at
+the longest row of *that shelf*: a long straggler does not make the short rows pay for its length, and no slot
+reserves the whole context. A moved row is copied once per doubling, like a list that grows.
+
+Axes: Z layers, S slots, K key/value heads, L tokens of a slot, D width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.core.errors import BoundViolated
+
+SHORTEST = 64
+HOLE = -1
+_FIRST_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What one token of keys and values looks like, and how long a row may become."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Shelf:
+    """Slots of one length. `owners[slot]` is the row that holds the slot, or HOLE until the next `close_holes`."""
+
+    def __init__(self, length: int, layout: CacheLayout) -> None:
+        self.length = length
+        self.owners: list[int] = []
+        self.holes: list[int] = []
+        self._layout = layout
+        self._hold(self._zeros(_FIRST_SLOTS))
+
+    def take(self, row: int) -> int:
+        """A slot for `row`: a hole if there is one, else the next slot."""
+        if self.holes:
+            slot = self.holes.pop()
+            self.owners[slot] = row
+            return slot
+        if len(self.owners) == self.cache.shape[2]:
+            grown = self._zeros(2 * len(self.owners))
+            grown[:, :, : len(self.owners)] = self.cache
+            self._hold(grown)
+        self.owners.append(row)
+        return len(self.owners) - 1
+
+    def free(self, slot: int) -> None:
+        self.owners[slot] = HOLE
+        self.holes.append(slot)
+
+    def close_holes(self) -> list[tuple[int, int]]:
+        """Move the last rows into the holes; returns the moved ``(row, slot)`` pairs."""
+        moved = []
+        for hole in sorted(self.holes):
+            while self.owners and self.owners[-1] == HOLE:
+                self.owners.pop()
+            if hole >= len(self.owners):
+                break
+            self.cache[:, :, hole] = self.cache[:, :, len(self.owners) - 1]
+            self.owners[hole] = self.owners.pop()
+            moved.append((self.owners[hole], hole))
+        while self.owners and self.owners[-1] == HOLE:
+            self.owners.pop()
+        self.holes.clear()
+        return moved
+
+    def _zeros(self, slots: int) -> Tensor:
+        layout = self._layout
+        shape = (2, layout.layers, slots, layout.kv_heads, self.length, layout.head_dim)
+        # Zeros, not empty memory: a masked position still enters the products, and 0 * nan is nan.
+        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+
+    def _hold(self, cache: Tensor) -> None:
+        self.cache = cache  # [2, Z, S, K, L, D]: keys, then values
+        self.keys = cache[0].unbind(0)  # Z times [S, K, L, D]
+        self.values = cache[1].unbind(0)
+
+
+class Shelves:
+    """All shelves and the place of each row.
+
+    Example: the row outgrows its shelf::
+
+        shelves.place(7, tokens=60)     # slot 0 of the shelf for 64 tokens
+        shelves.stretch(7, tokens=65)   # copied to slot 0 of the shelf for 128; a hole stays behind
+        shelves.close_holes()           # the hole is gone
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._shelves: dict[int, Shelf] = {}
+        self._places: dict[int, tuple[Shelf, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._places
+
+    def place_of(self, row: int) -> tuple[Shelf, int]:
+        return self._places[row]
+
+    def used(self) -> list[Shelf]:
+        """The shelves that hold rows, shortest first: the order of rows in a step."""
+        return [self._shelves[length] for length in sorted(self._shelves) if self._shelves[length].owners]
+
+    def place(self, row: int, tokens: int) -> tuple[Shelf, int]:
+        """Give `row` a slot that holds `tokens` tokens."""
+        shelf = self._shelf(tokens)
+        self._places[row] = (shelf, shelf.take(row))
+        return self._places[row]
+
+    def stretch(self, row: int, tokens: int) -> None:
+        """Move `row` to a shelf that holds `tokens` tokens, with what it has cached."""
+        shelf, slot = self._places[row]
+        longer, place = self.place(row, tokens)
+        longer.cache[:, :, place, :, : shelf.length] = shelf.cache[:, :, slot]
+        shelf.free(slot)
+
+    def release(self, row: int) -> None:
+        shelf, slot = self._places.pop(row)
+        shelf.free(slot)
+
+    def clear(self) -> None:
+        """Forget all rows; the memory stays."""
+        self._places.clear()
+        for shelf in self._shelves.values():
+            shelf.owners.clear()
+            shelf.holes.clear()
+
+    def close_holes(self) -> None:
+        for shelf in self._shelves.values():
+            if shelf.holes:
+                self._places.update((row, (shelf, slot)) for row, slot in shelf.close_holes())
+
+    def tokens_allocated(self) -> int:
+        """Tokens that the memory held now could keep."""
+        return sum(shelf.length * shelf.cache.shape[2] for shelf in self._shelves.values())
+
+    def check_integrity(self) -> None:
+        """Each slot is a hole or owned by exactly the row that says so.
+
+        Raises:
+            BoundViolated: with the slot that contradicts its row.
+        """
+        for row, (shelf, slot) in self._places.items():
+            if slot >= len(shelf.owners) or shelf.owners[slot] != row:
+                raise BoundViolated(f"row {row} believes in slot {slot} of shelf {shelf.length}, which is not its own")
+        owned = sum(owner != HOLE for shelf in self._shelves.values() for owner in shelf.owners)
+        if owned != len(self._places):
+            raise BoundViolated(f"{owned} slots are owned, but {len(self._places)} rows have a place")
+        for shelf in self._shelves.values():
+            if sorted(shelf.holes) != [slot for slot, owner in enumerate(shelf.owners) if owner == HOLE]:
+                raise BoundViolated(f"shelf {shelf.length} lost count of its holes")
+
+    def _shelf(self, tokens: int) -> Shelf:
+        length = min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self._layout.context_length)
+        if tokens > length:
+            raise BoundViolated(f"{tokens} tokens do not fit the context of {length}")
+        if length not in self._shelves:
+            self._shelves[length] = Shelf(length, self._layout)
+        return self._shelves[length]

@@ -1,0 +1,38 @@
+"""The settings of the reward service."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
+
+
+class RewardsConfig(BaseModel, extra="forbid", frozen=True):
+    """Section ``[rewards]`` of a recipe."""
+
+    function: str = Field(
+        default="final_answer",
+        min_length=1,
+        description="A built-in reward (final_answer, exact_match, last_number) or 'package.module:function'.",
+    )
+    workers: int = Field(default=1, ge=1, le=256, description="Processes that score answers.")
+    timeout: float = Field(
+        default=1.0, gt=0, le=3600, description="Seconds one answer may take; then its worker is killed."
+    )
+    right: float = Field(default=1.0, allow_inf_nan=False, description="Reward of a right answer.")
+    wrong: float = Field(default=0.0, allow_inf_nan=False, description="Reward of a wrong answer.")
+    max_consecutive_undecided: int = Field(
+        default=256, ge=1, description="So many undecided answers in a row end the run: the reward is broken."
+    )
+    start_timeout: float = Field(
+        default=60.0, gt=0, description="Seconds a worker may take to start and to import the reward."
+    )
+    patience: float = Field(
+        default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."
+    )
+
+    @model_validator(mode="after")
+    def _right_is_worth_more(self) -> Self:
+        if self.right <= self.wrong:
+            raise ValueError(f"right ({self.right:g}) must be greater than wrong ({self.wrong:g})")
+        return self

@@ -1,0 +1,80 @@
+"""The built-in rewards, and what any reward function must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
+
+
+class RewardFunction(Protocol):
+    """Judges one answer; called as ``function(prompt, completion, answer)`` with three strings.
+
+    `prompt` is the question as text, `completion` what the policy answered (special tokens removed), `answer` the
+    gold answer of the data row.
+
+    Returns True or False for right and wrong (the recipe says what they are worth), or a finite number that is the
+    reward itself; the answer then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
+
+    Anything else makes the answer *undecided*: it is never trained on and never a zero. So does raising an
+    exception, returning None, NaN or an infinity, or running longer than ``rewards.timeout``.
+    """
+
+    def __call__(self, prompt: str, completion: str, answer: str, /) -> float | bool: ...
+
+
+def final_answer(prompt: str, completion: str, answer: str) -> bool:
+    """Is what follows the last ``=`` the gold answer? Integers are compared as integers, all else as text.
+
+    >>> final_answer("3+8+5=", "3+8=11;11+5=16", "16"), final_answer("3+8+5=", "3+8=11;11+5=16=", "16")
+    (True, False)
+    """
+    return _canonical(completion.rpartition("=")[2]) == _canonical(answer)
+
+
+def exact_match(prompt: str, completion: str, answer: str) -> bool:
+    """Is the completion the gold answer, apart from spaces around it?"""
+    return completion.strip() == answer.strip()
+
+
+def last_number(prompt: str, completion: str, answer: str) -> bool:
+    """Is the last number of the completion (``-12``, ``3.50``) the gold answer?
+
+    >>> last_number("How many?", "First 3, then 4.50", "4.5"), last_number("How many?", "none", "4.5")
+    (True, False)
+    """
+    numbers = _NUMBER.findall(completion)
+    return bool(numbers) and _canonical_decimal(numbers[-1]) == _canonical_decimal(answer)
+
+
+def _canonical(text: str) -> str:
+    """One spelling per integer; other text without the spaces around it.
+
+    Done on the text: a hostile answer of a million digits costs a scan, not an integer.
+    """
+    text = text.strip()
+    match = _INTEGER.fullmatch(text)
+    if match is None:
+        return text
+    sign = "-" if match[1] == "-" and match[2] != "0" else ""
+    return sign + match[2]
+
+
+def _canonical_decimal(text: str) -> str:
+    """One spelling per decimal number: ``+4.50`` is ``4.5``, ``4.0`` is ``4``."""
+    whole, _, fraction = text.strip().partition(".")
+    fraction = fraction.rstrip("0")
+    if not fraction:
+        return _canonical(whole)
+    sign = "-" if whole.startswith("-") else ""
+    return f"{sign}{_canonical(whole.lstrip('+-'))}.{fraction}"
+
+
+BUILT_IN: Mapping[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "final_answer": final_answer,
+    "last_number": last_number,
+}

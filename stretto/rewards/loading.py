@@ -1,0 +1,64 @@
+"""From the name of a reward to a function that can be called, or a message that says why not."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from stretto.core.errors import Problem, RewardFunctionError, nearest
+from stretto.rewards.functions import BUILT_IN, RewardFunction
+
+PLACE = "rewards.function"
+_CONTRACT = "a reward is called as function(prompt, completion, answer) and returns a number or a bool"
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The reward called `name`: a built-in, or ``package.module:function`` from the import path.
+
+    Raises:
+        RewardFunctionError: unknown name, module that cannot be imported, something that is not callable, that is
+            asynchronous, or that cannot be called with three arguments.
+    """
+    if ":" not in name:
+        if name not in BUILT_IN:
+            remedy = f"{nearest(name, BUILT_IN)}; a function of your own is written 'package.module:function'"
+            raise _refused(f"no built-in reward is called {name!r}", remedy)
+        return BUILT_IN[name]
+    module_name, _, attribute = name.partition(":")
+    return _checked(name, _imported(module_name, attribute))
+
+
+def _imported(module_name: str, attribute: str) -> object:
+    try:
+        found: object = importlib.import_module(module_name)
+    # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
+    except (Exception, SystemExit) as error:
+        remedy = "give a module of the environment or of the folder that stretto is started from"
+        raise _refused(f"cannot import {module_name!r}: {type(error).__name__}: {error}", remedy) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            raise _refused(f"{module_name!r} has no {attribute!r}", nearest(part, public))
+        found = getattr(found, part)
+    return found
+
+
+def _checked(name: str, found: object) -> RewardFunction:
+    if not callable(found):
+        raise _refused(f"{name!r} is {type(found).__name__}, which cannot be called", _CONTRACT)
+    # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
+    call = getattr(type(found), "__call__", None)  # noqa: B004
+    if any(map(inspect.iscoroutinefunction, (found, call))) or any(map(inspect.isasyncgenfunction, (found, call))):
+        raise _refused(f"{name!r} is asynchronous", f"{_CONTRACT}, without 'async'")
+    try:
+        inspect.signature(found).bind("prompt", "completion", "answer")
+    except TypeError as error:
+        raise _refused(f"{name!r} has another signature: {error}", _CONTRACT) from error
+    except ValueError:
+        pass  # some functions written in C have no signature to look at; the first call will tell
+    function: RewardFunction = found
+    return function
+
+
+def _refused(found: str, remedy: str) -> RewardFunctionError:
+    return RewardFunctionError([Problem(PLACE, found, remedy)])

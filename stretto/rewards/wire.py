@@ -1,0 +1,120 @@
+"""What travels between the pool and its workers: frames on a socket, and one counter in shared memory.
+
+    pool ── Request ──► worker ── Ready | Refused | Reply ──► pool
+
+One request asks for several verdicts and one reply brings them all, so a group of answers costs the conductor one
+wake-up. Which answer a worker is busy with is told by the counter, so that a worker that hangs or dies inside the
+user's function can be blamed on the one answer it hung on.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import Self
+
+from stretto.core.records import Outcome, Record, Verdict
+
+_COUNTER = struct.Struct("<q")
+
+
+class ScoreItem(Record, frozen=True, array_like=True):
+    """One answer to judge; `id` is for the reader of a log, verdicts come back in order.
+
+    Example: ``ScoreItem(id="0.17.0/3", prompt="3+8=", completion="11", answer="11")``
+    """
+
+    prompt: str
+    completion: str
+    answer: str
+    id: str = ""
+
+
+class Worth(Record, frozen=True):
+    """What right and wrong are worth; a number counts as right above the middle of the two."""
+
+    right: float
+    wrong: float
+
+    @property
+    def threshold(self) -> float:
+        return 0.5 * (self.right + self.wrong)
+
+    @property
+    def verdict_right(self) -> Verdict:
+        return Verdict(outcome=Outcome.RIGHT, reward=self.right)
+
+    @property
+    def verdict_wrong(self) -> Verdict:
+        return Verdict(outcome=Outcome.WRONG, reward=self.wrong)
+
+
+class WorkerSettings(Record, frozen=True):
+    """What a worker is started with, as JSON on its command line; the two numbers are inherited descriptors."""
+
+    function: str
+    worth: Worth
+    socket: int
+    progress: int
+    parent: int
+
+
+class Request(Record, frozen=True, array_like=True):
+    """Answers to judge, in order."""
+
+    id: int
+    items: tuple[ScoreItem, ...]
+
+
+class Ready(Record, frozen=True, tag=True):
+    """The worker has its reward function and waits for requests."""
+
+
+class Refused(Record, frozen=True, tag=True):
+    """The reward function cannot be used; the worker ends."""
+
+    place: str
+    found: str
+    remedy: str
+
+
+class Reply(Record, frozen=True, tag=True):
+    """The verdicts of one request, with the seconds (`time.monotonic`) between which it was worked on."""
+
+    request: int
+    verdicts: tuple[Verdict, ...]
+    start: float
+    end: float
+
+
+FromWorker = Ready | Refused | Reply
+
+
+class Progress:
+    """A counter that the worker writes and the pool reads: odd while an answer is being judged, even between two.
+
+    The pool reads it after the worker was killed, too: ``count // 2`` answers were finished since the worker started.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
+
+    @classmethod
+    def create(cls) -> tuple[Self, int]:
+        """A new counter and the descriptor to inherit; the caller closes the descriptor."""
+        descriptor = os.memfd_create("stretto-progress", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        return cls(descriptor), descriptor
+
+    @property
+    def count(self) -> int:
+        count: int = _COUNTER.unpack_from(self._page)[0]
+        return count
+
+    @count.setter
+    def count(self, value: int) -> None:
+        _COUNTER.pack_into(self._page, 0, value)
+
+    def close(self) -> None:
+        self._page.close()

@@ -1,0 +1,42 @@
+"""What is asked: questions with the answers that a reward compares against, and a demonstration where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Question:
+    """Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
+
+    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it.
+    """
+
+    id: str
+    text: str
+    answer: str
+    demonstration: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A task's questions; the held-out ones are never trained on, neither by demonstration nor by reward."""
+
+    training: Sequence[Question]
+    held_out: Sequence[Question]
+    demonstrations: Sequence[Question] = ()
+
+
+class Task(Protocol):
+    """A section ``[task]`` of a recipe that has been validated."""
+
+    def questions(self, seed: int) -> Questions:
+        """All questions; equal for equal seeds.
+
+        Raises:
+            DataError: every row that is not what it should be, with file and line.
+        """
+        ...

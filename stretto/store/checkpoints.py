@@ -1,0 +1,165 @@
+"""Checkpoints that are whole or absent.
+
+.step-000040.part/   written by the trainer ─► manifest.json (sizes, checksums) ─► forced to disk
+    │ rename: the only moment at which step-000040/ begins to exist
+    ▼
+step-000040/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Record
+from stretto.store.files import sync_file, sync_folder, write_atomically
+
+_NAME = re.compile(r"step-(\d{6,})")
+_MANIFEST = "manifest.json"
+_READ_BYTES = 1 << 22
+
+
+class FileSeal(Record, frozen=True):
+    """One file of a checkpoint: its size in bytes and its XXH3 checksum (128 bits, hexadecimal)."""
+
+    size: int
+    xxh3: str
+
+
+class Manifest(Record, frozen=True):
+    """What a whole checkpoint holds. Example: ``Manifest(step=40, files={"model.safetensors": FileSeal(...)})``"""
+
+    step: int
+    files: dict[str, FileSeal]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The newest whole checkpoint, and one sentence for each newer one that is not."""
+
+    step: int
+    path: Path
+    broken: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one run; the newest `keep` stay.
+
+    Example::
+
+        checkpoints = Checkpoints(folder.checkpoints, keep=2)
+        checkpoints.save(40, trainer.save_checkpoint)   # calls it with the folder to fill
+        newest = checkpoints.latest()
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder, self._keep = folder, keep
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Let `write` fill a folder, seal it, and switch to it; on any error nothing has changed.
+
+        Raises:
+            StoreError: the folder cannot be written (disk full, read-only); names the path.
+        """
+        final = self._folder / f"step-{step:06d}"
+        part = self._folder / f".{final.name}.part"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            write(part)
+            _seal(step, part)
+            _switch(part, final)
+        except OSError as error:
+            raise StoreError(f"{final}: the checkpoint cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        self._prune()
+        return final
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint folder, oldest first; whole or not."""
+        if not self._folder.is_dir():
+            return []
+        matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, every byte of it checked; None when there is none at all.
+
+        Raises:
+            StoreError: there are checkpoints and none is whole; names what is wrong with each.
+        """
+        broken: list[str] = []
+        for step in reversed(self.steps()):
+            path = self._folder / f"step-{step:06d}"
+            try:
+                verify(path)
+            except StoreError as error:
+                broken.append(str(error))
+            else:
+                return Checkpoint(step, path, tuple(broken))
+        if broken:
+            raise StoreError("no whole checkpoint is left: " + "; ".join(broken))
+        return None
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self._folder / f"step-{step:06d}", ignore_errors=True)
+
+
+def verify(path: Path) -> Manifest:
+    """Compare a checkpoint with its manifest, byte for byte.
+
+    Raises:
+        StoreError: a file is missing, has another size or another checksum; names it.
+    """
+    try:
+        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
+    for name, seal in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise StoreError(f"{file}: is missing")
+        if (size := file.stat().st_size) != seal.size:
+            raise StoreError(f"{file}: has {size} bytes, the manifest says {seal.size}")
+        if (found := _checksum(file)) != seal.xxh3:
+            raise StoreError(f"{file}: has checksum {found}, the manifest says {seal.xxh3}")
+    return manifest
+
+
+def _seal(step: int, part: Path) -> None:
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    for file in files:
+        sync_file(file)
+    seals = {str(file.relative_to(part)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
+    manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seals)))
+    write_atomically(part / _MANIFEST, manifest)
+
+
+def _switch(part: Path, final: Path) -> None:
+    """Rename `part` to `final`; an older folder of the same step steps aside first."""
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    os.rename(part, final)
+    sync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,19 @@
+"""The settings of the store."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class StoreConfig(BaseModel, extra="forbid", frozen=True):
+    """Section ``[store]`` of a recipe."""
+
+    keep_payloads: Literal["all", "trained", "none"] = Field(
+        default="all", description="Whose tokens, log-probabilities and text the ledger keeps."
+    )
+    flush_seconds: float = Field(
+        default=0.25, ge=0, le=60, description="How long the ledger may hold changes back before it writes them."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")

@@ -1,0 +1,114 @@
+"""Every trajectory of a run as one line of JSON, for tools of all kinds."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto.core.records import Record, trajectory_id
+from stretto.store.rows import Payload
+from stretto.store.run_folder import RunFolder
+from stretto.store.schema import open_for_reading
+
+_ROWS = """
+    SELECT groups.id, prompt_id, member, prompt_token_ids, payload, reward, verdict, state, reason,
+           admitted_version, trained_step, stop_reason
+    FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
+    ORDER BY trajectories.key
+"""
+_NOTHING = Payload(token_ids=(), behavior_logprobs=(), versions=(), text="")
+
+
+class ExportedTrajectory(Record, frozen=True):
+    """One line. The token fields are empty if there was no answer, or if ``store.keep_payloads`` did not keep it."""
+
+    id: str
+    group: str
+    prompt_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float | None
+    verdict: str | None
+    state: str
+    reason: str
+    admitted_version: int
+    trained_step: int | None
+    stop_reason: str | None
+    text: str
+
+
+def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
+    """All trajectories of a run, in the order in which they were issued.
+
+    Raises:
+        RunFolderError: there is no run.
+        StoreError: its ledger cannot be read.
+    """
+    folder = RunFolder.open(path)
+    payloads = msgspec.msgpack.Decoder(Payload)
+    prompts = msgspec.msgpack.Decoder(tuple[int, ...])
+    try:
+        with closing(open_for_reading(folder.ledger)) as connection:
+            for group, prompt_id, member, prompt, payload, *rest in connection.execute(_ROWS):
+                answer = _NOTHING if payload is None else payloads.decode(payload)
+                yield _exported(
+                    group, prompt_id, member, () if prompt is None else prompts.decode(prompt), answer, rest
+                )
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
+        raise StoreError(f"{folder.ledger}: cannot be read: {error}") from error
+
+
+def export_run(path: str | Path, file: str | Path) -> int:
+    """Write all trajectories of a run to `file`, one a line; returns how many. The file is whole or absent.
+
+    Raises:
+        RunFolderError: there is no run, or `file` cannot be written.
+        StoreError: the ledger cannot be read.
+    """
+    target = Path(file)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    encoder, count = msgspec.json.Encoder(), 0
+    try:
+        with part.open("wb") as output:
+            for trajectory in read_trajectories(path):
+                output.write(encoder.encode(trajectory) + b"\n")
+                count += 1
+        part.replace(target)
+    except OSError as error:
+        problem = Problem(str(target), f"cannot be written: {error.strerror}", "give a file in a folder of your own")
+        raise RunFolderError([problem]) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def _exported(
+    group: str, prompt_id: str, member: int, prompt: tuple[int, ...], answer: Payload, rest: list[object]
+) -> ExportedTrajectory:
+    reward, verdict, state, reason, admitted_version, trained_step, stop_reason = rest
+    fields = {
+        "id": trajectory_id(group, member),
+        "group": group,
+        "prompt_id": prompt_id,
+        "prompt_token_ids": prompt,
+        "token_ids": answer.token_ids,
+        "behavior_logprobs": answer.behavior_logprobs,
+        "versions": answer.versions,
+        "reward": reward,
+        "verdict": verdict,
+        "state": state,
+        "reason": reason,
+        "admitted_version": admitted_version,
+        "trained_step": trained_step,
+        "stop_reason": stop_reason,
+        "text": answer.text,
+    }
+    return msgspec.convert(fields, ExportedTrajectory)

@@ -1,0 +1,164 @@
+"""What a run came to, in one record: ``stretto inspect RUN --json`` prints exactly this."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Record
+from stretto.store.run_folder import RunFolder
+from stretto.store.schema import open_for_reading
+
+
+class Totals(Record, frozen=True):
+    """What only the conductor knows; it keeps it in the ledger under ``TOTALS``, again after every step.
+
+    Example: ``Totals(max_staleness=4, generated=81920, recomputed=9120, busy={"trainer": 88.1}, wall_seconds=161.0,
+    rl_seconds=96.2, initial_accuracy=0.41, final_accuracy=0.96)``
+    """
+
+    max_staleness: float | None  # None (also what JSON makes of an infinity): no bound
+    generated: int = 0  # tokens sampled by all engines for training prompts
+    recomputed: int = 0  # tokens whose KV cache was computed again after an interruption
+    busy: Mapping[str, float] = {}  # role: seconds it worked since the first prompt was admitted
+    wall_seconds: float = 0.0
+    rl_seconds: float = 0.0
+    initial_accuracy: float | None = None  # held-out, version 0
+    final_accuracy: float | None = None  # held-out, the last version evaluated
+
+
+TOTALS = "totals"
+
+
+class Tokens(Record, frozen=True):
+    """Token counts. Wasted: of answers that ended untrained, and masked ones; neither will ever be trained on."""
+
+    generated: int
+    trained: int
+    recomputed: int
+    wasted: int
+
+
+class Trajectories(Record, frozen=True):
+    """Trajectories by state; issued is the sum of the rest."""
+
+    issued: int
+    trained: int
+    buffered: int
+    in_flight: int
+    filtered: int
+    expired: int
+    failed: int
+
+
+class StalenessSummary(Record, frozen=True):
+    """Versions between sampling and training, over trained tokens; `bound` None means that there is none."""
+
+    bound: float | None
+    max: int
+    mean: float
+    histogram: dict[int, int]  # versions: tokens
+
+
+class Inspection(Record, frozen=True):
+    """A run in numbers. `busy` is the fraction of `rl_seconds` in which a role worked."""
+
+    steps: int
+    version: int
+    wall_seconds: float
+    rl_seconds: float
+    initial_accuracy: float | None
+    final_accuracy: float | None
+    tokens: Tokens
+    trajectories: Trajectories
+    staleness: StalenessSummary
+    interrupted: int  # trajectories that a weight update stopped in mid-sentence at least once
+    multi_version: int  # trajectories with tokens of two or more versions
+    busy: dict[str, float]
+
+
+def inspect_run(path: str | Path) -> Inspection:
+    """Look at a run: running, finished or dead.
+
+    Raises:
+        RunFolderError: there is no run.
+        StoreError: its ledger cannot be read, or contradicts itself.
+    """
+    folder = RunFolder.open(path)
+    try:
+        with closing(open_for_reading(folder.ledger)) as connection:
+            connection.execute("BEGIN")  # all questions see one moment of a run that goes on
+            return _inspection(connection)
+    except sqlite3.Error as error:
+        raise StoreError(f"{folder.ledger}: cannot be read: {error}") from error
+
+
+def _inspection(connection: sqlite3.Connection) -> Inspection:
+    found = connection.execute("SELECT value FROM meta WHERE name = ?", (TOTALS,)).fetchone()
+    totals = msgspec.json.decode(found[0], type=Totals) if found else Totals(max_staleness=None)
+    steps, version, masked = connection.execute(
+        "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
+        " FROM steps"
+    ).fetchone()
+    staleness = _staleness(connection, totals.max_staleness)
+    interrupted, multi_version, lost = connection.execute(
+        "SELECT coalesce(sum(interrupted > 0), 0), coalesce(sum(newest_version > oldest_version), 0),"
+        " coalesce(sum(CASE WHEN state IN ('filtered', 'expired', 'failed') THEN tokens END), 0) FROM trajectories"
+    ).fetchone()
+    return Inspection(
+        steps=steps,
+        version=version,
+        wall_seconds=totals.wall_seconds,
+        rl_seconds=totals.rl_seconds,
+        initial_accuracy=totals.initial_accuracy,
+        final_accuracy=totals.final_accuracy,
+        tokens=Tokens(
+            generated=totals.generated,
+            trained=sum(staleness.histogram.values()),
+            recomputed=totals.recomputed,
+            wasted=lost + masked,
+        ),
+        trajectories=_trajectories(connection),
+        staleness=staleness,
+        interrupted=interrupted,
+        multi_version=multi_version,
+        busy={role: _fraction(seconds, totals.rl_seconds) for role, seconds in sorted(totals.busy.items())},
+    )
+
+
+def _trajectories(connection: sqlite3.Connection) -> Trajectories:
+    """Counted twice, by groups and by states.
+
+    Raises:
+        StoreError: the two counts differ.
+    """
+    states = dict(connection.execute("SELECT state, count(*) FROM trajectories GROUP BY state").fetchall())
+    issued = connection.execute("SELECT coalesce(sum(members), 0) FROM groups").fetchone()[0]
+    if issued != sum(states.values()):
+        raise StoreError(f"the ledger issued {issued} trajectories and knows the state of {sum(states.values())}")
+    names = ("trained", "buffered", "in_flight", "filtered", "expired", "failed")
+    return Trajectories(issued=issued, **{name: states.get(name, 0) for name in names})
+
+
+def _staleness(connection: sqlite3.Connection, bound: float | None) -> StalenessSummary:
+    histogram: Counter[int] = Counter()
+    for (text,) in connection.execute("SELECT staleness FROM steps"):
+        histogram.update(msgspec.json.decode(text, type=dict[int, int]))
+    tokens = histogram.total()
+    return StalenessSummary(
+        bound=None if bound is None or math.isinf(bound) else bound,
+        max=max(histogram, default=0),
+        mean=sum(age * count for age, count in histogram.items()) / tokens if tokens else 0.0,
+        histogram=dict(sorted(histogram.items())),
+    )
+
+
+def _fraction(seconds: float, of: float) -> float:
+    return round(seconds / of, 4) if of > 0 else 0.0

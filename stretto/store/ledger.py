@@ -1,0 +1,316 @@
+"""The ledger: every trajectory that was ever issued, and how it ended.
+
+    issue ─► in_flight ─► buffered ─► trained
+                 │            │
+                 └────────────┴─────► filtered · expired · failed (each with its reason)
+
+Two promises. *The balance*: issued is the sum of all states, at any moment, after any crash. *The batch first*: when
+`commit_batch` returns, membership and order of the batch are in the file in one transaction, so that an update is
+never published whose batch is not on record.
+
+Changes are held back up to ``flush_seconds`` and written together: SQLite in WAL mode then costs a few microseconds a
+row, and a kill at any moment loses at most those changes, all of them or none.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Group, Prompt, Record, State, Trajectory, Update, trajectory_id
+from stretto.store.config import StoreConfig
+from stretto.store.rows import LiveRow, encode_payload, step_columns, update_columns
+from stretto.store.schema import open_for_writing
+
+Value = TypeVar("Value")
+
+_INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)"
+_SUPERSEDE = """
+    UPDATE groups SET id = id || '~' || key WHERE id = ? AND key < ? AND NOT EXISTS (
+        SELECT 1 FROM trajectories WHERE trajectories.key BETWEEN groups.key AND groups.key + members - 1
+            AND state = 'trained')
+"""
+_UPSERT_TRAJECTORY = """
+    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
+        trained_step = excluded.trained_step, verdict = excluded.verdict, reward = excluded.reward,
+        stop_reason = excluded.stop_reason, tokens = excluded.tokens, oldest_version = excluded.oldest_version,
+        newest_version = excluded.newest_version, interrupted = excluded.interrupted
+"""
+_INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
+_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_UPDATE_STEP = "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?"
+_UPSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+_INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?)"
+_LIVE = """
+    SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
+    WHERE state IN ('in_flight', 'buffered')
+"""
+_TRAINED_AFTER = """
+    SELECT DISTINCT groups.id FROM trajectories JOIN groups ON groups.key = group_key
+    WHERE trained_step > ? ORDER BY groups.key
+"""
+
+
+class Balance(Record, frozen=True):
+    """How many trajectories are in each state.
+
+    Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
+    """
+
+    trained: int = 0
+    buffered: int = 0
+    in_flight: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+
+    @property
+    def issued(self) -> int:
+        return self.trained + self.buffered + self.in_flight + self.filtered + self.expired + self.failed
+
+
+class Ledger:
+    """The one writer of ``ledger.sqlite``.
+
+    Example, with groups of two::
+
+        ledger.issue("0.17.0", prompt, members=2, admitted_version=6)                  # 2 in flight
+        ledger.settle("0.17.0/1", State.FAILED, "timeout after 1 s")                   # 1 in flight, 1 failed
+        ledger.buffer(group)                                                           # 1 buffered,  1 failed
+        ledger.commit_batch(Batch(step=9, version=8, groups=(group,)))                 # 1 trained,   1 failed
+
+    Raises (from every method):
+        StoreError: a change that the states above do not allow, or a file that cannot be written. After the latter the
+            ledger refuses everything: a run whose truth cannot be recorded must end.
+    """
+
+    def __init__(self, path: Path, config: StoreConfig) -> None:
+        self._path, self._config = path, config
+        self._connection = open_for_writing(path)
+        self._broken: StoreError | None = None
+        self._pending: dict[str, list[tuple[Any, ...]]] = {}
+        self._facts: dict[str, str] = {}
+        self._dirty: dict[int, LiveRow] = {}
+        self._live: dict[str, LiveRow] = {}
+        self._flushed = time.monotonic()
+        for group_id, *columns in self._query(_LIVE):
+            row = LiveRow.restored(tuple(columns))
+            self._live[trajectory_id(group_id, row.member)] = row
+        states = self._query("SELECT state, count(*) FROM trajectories GROUP BY state")
+        self._counts = Counter({State(state): count for state, count in states})
+        self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
+        self._first_key = self._next_key  # of this session; 0 in a run that was not resumed
+
+    # The life of a trajectory.
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+        """One prompt goes to an engine, `members` answers wanted: all in flight.
+
+        A run that goes on from a checkpoint asks again what it had asked after it. The group of the lineage that was
+        left behind then gives up its name (``0.17.0`` becomes ``0.17.0~712``), unless it was trained on: ids are
+        unique, and no id is trained twice.
+        """
+        key, keep = self._next_key, self._config.keep_payloads != "none"
+        if trajectory_id(group_id, 0) in self._live:
+            raise StoreError(f"{self._path}: group {group_id} was issued before")
+        tokens = msgspec.msgpack.encode(prompt.token_ids) if keep else None
+        if self._first_key:
+            self._note(_SUPERSEDE, (group_id, self._first_key))
+        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens))
+        for member in range(members):
+            row = LiveRow(key + member, key, member)
+            self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
+        self._next_key += max(members, 1)
+        self._counts[State.IN_FLIGHT] += members
+        self._flush_if_due()
+
+    def buffer(self, group: Group) -> None:
+        """A group is complete and waits to be trained on."""
+        for trajectory in group.trajectories:
+            self._move(trajectory.id, State.BUFFERED, "", trajectory)
+        self._flush_if_due()
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its answer, if there is one."""
+        if state not in (State.FILTERED, State.EXPIRED, State.FAILED):
+            raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
+        self._move(id, state, reason, trajectory)
+        self._flush_if_due()
+
+    def settle_group(self, group: Group, state: State, reason: str) -> None:
+        """All answers of a group end untrained for one reason."""
+        for trajectory in group.trajectories:
+            self.settle(trajectory.id, state, reason, trajectory)
+
+    def commit_batch(self, batch: Batch) -> None:
+        """All answers of the batch are trained in its step; on return this is in the file, with everything before."""
+        step = step_columns(batch, time.time())
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        for trajectory in trajectories:
+            row = self._row(trajectory.id)
+            if row.state is not State.BUFFERED:
+                raise StoreError(f"trajectory {trajectory.id} is {row.state} and cannot be trained")
+        for trajectory in trajectories:
+            row = self._move(trajectory.id, State.TRAINED, "")
+            row.trained_step = batch.step
+            if self._config.keep_payloads == "trained":
+                self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
+        self._note(_INSERT_STEP, step)
+        self.flush()
+
+    def record_update(self, update: Update) -> None:
+        """The step's update was published."""
+        self._note(_UPDATE_STEP, update_columns(update))
+        self._flush_if_due()
+
+    # After a crash.
+
+    def abandon(self, reason: str = "run ended") -> list[str]:
+        """What a run that ended left in flight or buffered is failed.
+
+        Returns the ids of the groups that this concerns, in the order of their issue: their prompts can be asked again,
+        under new ids.
+        """
+        left = list(self._live)
+        for id in left:
+            self._move(id, State.FAILED, reason)
+        self.flush()
+        return list(dict.fromkeys(id.rpartition("/")[0] for id in left))
+
+    def rewind(self, step: int) -> list[str]:
+        """The run goes on from the checkpoint of `step`: what was trained later is failed, its steps are struck out.
+
+        So the lineage that survives holds each trajectory once. Returns the ids of the groups that this concerns.
+        """
+        self.flush()
+        self._execute("BEGIN IMMEDIATE")
+        groups = [id for (id,) in self._query(_TRAINED_AFTER, (step,))]
+        changed = self._execute(
+            "UPDATE trajectories SET state = 'failed', reason = ?, trained_step = NULL WHERE trained_step > ?",
+            (f"rewound to step {step}", step),
+        ).rowcount
+        self._execute("DELETE FROM steps WHERE step > ?", (step,))
+        self._execute(_INSERT_EVENT, (time.time(), "rewind", f"to step {step}, {changed} trajectories"))
+        self._execute("COMMIT")
+        self._counts[State.TRAINED] -= changed
+        self._counts[State.FAILED] += changed
+        return groups
+
+    # Facts beside the trajectories.
+
+    def put(self, name: str, value: object) -> None:
+        """Keep a value (anything that JSON can hold) under a name: the seed, the data position, the totals.
+
+        It is written in the same transaction as the changes of state around it, and only the newest value is.
+        """
+        self._facts[name] = msgspec.json.encode(value).decode()
+        self._flush_if_due()
+
+    def get(self, name: str, kind: type[Value]) -> Value | None:
+        """The value kept under `name`, or None."""
+        self.flush()
+        found = self._query("SELECT value FROM meta WHERE name = ?", (name,))
+        return msgspec.json.decode(found[0][0], type=kind) if found else None
+
+    def event(self, name: str, detail: str) -> None:
+        """Something happened that a reader of the run should know: an engine was replaced, a step was skipped."""
+        self._note(_INSERT_EVENT, (time.time(), name, detail))
+        self._flush_if_due()
+
+    def last_step(self) -> int | None:
+        """The newest step whose batch is on record."""
+        found: int | None = self._query("SELECT max(step) FROM steps")[0][0]
+        return found
+
+    def balance(self) -> Balance:
+        """How many trajectories are in each state, those that are not flushed yet included."""
+        return Balance(**{state.value: self._counts[state] for state in State})
+
+    # Writing.
+
+    def flush(self) -> None:
+        """Write everything that is held back, in one transaction."""
+        if self._broken is not None:
+            raise self._broken
+        self._flushed = time.monotonic()
+        if not (self._dirty or self._pending or self._facts):
+            return
+        rows = [row.columns() for row in self._dirty.values()]
+        pending = self._pending
+        self._execute("BEGIN IMMEDIATE")
+        self._many(_SUPERSEDE, pending.pop(_SUPERSEDE, []))
+        self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
+        self._many(_UPSERT_TRAJECTORY, rows)
+        for statement, parameters in pending.items():
+            self._many(statement, parameters)
+        self._many(_UPSERT_META, self._facts.items())
+        self._execute("COMMIT")
+        self._pending, self._dirty, self._facts = {}, {}, {}
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        try:
+            if self._broken is None:
+                self.flush()
+        finally:
+            self._connection.close()
+
+    def _flush_if_due(self) -> None:
+        if time.monotonic() - self._flushed >= self._config.flush_seconds:
+            self.flush()
+
+    def _row(self, id: str) -> LiveRow:
+        row = self._live.get(id)
+        if row is None:
+            raise StoreError(f"{self._path}: trajectory {id} was never issued, or its state is final")
+        return row
+
+    def _move(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> LiveRow:
+        row = self._row(id)
+        before = row.state
+        row.move(state, reason)
+        self._counts[before] -= 1
+        self._counts[state] += 1
+        if trajectory is not None and not row.finished:
+            row.finish(trajectory)
+            if self._config.keep_payloads == "all":
+                self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
+        if state is not State.BUFFERED:
+            del self._live[id]
+        self._dirty[row.key] = row
+        return row
+
+    def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
+        self._pending.setdefault(statement, []).append(parameters)
+
+    # The database.
+
+    def _query(self, statement: str, parameters: tuple[Any, ...] = ()) -> list[Any]:
+        return self._execute(statement, parameters).fetchall()
+
+    def _execute(self, statement: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(statement, parameters)
+        except sqlite3.Error as error:
+            raise self._break(error) from error
+
+    def _many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        try:
+            self._connection.executemany(statement, rows)
+        except sqlite3.Error as error:
+            raise self._break(error) from error
+
+    def _break(self, error: sqlite3.Error) -> StoreError:
+        """Undo what the transaction has done so far, and refuse everything from now on."""
+        if self._connection.in_transaction:
+            self._connection.rollback()
+        self._broken = StoreError(f"{self._path}: cannot be written: {error}")
+        return self._broken

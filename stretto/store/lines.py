@@ -1,0 +1,85 @@
+"""Append-only JSON lines: one record a line, readable while a run writes, harmless when the disk is full."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.store.files import write_atomically
+
+Line = TypeVar("Line")
+
+_log = logging.getLogger(__name__)
+
+
+class LineWriter(Generic[Line]):
+    """Appends records to one file.
+
+    A measurement is worth less than the run it measures: when the file cannot be written, one warning is logged, the
+    lines are counted in `lost`, and training goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        self._attempt(self._cut_torn_line, lines=0)
+
+    def append(self, lines: Iterable[Line]) -> None:
+        """Append whole lines and hand them to the operating system, so that readers and crashes find them."""
+        encoded = [msgspec.json.encode(line) for line in lines]
+        if encoded:
+            self._attempt(lambda: self._write(b"\n".join(encoded) + b"\n"), lines=len(encoded))
+
+    def _attempt(self, write: Callable[[], None], lines: int) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self.lost:
+                _log.warning("%s cannot be written (%s); the run goes on without it", self.path, error.strerror)
+            self.lost += lines
+
+    def _write(self, data: bytes) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if file.write(data) != len(data):  # the disk filled up in the middle of a line
+                file.truncate(end)
+                raise OSError(0, "no space left for a whole line")
+
+    def _cut_torn_line(self) -> None:
+        """A writer that was killed in mid-line must not spoil the first line of its successor."""
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            os.truncate(self.path, data.rfind(b"\n") + 1)
+
+
+def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
+    """All whole lines of a file; none if there is no file. A torn last line is left out.
+
+    Raises:
+        StoreError: a line that is not the last cannot be read; names file and line.
+    """
+    if not path.exists():
+        return []
+    rows = path.read_bytes().split(b"\n")
+    lines: list[Line] = []
+    for number, row in enumerate(rows[:-1], start=1):
+        try:
+            lines.append(decoder.decode(row))
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{path}: line {number} cannot be read: {error}") from error
+    return lines
+
+
+def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
+    """Write the file anew with only the lines that `keep` wants."""
+    kept = [msgspec.json.encode(line) + b"\n" for line in read_lines(path, decoder) if keep(line)]
+    if path.exists():
+        write_atomically(path, b"".join(kept))

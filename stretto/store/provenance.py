@@ -1,0 +1,68 @@
+"""With what a run was made: library versions and the machine, for ``versions.json`` and ``machine.json``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from stretto.core.records import Record
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn", "httpx")
+
+
+class Machine(Record, frozen=True):
+    """Example: ``Machine(system="Linux 6.1", processor="AMD EPYC 9B14", cores=2, memory_gib=24.0, accelerators=())``"""
+
+    system: str
+    processor: str
+    cores: int
+    memory_gib: float
+    accelerators: tuple[str, ...]
+
+
+def library_versions() -> dict[str, str]:
+    """Version by name, of Python, stretto and the libraries that matter for the numbers; absent ones are left out."""
+    versions = {"python": platform.python_version()}
+    for name in ("stretto", *_LIBRARIES):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def machine() -> Machine:
+    """What this process may use: cores by its affinity, memory of the machine, NVIDIA devices by name."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=round(pages * page / 2**30, 1),
+        accelerators=_accelerators(),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _accelerators() -> tuple[str, ...]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    try:
+        command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())

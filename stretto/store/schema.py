@@ -1,0 +1,103 @@
+"""The ledger's tables, and opening them.
+
+    groups ──1:n── trajectories ──1:0..1── payloads        steps        meta        events
+
+A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
+The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from stretto.core.errors import StoreError
+
+FORMAT = 1
+
+_TABLES = """
+CREATE TABLE groups (
+    key INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    prompt_id TEXT NOT NULL,
+    members INTEGER NOT NULL,
+    admitted_version INTEGER NOT NULL,
+    prompt_token_ids BLOB
+) STRICT;
+CREATE TABLE trajectories (
+    key INTEGER PRIMARY KEY,
+    group_key INTEGER NOT NULL REFERENCES groups (key),
+    member INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    trained_step INTEGER,
+    verdict TEXT,
+    reward REAL,
+    stop_reason TEXT,
+    tokens INTEGER NOT NULL,
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    interrupted INTEGER NOT NULL
+) STRICT;
+CREATE TABLE payloads (
+    key INTEGER PRIMARY KEY REFERENCES trajectories (key),
+    payload BLOB NOT NULL
+) STRICT;
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,
+    oldest_trainable INTEGER NOT NULL,
+    trajectories INTEGER NOT NULL,
+    trained_tokens INTEGER NOT NULL,
+    masked_tokens INTEGER NOT NULL,
+    staleness TEXT NOT NULL,
+    batch TEXT NOT NULL,
+    committed REAL NOT NULL,
+    published_version INTEGER,
+    metrics TEXT
+) STRICT;
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
+"""
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """The ledger at `path`, made if there is none; its transactions are begun and ended by the caller.
+
+    Raises:
+        StoreError: another format, not a ledger, or not writable.
+    """
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+        _check_format(path, connection)
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """The ledger at `path`, to read only, also while a run writes.
+
+    Raises:
+        StoreError: missing, another format, or not a ledger.
+    """
+    if not path.is_file():
+        raise StoreError(f"{path}: does not exist")
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("PRAGMA query_only = ON")
+        _check_format(path, connection)
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
+    return connection
+
+
+def _check_format(path: Path, connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found != FORMAT:
+        connection.close()
+        raise StoreError(f"{path}: has format {found}, this version of stretto reads format {FORMAT}")

@@ -1,0 +1,77 @@
+"""What a recipe says about training: the optimizer, the run's steps, the algorithm.
+
+Defaults are the paper's (AReaL, appendix B.1, table 3) where the paper has a number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class OptimizerConfig(BaseModel, extra="forbid", frozen=True):
+    """AdamW, its learning rate over the steps, and how much is computed at once."""
+
+    learning_rate: float = Field(2e-5, gt=0, description="the highest learning rate")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly from 0")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of Adam's first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of Adam's second moment")
+    eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
+    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay of matrices; vectors have none")
+    max_grad_norm: float = Field(1.0, gt=0, description="the gradient's global norm is scaled down to this")
+    micro_batch_tokens: PositiveInt = Field(4096, description="tokens in one forward (Algorithm 1's capacity)")
+    min_micro_batches: PositiveInt = Field(1, description="micro-batches at least (Algorithm 1's k_min)")
+    max_bad_steps: PositiveInt = Field(5, description="optimizer steps in a row with a NaN or infinite gradient")
+    threads: PositiveInt = Field(1, description="torch threads of the process")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model is trained")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="arithmetic of the forward pass; parameters and optimizer stay in float32"
+    )
+
+
+class TrainerConfig(OptimizerConfig):
+    """Reinforcement learning: how many steps, each how divided, and what is kept."""
+
+    steps: PositiveInt = Field(100, description="training steps; each publishes one version")
+    minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
+    keep_versions: Literal["all"] | Annotated[int, Field(ge=0)] = Field(
+        1, description="policies kept in the run folder: the newest so many, or all"
+    )
+    checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
+
+
+class SupervisedConfig(OptimizerConfig):
+    """Supervised fine-tuning on demonstrations (the warm start)."""
+
+    learning_rate: float = Field(1e-3, gt=0, description="the highest learning rate")
+    steps: PositiveInt = Field(1000, description="optimizer steps")
+    batch_size: PositiveInt = Field(128, description="demonstrations per step")
+
+
+class AlgorithmConfig(BaseModel, extra="forbid", frozen=True):
+    """The objective and the advantages."""
+
+    loss: Literal["decoupled_ppo", "ppo"] = Field(
+        "decoupled_ppo",
+        description="decoupled_ppo: trust region around the policy before the step (equation 5); "
+        "ppo: around the policy that sampled",
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    behavior_weight_cap: float = Field(
+        math.inf,
+        gt=1,
+        description="a token whose weight proximal / behavior exceeds this gets weight 0 and still counts in the mean",
+    )
+    advantages: Literal["group", "group_mean", "leave_one_out", "batch"] = Field(
+        "group",
+        description="group: reward minus group mean over group deviation (GRPO); group_mean: reward minus group mean; "
+        "leave_one_out: reward minus the mean of the others (RLOO); batch: reward normalised over all tokens (paper)",
+    )
+    advantage_eps: float = Field(1e-6, gt=0, description="added to a deviation before dividing by it")
+    entropy: bool = Field(False, description="measure the policy's entropy (costs time, changes nothing)")

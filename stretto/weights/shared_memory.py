@@ -1,0 +1,179 @@
+"""The mailbox of one machine: one file per version in shared memory.
+
+    publish     stretto-<run>-v000007.<pid>.partial     write, read back, compare the checksum
+    switch      stretto-<run>-v000007.weights           one atomic rename: before it the version does not exist
+    keep        the newest two; an engine that still loads the older one is not disturbed, and an unlinked file
+                lives on for those who have mapped it
+
+Whoever dies in the middle leaves at most a ``.partial`` file, which nobody loads and the next publication removes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+from torch import Tensor
+
+from stretto.core.errors import TornPublication, WireError
+from stretto.weights import publication
+
+_SHARED = Path("/dev/shm")
+_KEPT = 2
+_RUN = re.compile(r"[A-Za-z0-9_.]+")
+
+
+def shared_folder(needed: int, fallback: Path) -> Path:
+    """The machine's shared memory if it has room for `needed` bytes and one version more, else `fallback`.
+
+    `needed` is the size of one version; containers often have 64 MiB of shared memory only.
+    """
+    if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) and shutil.disk_usage(_SHARED).free > (_KEPT + 2) * needed:
+        return _SHARED
+    return fallback
+
+
+def remove(run: str, folder: Path) -> int:
+    """Unlink everything of `run`, half-written files too; returns how many files there were."""
+    return _unlink(folder.glob(f"{_prefix(run)}*"))
+
+
+class SharedMemoryPublisher:
+    """The trainer's end. A new publisher on the files of an earlier one goes on from there.
+
+    Example::
+
+        publisher = SharedMemoryPublisher("a1b2", folder)
+        publisher.publish(7, model.named_parameters())   # v6 and v7 are there, v5 is gone
+        publisher.close()                                # nothing is left
+    """
+
+    def __init__(self, run: str, folder: Path) -> None:
+        self._run, self._folder = run, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        _prefix(run)
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write, check, switch. Versions above `version` are of an earlier life (a resumed run) and are unlinked.
+
+        Raises:
+            TornPublication: what was read back is not what was written; nothing was switched.
+            ValueError: a dtype that cannot be published, or a version below 0.
+            OSError: no room; nothing was switched, nothing is left.
+        """
+        if version < 0:
+            raise ValueError(f"versions start at 0, not {version}")
+        path = _path(self._run, self._folder, version)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            _write(partial, version, dict(tensors))
+            _check(partial, version)
+            _unlink(file for number, file in _versions(self._run, self._folder) if number > version)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _unlink(file for _, file in _versions(self._run, self._folder)[:-_KEPT])
+        _unlink(self._folder.glob(f"{_prefix(self._run)}*.partial"))
+
+    def close(self) -> None:
+        remove(self._run, self._folder)
+
+
+class SharedMemorySubscriber:
+    """An engine's end."""
+
+    def __init__(self, run: str, folder: Path) -> None:
+        self._run, self._folder = run, folder
+
+    def newest(self) -> int | None:
+        """The version published last, None before the first."""
+        versions = _versions(self._run, self._folder)
+        return versions[-1][0] if versions else None
+
+    def load(self, version: int) -> Mapping[str, Tensor]:
+        """The tensors of `version`: views of the mapped file, not copied, valid as long as somebody holds them.
+
+        Writing into one changes the reader's view alone (the mapping is private).
+
+        Raises:
+            TornPublication: size, version or checksum do not fit; nothing was loaded.
+            WireError: that version is not there (any more); ask for the newest again.
+        """
+        try:
+            raw = _map(_path(self._run, self._folder, version))
+        except FileNotFoundError:
+            raise WireError(f"version {version} is not published; the newest is {self.newest()}") from None
+        return publication.read(raw, version).tensors
+
+    def close(self) -> None:
+        """Nothing to give back: mappings end with their tensors."""
+
+
+def _prefix(run: str) -> str:
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"a run is named by letters, digits, '_' and '.', not {run!r}")
+    return f"stretto-{run}-v"
+
+
+def _path(run: str, folder: Path, version: int) -> Path:
+    return folder / f"{_prefix(run)}{version:06d}.weights"
+
+
+def _versions(run: str, folder: Path) -> list[tuple[int, Path]]:
+    """All whole publications, oldest first."""
+    prefix = _prefix(run)
+    files = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.weights"))
+    return sorted((int(number), path) for number, path in files if number.isdecimal())
+
+
+def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
+    manifest = publication.plan(version, tensors)
+    checksum = xxhash.xxh3_64()
+    with open(path, "wb", buffering=0, opener=_private) as file:
+        file.seek(len(publication.header(manifest)))
+        for chunk in publication.chunks(manifest, tensors.values()):
+            checksum.update(chunk)
+            _write_all(file.fileno(), chunk)
+        file.seek(0)
+        _write_all(file.fileno(), memoryview(publication.header(_sealed(manifest, checksum.digest()))))
+
+
+def _sealed(manifest: publication.Manifest, checksum: bytes) -> publication.Manifest:
+    return msgspec.structs.replace(manifest, checksum=checksum)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _check(path: Path, version: int) -> None:
+    """Read a publication back from the medium, every byte."""
+    publication.verify(_map(path), version)
+
+
+def _map(path: Path) -> memoryview:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            raise TornPublication(f"{path.name} is empty")
+        # A private mapping is writable memory to torch and still the one copy in shared memory: nobody writes.
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
+
+
+def _unlink(paths: Iterable[Path]) -> int:
+    files = list(paths)
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)

@@ -1,0 +1,24 @@
+"""What every test process inherits: one torch thread each, no network, no clock in Hypothesis.
+
+The environment is set before anything imports torch, so that child processes inherit it too: two processes with two
+torch threads each on two cores spin against each other and run 10 to 50 times slower.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "Agg",
+    }
+)
+
+settings.register_profile("house", deadline=None, print_blob=True)
+settings.load_profile("house")

@@ -1,0 +1,22 @@
+"""Promises of the frames: what goes in comes out, however the stream is chopped; an absurd length is refused."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import WireError
+from stretto.core.frames import Unframer, frame
+
+
+@given(messages=st.lists(st.lists(st.integers(0, 255), max_size=40), max_size=6), cut=st.integers(1, 9))
+def test_messages_survive_any_chopping(messages: list[list[int]], cut: int) -> None:
+    stream = b"".join(frame(message) for message in messages)
+    unframer = Unframer()
+    bodies = [body for at in range(0, len(stream), cut) for body in unframer.feed(stream[at : at + cut])]
+    assert [msgspec.msgpack.decode(body) for body in bodies] == messages
+
+
+def test_a_length_that_no_message_has_is_refused() -> None:
+    with pytest.raises(WireError, match="4,294,967,295 bytes"):
+        Unframer().feed(b"\xff\xff\xff\xff")

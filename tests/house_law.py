@@ -1,0 +1,250 @@
+"""The law of the house as functions: the drawing of docs/house.md on one side, the imports of the code on the other.
+
+Every checker takes the folder of a package and returns violations, one readable sentence each; an empty list is a
+kept law. Nothing is imported to be checked, except by `loaded_modules`, which asks a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "stretto"
+NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
+HEAVY = ("torch", "transformers")
+CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
+LONGEST_FUNCTION = 60
+LONGEST_FILE = 400
+
+
+@dataclass(frozen=True)
+class House:
+    """The drawing: on which floor each room is, which rooms it may import today, and whether it may load torch."""
+
+    floors: Mapping[str, int]  # room -> 0 (ground) upwards
+    imports: Mapping[str, frozenset[str]]
+    light: frozenset[str]  # rooms that must not load torch
+
+    @property
+    def roof(self) -> frozenset[str]:
+        """The rooms of the highest floor: the only ones with deferred imports."""
+        top = max(self.floors.values())
+        return frozenset(room for room, floor in self.floors.items() if floor == top)
+
+
+def read_house(text: str) -> House:
+    """The house that a document draws (``floor 1   model   rewards   the materials``) and lists in its table."""
+    drawn = re.findall(r"^ *(roof|floor \d+|ground) {2,}(.+)$", text, flags=re.MULTILINE)
+    # Rooms stand two or more spaces apart; the last cell of a floor is its remark.
+    rooms = [re.split(r" {2,}", cells.strip())[:-1] for _, cells in reversed(drawn)]
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|([^|]*)\|$", text, flags=re.MULTILINE)
+    return House(
+        floors={room: floor for floor, names in enumerate(rooms) for room in names},
+        imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _ in rows},
+        light=frozenset(room for room, _, torch in rows if torch.strip().startswith("no")),
+    )
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: ``from stretto.core import clock`` has the names ``stretto.core`` and ``stretto.core.clock``."""
+
+    path: Path  # of the importing file, below the package folder
+    line: int
+    names: tuple[str, ...]
+    deferred: bool
+
+    @property
+    def room(self) -> str:
+        """The importing room; empty for a file that stands directly in the package."""
+        return self.path.parts[0] if len(self.path.parts) > 1 else ""
+
+    @property
+    def rooms(self) -> frozenset[str]:
+        """The rooms that are imported."""
+        parts = [name.split(".") for name in self.names]
+        return frozenset(part[1] for part in parts if part[0] == PACKAGE and len(part) > 1)
+
+    @property
+    def third_party(self) -> str:
+        """The imported top-level package when it is neither this one nor the standard library; else empty."""
+        top = self.names[0].split(".")[0]
+        return "" if top == PACKAGE or top in sys.stdlib_module_names else top
+
+    @property
+    def place(self) -> str:
+        return f"{PACKAGE}/{self.path}:{self.line}"
+
+
+def sources(package: Path) -> list[Path]:
+    """The Python files of a folder; what stands in hidden folders (environments, caches) is not ours."""
+    return sorted(
+        path
+        for path in package.rglob("*.py")
+        if not any(part.startswith((".", "__py")) for part in path.relative_to(package).parts[:-1])
+    )
+
+
+def imports(package: Path) -> list[Import]:
+    """Every import of the package, those under ``if TYPE_CHECKING`` and inside functions included."""
+    return [found for path in sources(package) for found in _imports_of(path, package)]
+
+
+def _imports_of(path: Path, package: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    deferred = {id(inner) for outer in ast.walk(tree) if isinstance(outer, _FUNCTIONS) for inner in ast.walk(outer)}
+    for node in ast.walk(tree):
+        if names := _imported_names(node, path, package):
+            yield Import(path.relative_to(package), node.lineno, names, id(node) in deferred)  # type: ignore[attr-defined]
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _imported_names(node: ast.AST, path: Path, package: Path) -> tuple[str, ...]:
+    """What a node imports, as absolute names; ``import_module("a.b")`` with a literal counts as an import."""
+    match node:
+        case ast.Import(names=aliases):
+            return tuple(alias.name for alias in aliases)
+        case ast.ImportFrom(module=module, names=aliases, level=level):
+            above = (package.name, *path.relative_to(package).parts[:-1])
+            base = ".".join((*above[: len(above) - level + 1], *filter(None, [module]))) if level else str(module)
+            return (base, *(f"{base}.{alias.name}" for alias in aliases))
+        case ast.Call(
+            func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+            args=[ast.Constant(value=str(name)), *_],
+        ):
+            return (name,)
+    return ()
+
+
+def wrong_way(package: Path, house: House) -> list[str]:
+    """Imports of a neighbour or of a higher floor."""
+    floors = house.floors
+    return [
+        f"{found.place}: {found.room} (floor {floors[found.room]}) imports {target} (floor {floors[target]})"
+        for found in imports(package)
+        for target in sorted(found.rooms - {found.room})
+        if found.room in floors and target in floors and floors[target] >= floors[found.room]
+    ]
+
+
+def unlisted(package: Path, house: House) -> list[str]:
+    """Imports between rooms that the table does not list."""
+    return [
+        f"{found.place}: the table does not say that {found.room} imports {target}"
+        for found in imports(package)
+        for target in sorted((found.rooms & house.floors.keys()) - {found.room})
+        if found.room in house.floors and target not in house.imports.get(found.room, frozenset())
+    ]
+
+
+def deferred(package: Path, house: House) -> list[str]:
+    """Imports inside functions, outside the roof."""
+    return [
+        f"{found.place}: imports {found.names[0]} inside a function"
+        for found in imports(package)
+        if found.deferred and found.room not in house.roof
+    ]
+
+
+def undrawn(package: Path, house: House) -> list[str]:
+    """Folders of the package that are no room of the drawing, and rooms of the drawing that are not there."""
+    built = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    return [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())] + [
+        f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)
+    ]
+
+
+def nameless(package: Path) -> list[str]:
+    """Rooms and files whose name says nothing (``utils``, ``text_helpers.py``)."""
+    return [
+        f"{PACKAGE}/{path.relative_to(package)}: a name that says nothing about what is inside"
+        for path in sorted({*sources(package), *(source.parent for source in sources(package))} - {package})
+        if NAMES_OF_NOTHING & set(re.split(r"_+", path.stem))
+    ]
+
+
+def busy_doors(package: Path) -> list[str]:
+    """``__init__.py`` files that import something, so that a light module of the room is not light any more."""
+    return [
+        f"{found.place}: an __init__.py imports nothing"
+        for found in imports(package)
+        if found.path.name == "__init__.py"
+    ]
+
+
+def heavy_core(package: Path) -> list[str]:
+    """What core imports beyond the standard library, msgspec and numpy."""
+    return [
+        f"{found.place}: core imports {found.third_party}"
+        for found in imports(package)
+        if found.room == "core" and found.third_party and found.third_party not in CORE_MAY_IMPORT
+    ]
+
+
+def undeclared(package: Path, dependencies: list[str]) -> list[str]:
+    """Third-party imports that are no dependency in pyproject.toml."""
+    declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in dependencies}
+    return [
+        f"{found.place}: imports {found.third_party}, which is no dependency of the project"
+        for found in imports(package)
+        if found.third_party and found.third_party.lower() not in declared
+    ]
+
+
+def too_long(folder: Path) -> list[str]:
+    """Files longer than 400 lines, functions longer than 60 (without their docstring)."""
+    violations: list[str] = []
+    for path in sources(folder):
+        text = path.read_text(encoding="utf-8")
+        place = f"{folder.name}/{path.relative_to(folder)}"
+        if (lines := len(text.splitlines())) > LONGEST_FILE:
+            violations.append(f"{place}: {lines} lines; a file holds one thing, in {LONGEST_FILE} lines at most")
+        violations += [
+            f"{place}:{node.lineno}: {node.name} has {length} lines; a function has {LONGEST_FUNCTION} at most"
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if (length := _length(node)) > LONGEST_FUNCTION
+        ]
+    return violations
+
+
+def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if documented else 0
+    return (function.end_lineno or function.lineno) - function.lineno + 1 - docstring
+
+
+def heavy(package: Path, house: House) -> list[str]:
+    """Rooms that must stay light and load torch or transformers all the same, found by importing all their modules."""
+    return [
+        f"{room}: importing it loads {module}"
+        for room in sorted(house.light)
+        for module in loaded_modules(package, room)
+        if module in HEAVY
+    ]
+
+
+def loaded_modules(package: Path, room: str) -> list[str]:
+    """The top-level modules that a fresh interpreter holds after importing every module of a room."""
+    names = [
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources(package / room)
+    ]
+    program = "import importlib, json, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
+    program += "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=package.parent, capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        raise AssertionError(f"{room} cannot be imported:\n{done.stderr}")
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found

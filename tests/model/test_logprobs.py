@@ -1,0 +1,117 @@
+"""Promises: log-probabilities are those of the plain transformers module, at any temperature and in any chunking;
+positions that are not wanted cost no logits; a model that changes its logits after the output matrix is refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from stretto.core.errors import ModelFolderError
+from stretto.model.logprobs import check_policy, pack_tokens, token_logprobs
+from stretto.model.packed import PACKED_ATTENTION
+
+SHAPE = {
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+SEQUENCES = [(5, 12, 4, 2), (5, 2), (1, 2, 3, 4, 5, 6, 7)]
+
+
+def build(attention: str = PACKED_ATTENTION) -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = Qwen3Config(**SHAPE, head_dim=8)
+    return Qwen3ForCausalLM._from_config(config, attn_implementation=attention).eval()
+
+
+def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy at every token but the first, sequence by sequence, by the plain module."""
+    model, chosen, entropies = build("eager"), [], []
+    for sequence in SEQUENCES:
+        logprobs = (model(torch.tensor([sequence])).logits[0, :-1] / temperature).log_softmax(-1)
+        chosen.append(logprobs.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0])
+        entropies.append(torch.distributions.Categorical(logits=logprobs).entropy())
+    return torch.cat(chosen), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_logprobs_and_entropy_are_those_of_the_plain_module(temperature: float) -> None:
+    ours = token_logprobs(build(), pack_tokens(SEQUENCES), temperature, entropy=True)
+    logprobs, entropy = reference(temperature)
+    assert ours.entropy is not None
+    torch.testing.assert_close(ours.logprobs, logprobs, rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours.entropy, entropy, rtol=0, atol=5e-6)
+
+
+def test_only_wanted_positions_are_answered_and_in_their_order() -> None:
+    packed = pack_tokens(SEQUENCES, wanted=[[2, 3], [], [1, 6]])
+    assert packed.wanted.tolist() == [2, 3, 7, 12]
+    ours = token_logprobs(build(), packed, 1.0).logprobs
+    torch.testing.assert_close(ours, reference(1.0)[0][[1, 2, 4, 9]], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_chunks_change_neither_values_nor_gradients(entropy: bool) -> None:
+    whole, chunked = build(), build()
+    packed = pack_tokens(SEQUENCES)
+    one = token_logprobs(whole, packed, 0.7, entropy=entropy)
+    many = token_logprobs(chunked, packed, 0.7, entropy=entropy, chunk_logits=3 * 17)
+    torch.testing.assert_close(one.logprobs, many.logprobs, rtol=0, atol=1e-6)
+    assert (one.entropy is not None) == entropy == (many.entropy is not None)
+    one.logprobs.square().sum().backward()
+    many.logprobs.square().sum().backward()
+    for ours, theirs in zip(whole.parameters(), chunked.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def kept_logits(chunk_logits: int) -> int:
+    """The most logits that the graph of a forward over 60 wanted tokens keeps in one tensor."""
+    model, kept = build(), list[int]()
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(saved.numel() if saved.dim() == 2 and saved.shape[1] == 17 else 0)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        token_logprobs(model, pack_tokens([tuple(range(16))] * 4), 1.0, chunk_logits=chunk_logits)
+    return max(kept)
+
+
+def test_no_more_than_one_chunk_of_logits_is_kept_for_the_backward_pass() -> None:
+    assert kept_logits(chunk_logits=60 * 17) == 60 * 17
+    assert kept_logits(chunk_logits=5 * 17) <= 5 * 17
+
+
+def test_a_uniform_model_gives_the_logarithm_of_the_vocabulary() -> None:
+    model = build()
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    ours = token_logprobs(model, pack_tokens(SEQUENCES), 1.0, entropy=True)
+    assert ours.entropy is not None
+    torch.testing.assert_close(ours.logprobs, torch.full((10,), -math.log(17)))
+    torch.testing.assert_close(ours.entropy, torch.full((10,), math.log(17)))
+
+
+@pytest.mark.parametrize("wanted", [[[0], [], []], [[4], [], []]])
+def test_a_wanted_position_has_a_token_before_it_and_is_inside(wanted: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="wanted positions"):
+        pack_tokens(SEQUENCES, wanted)
+
+
+def test_a_plain_model_passes_the_check() -> None:
+    check_policy(build())
+
+
+def test_a_model_that_scales_its_logits_is_refused_by_name() -> None:
+    config = CohereConfig(**SHAPE, logit_scale=0.0625, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    model = CohereForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION).eval()
+    with pytest.raises(ModelFolderError, match=r"CohereForCausalLM.*after the output matrix"):
+        check_policy(model)

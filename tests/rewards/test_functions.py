@@ -1,0 +1,119 @@
+"""The built-in rewards, and how a reward is found by its name.
+
+Promises: integers are compared as integers and all else as text; a hostile answer costs a scan; a name that cannot be
+used gives one message with the place, what was found, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import RewardFunctionError
+from stretto.rewards.functions import exact_match, final_answer, last_number
+from stretto.rewards.loading import load_reward
+
+_MODULE = '''
+import functools
+LIMIT = 3
+def good(prompt, completion, answer): return True
+def two(prompt, completion): return True
+def named(*, prompt, completion, answer): return True
+async def later(prompt, completion, answer): return True
+class Judge:
+    def __call__(self, prompt, completion, answer): return 0.5
+class Slow:
+    async def __call__(self, prompt, completion, answer): return 0.5
+judge, slow, part = Judge(), Slow(), functools.partial(lambda w, p, c, a: w, 1.0)
+'''
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("3+8=11;11+5=16", "16", True),
+        ("3+8=11;11+5=16 ", " 16", True),
+        ("3+8=11;11+5=016", "+16", True),
+        ("16", "16", True),  # no chain at all: the whole text is what follows
+        ("3+8=11;11+5=", "16", False),
+        ("3+8=11;11+5=16;", "16", False),
+        ("3-3=-0", "0", True),
+        ("3-8=-5", "-5", True),
+        ("3-8=5", "-5", False),
+        ("3+8=1_1", "11", False),
+        ("3+8=１１", "11", False),  # look-alike digits
+        ("colour=red", "red", True),
+        ("", "", True),
+    ],
+)
+def test_the_final_answer_is_what_follows_the_last_equals_sign(completion: str, answer: str, right: bool) -> None:
+    assert final_answer("", completion, answer) is right
+
+
+@given(st.integers(), st.integers(0, 5))
+def test_every_spelling_of_an_integer_is_the_integer(number: int, zeros: int) -> None:
+    sign = "-" if number < 0 else ""
+    assert final_answer("", f"1+1={sign}{'0' * zeros}{abs(number)}", str(number))
+    assert not final_answer("", f"1+1={number + 1}", str(number))
+
+
+def test_a_number_of_a_million_digits_is_judged_at_once() -> None:
+    start = time.perf_counter()
+    assert final_answer("", "9=" + "9" * 10**6, "9" * 10**6)
+    assert time.perf_counter() - start < 1.0
+
+
+def test_an_exact_match_ignores_only_the_spaces_around() -> None:
+    assert exact_match("", " a b\n", "a b")
+    assert not exact_match("", "a  b", "a b")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [("3 or 4.50", "4.5", True), ("-0.50", "-.5", False), ("-0.50", "-0.5", True), ("7", "7.0", True), ("x", "7", False)],
+)
+def test_the_last_number_is_compared_by_value(completion: str, answer: str, right: bool) -> None:
+    assert last_number("", completion, answer) is right
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "our_rewards.py").write_text(_MODULE)
+    (tmp_path / "leaving.py").write_text("raise SystemExit('no')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "our_rewards"
+
+
+@pytest.mark.parametrize("name", ["good", "judge", "part", "Judge.__call__"])
+def test_a_function_an_object_and_a_partial_can_be_rewards(module: str, name: str) -> None:
+    if name == "Judge.__call__":
+        with pytest.raises(RewardFunctionError, match="signature"):
+            load_reward(f"{module}:{name}")
+    else:
+        assert callable(load_reward(f"{module}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("final_anwser", ["rewards.function", "final_anwser", "did you mean 'final_answer'?"]),
+        ("nowhere.at.all:f", ["cannot import 'nowhere.at.all'", "ModuleNotFoundError"]),
+        ("leaving:f", ["cannot import 'leaving'", "SystemExit"]),
+        ("our_rewards:godo", ["has no 'godo'", "did you mean 'good'?"]),
+        ("our_rewards:LIMIT", ["is int", "cannot be called"]),
+        ("our_rewards:two", ["another signature", "function(prompt, completion, answer)"]),
+        ("our_rewards:named", ["another signature"]),
+        ("our_rewards:later", ["is asynchronous"]),
+        ("our_rewards:slow", ["is asynchronous"]),
+        (":f", ["cannot import ''"]),
+        ("our_rewards:", ["has no ''"]),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused_with_the_way_out(module: str, name: str, words: list[str]) -> None:
+    with pytest.raises(RewardFunctionError) as refused:
+        load_reward(name)
+    assert all(word in str(refused.value) for word in words), str(refused.value)

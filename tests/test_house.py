@@ -1,0 +1,198 @@
+"""Promises about the code itself, held against docs/house.md.
+
+- Imports go down: never to a neighbour, never upstairs, never hidden in a function (outside cli).
+- Rooms, and only these, stand where they are drawn; their names and their files' names say something.
+- Rooms that say "no torch" load none; core needs the standard library, msgspec and numpy alone.
+- Files and functions can be read at a glance; every third-party import is declared; every recipe loads.
+- Each of these checkers catches a violation that is planted in a small house.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tests.house_law as law
+from stretto.launch.recipe import load_recipe
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / law.PACKAGE
+HOUSE = law.read_house((ROOT / "docs" / "house.md").read_text(encoding="utf-8"))
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def assert_kept(violations: list[str]) -> None:
+    assert not violations, "\n".join(["the law of the house (docs/house.md) is broken:", *violations])
+
+
+def test_the_drawing_has_five_floors_and_the_table_a_row_for_every_room() -> None:
+    by_floor = {
+        floor: {room for room, at in HOUSE.floors.items() if at == floor} for floor in set(HOUSE.floors.values())
+    }
+    assert by_floor == {
+        0: {"core"},
+        1: {"model", "rewards", "weights", "store"},
+        2: {"engine", "rollout", "trainer"},
+        3: {"launch", "simulator", "dashboard"},
+        4: {"cli"},
+    }
+    assert HOUSE.imports.keys() == HOUSE.floors.keys()
+    assert HOUSE.light == {"core", "rewards", "store", "rollout", "simulator", "dashboard", "cli"}
+
+
+def test_the_table_allows_nothing_that_the_law_forbids() -> None:
+    assert not [
+        f"{room} -> {target}"
+        for room, targets in HOUSE.imports.items()
+        for target in targets
+        if HOUSE.floors[target] >= HOUSE.floors[room]
+    ]
+
+
+def test_a_room_imports_only_floors_below_it() -> None:
+    assert_kept(law.wrong_way(PACKAGE, HOUSE))
+
+
+def test_the_table_lists_every_import_between_rooms() -> None:
+    assert_kept(law.unlisted(PACKAGE, HOUSE))
+
+
+def test_imports_stand_on_top_of_the_file() -> None:
+    assert_kept(law.deferred(PACKAGE, HOUSE))
+
+
+def test_every_room_is_drawn_and_every_drawn_room_is_built() -> None:
+    assert_kept(law.undrawn(PACKAGE, HOUSE))
+
+
+def test_names_say_what_is_inside() -> None:
+    assert_kept(law.nameless(PACKAGE))
+
+
+def test_the_doors_of_the_rooms_import_nothing() -> None:
+    assert_kept(law.busy_doors(PACKAGE))
+
+
+def test_core_stands_on_the_ground() -> None:
+    assert_kept(law.heavy_core(PACKAGE))
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert_kept(law.undeclared(PACKAGE, project["dependencies"]))
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, ROOT / "tests", ROOT / "benchmarks"], ids=lambda folder: folder.name)
+def test_files_and_functions_can_be_read_at_a_glance(folder: Path) -> None:
+    assert_kept(law.too_long(folder))
+
+
+def test_light_rooms_load_no_torch() -> None:
+    assert_kept(law.heavy(PACKAGE, HOUSE))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(path: Path) -> None:
+    load_recipe(path)
+
+
+# The checkers themselves, on a small house with one violation planted.
+
+SMALL_DRAWING = """
+ roof      cli                     the door
+ floor 1   model     rewards       the materials
+ ground    core                    the words
+
+| `cli` | door | core, model, rewards | no, until a command runs |
+| `model` | tensors | core | yes |
+| `rewards` | verdicts | nothing | no |
+| `core` | words | nothing | no |
+"""
+SMALL = law.read_house(SMALL_DRAWING)
+KEPT = {
+    "core/__init__.py": "",
+    "core/clock.py": "import time\n\nimport msgspec\n",
+    "model/__init__.py": "",
+    "model/load.py": "import torch\n\nfrom stretto.core import clock\n",
+    "rewards/__init__.py": "",
+    "rewards/maths.py": "import re\n",
+    "cli/__init__.py": "",
+    "cli/main.py": "def train() -> None:\n    import stretto.model.load\n",
+}
+Checker = Callable[[Path], list[str]]
+
+
+def build(folder: Path, files: dict[str, str]) -> Path:
+    """A package `stretto` with these files, beside a `torch` that can be imported at no cost."""
+    package = folder / law.PACKAGE
+    for name, text in {"__init__.py": "", **KEPT, **files}.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (folder / "torch.py").write_text("")
+    return package
+
+
+CHECKERS: dict[str, Checker] = {
+    "wrong_way": lambda package: law.wrong_way(package, SMALL),
+    "unlisted": lambda package: law.unlisted(package, SMALL),
+    "deferred": lambda package: law.deferred(package, SMALL),
+    "undrawn": lambda package: law.undrawn(package, SMALL),
+    "nameless": law.nameless,
+    "busy_doors": law.busy_doors,
+    "heavy_core": law.heavy_core,
+    "undeclared": lambda package: law.undeclared(package, ["torch>=2.11", "msgspec", "numpy"]),
+    "too_long": law.too_long,
+    "heavy": lambda package: law.heavy(package, SMALL),
+}
+
+PLANTED: list[tuple[str, str, str, str]] = [
+    ("wrong_way", "core/up.py", "import stretto.model.load\n", "core/up.py:1: core (floor 0) imports model (floor 1)"),
+    (
+        "wrong_way",
+        "model/side.py",
+        "\nfrom stretto import rewards\n",
+        "model/side.py:2: model (floor 1) imports rewards",
+    ),
+    ("wrong_way", "model/dots.py", "from ..rewards import maths\n", "model/dots.py:1: model (floor 1) imports rewards"),
+    ("wrong_way", "model/up.py", "if TYPE_CHECKING:\n    from stretto.cli.main import train\n", "model/up.py:2: model"),
+    ("wrong_way", "model/text.py", "import_module('stretto.cli.main')\n", "model (floor 1) imports cli (floor 2)"),
+    ("unlisted", "rewards/timed.py", "from stretto.core.clock import time\n", "does not say that rewards imports core"),
+    ("deferred", "model/late.py", "def load():\n    import json\n", "model/late.py:2: imports json inside a function"),
+    ("deferred", "model/late.py", "async def load():\n    import json\n", "imports json inside a function"),
+    ("undrawn", "attic/box.py", "", "attic: built but not drawn"),
+    ("nameless", "rewards/text_utils.py", "", "rewards/text_utils.py: a name that says nothing"),
+    ("nameless", "model/helpers/one.py", "", "model/helpers: a name that says nothing"),
+    ("busy_doors", "model/__init__.py", "from stretto.model import load\n", "model/__init__.py:1"),
+    ("heavy_core", "core/fast.py", "import torch\n", "core/fast.py:1: core imports torch"),
+    ("undeclared", "rewards/web.py", "import requests.adapters\n", "imports requests, which is no dependency"),
+    ("too_long", "rewards/long.py", "\n" * 401, "rewards/long.py: 401 lines"),
+    ("too_long", "rewards/long.py", "def run():\n" + "    pass\n" * 60, "long.py:1: run has 61 lines"),
+    ("heavy", "rewards/learned.py", "from stretto.model import load\n", "rewards: importing it loads torch"),
+]
+
+
+@pytest.mark.parametrize("checker", CHECKERS.values(), ids=CHECKERS.keys())
+def test_a_kept_law_gives_no_violation(checker: Checker, tmp_path: Path) -> None:
+    assert checker(build(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(("checker", "file", "text", "sentence"), PLANTED, ids=lambda value: str(value)[:30].strip())
+def test_a_planted_violation_is_named_with_its_place(
+    checker: str, file: str, text: str, sentence: str, tmp_path: Path
+) -> None:
+    violations = CHECKERS[checker](build(tmp_path, {file: text}))
+    assert len(violations) == 1
+    assert sentence in violations[0]
+
+
+def test_a_room_that_was_drawn_and_is_not_there_is_named(tmp_path: Path) -> None:
+    assert law.undrawn(build(tmp_path, {}), HOUSE)[0] == "dashboard: drawn but not built"
+
+
+def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:
+    body = '    """' + "\n" * 50 + '    """\n' + "    pass\n" * 59
+    assert law.too_long(build(tmp_path, {"rewards/long.py": "def run():\n" + body})) == []

@@ -1,0 +1,91 @@
+"""Promises: learning rates by hand; vectors do not decay; a gradient that is not finite changes nothing, is counted,
+and ends the training when it keeps coming; dropout is off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.errors import TrainingDiverged
+from stretto.model.logprobs import pack_tokens
+from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.learner import Learner, learning_rate
+
+Build = Callable[[], PreTrainedModel]
+PACKED = pack_tokens([(1, 2, 3, 4), (5, 6)])
+
+
+def rates(steps: int, **options: object) -> list[float]:
+    config = OptimizerConfig.model_validate({"learning_rate": 1.0, **options})
+    return [learning_rate(config, step, steps) for step in range(steps)]
+
+
+def test_learning_rates_by_hand() -> None:
+    assert rates(3) == [1.0, 1.0, 1.0]
+    assert rates(4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert rates(6, warmup_steps=2, schedule="linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert rates(4, schedule="cosine") == pytest.approx([1.0, 0.5 + 0.5 / math.sqrt(2), 0.5, 0.5 - 0.5 / math.sqrt(2)])
+
+
+def test_a_run_longer_than_its_schedule_stays_at_the_end_of_it() -> None:
+    config = OptimizerConfig(learning_rate=1.0, schedule="linear")
+    assert learning_rate(config, 12, steps=10) == 0.0
+
+
+def test_norms_and_biases_do_not_decay(build: Build) -> None:
+    decaying, free = Learner(build(), OptimizerConfig(weight_decay=0.05)).optimizer.param_groups
+    assert (decaying["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
+    assert {p.dim() for p in decaying["params"]} == {2}
+    assert {p.dim() for p in free["params"]} == {1}
+
+
+def test_the_gradient_is_clipped_by_its_global_norm(build: Build) -> None:
+    learner = Learner(build(), OptimizerConfig(max_grad_norm=0.01, weight_decay=0.0))
+    (-learner.logprobs(PACKED).logprobs.sum()).backward()
+    before = math.sqrt(sum(float(p.grad.square().sum()) for p in learner.model.parameters() if p.grad is not None))
+    step = learner.step(1e-3, training_step=0)
+    assert step.grad_norm == pytest.approx(before, rel=1e-5)
+    moment = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in learner.optimizer.state.values()))
+    assert moment == pytest.approx(0.1 * 0.01, rel=1e-3)  # (1 - beta1) * clipped gradient
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(build: Build) -> None:
+    learner = Learner(build(), OptimizerConfig(max_bad_steps=2))
+    before = [p.clone() for p in learner.model.parameters()]
+    (learner.logprobs(PACKED).logprobs.sum() * math.nan).backward()
+    assert not learner.step(1e-3, training_step=0).taken
+    assert all(torch.equal(p, q) for p, q in zip(learner.model.parameters(), before, strict=True))
+    assert learner.bad_steps_in_a_row == 1
+    learner.logprobs(PACKED).logprobs.sum().backward()
+    assert learner.step(1e-3, training_step=1).taken
+    assert learner.bad_steps_in_a_row == 0
+
+
+def test_bad_steps_in_a_row_end_the_training_with_a_name(build: Build) -> None:
+    learner = Learner(build(), OptimizerConfig(max_bad_steps=2))
+    (learner.logprobs(PACKED).logprobs.sum() * math.inf).backward()
+    learner.step(1e-3, training_step=41)
+    (learner.logprobs(PACKED).logprobs.sum() * math.inf).backward()
+    with pytest.raises(TrainingDiverged, match="step 42: 2 optimizer steps in a row"):
+        learner.step(1e-3, training_step=42)
+
+
+def test_a_temperature_of_zero_has_no_log_probabilities(build: Build) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Learner(build(), OptimizerConfig(), temperature=0.0)
+
+
+def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32(build: Build) -> None:
+    full, half = Learner(build(), OptimizerConfig()), Learner(build(), OptimizerConfig(dtype="bfloat16"))
+    ours, theirs = full.logprobs(PACKED).logprobs, half.logprobs(PACKED).logprobs
+    assert theirs.dtype is torch.float32
+    assert not torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    theirs.sum().backward()
+    assert half.step(1e-3, training_step=0).taken
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}

@@ -1,0 +1,72 @@
+"""Promises: a row holds the loss tokens that are young enough, with everything logged about them; the others are
+context; impossible answers stop the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from stretto.core.errors import BoundViolated
+from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.trainer.config import AlgorithmConfig
+from stretto.trainer.rows import Row, rows_of
+
+CONFIG = AlgorithmConfig(advantages="group_mean")
+
+
+def answer(member: int, reward: float, versions: tuple[int, ...] = (5, 6, 7)) -> Trajectory:
+    completion = Completion(
+        request="g",
+        member=member,
+        token_ids=(4, 4, 2)[: len(versions)],
+        behavior_logprobs=(-0.1, -0.7, -0.02)[: len(versions)],
+        versions=versions,
+        stop_reason=StopReason.STOP,
+    )
+    verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
+    return Trajectory(id=f"g/{member}", completion=completion, verdict=verdict, text="")
+
+
+def batch(*answers: Trajectory, oldest_trainable: int = 0) -> Batch:
+    prompt = Prompt(id="0", token_ids=(5, 12), text="", answer="")
+    group = Group(id="g", prompt=prompt, admitted_version=5, trajectories=answers)
+    return Batch(step=8, version=7, groups=(group,), oldest_trainable=oldest_trainable)
+
+
+def test_the_example_of_the_docstring() -> None:
+    rows = rows_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG)
+    expected = Row((5, 12, 4, 4, 2), (3, 4), (-0.7, -0.02), (False, True), 0.5)
+    assert rows.rows == (expected, replace(expected, advantage=-0.5))
+    assert rows.masked_tokens == 2
+    assert rows.reward_mean == 0.5
+
+
+def test_every_token_is_trained_on_when_none_is_too_old() -> None:
+    rows = rows_of(batch(answer(0, 1.0)), CONFIG)
+    assert rows.rows[0].loss_positions == (2, 3, 4)
+    assert rows.masked_tokens == 0
+
+
+def test_answers_without_loss_tokens_make_no_row_but_count_in_the_group() -> None:
+    old, empty = answer(0, 1.0, (3, 3, 3)), answer(1, 0.0, ())
+    rows = rows_of(batch(old, empty, answer(2, 0.5), oldest_trainable=5), CONFIG)
+    assert len(rows.rows) == 1
+    assert rows.rows[0].advantage == 0.0
+    assert rows.masked_tokens == 3
+
+
+def test_a_token_from_the_future_stops_the_run() -> None:
+    with pytest.raises(BoundViolated, match="version 8"):
+        rows_of(batch(answer(0, 1.0, (7, 7, 8))), CONFIG)
+
+
+def test_a_token_without_its_log_probability_stops_the_run() -> None:
+    whole = answer(0, 1.0)
+    torn = msgspec.structs.replace(
+        whole, completion=msgspec.structs.replace(whole.completion, behavior_logprobs=(-0.1,))
+    )
+    with pytest.raises(BoundViolated, match="lacks its version or log-prob"):
+        rows_of(batch(torn), CONFIG)

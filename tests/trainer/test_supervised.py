@@ -1,0 +1,60 @@
+"""Promises: the loss is the exact mean over a batch's answer tokens; a small model learns its demonstrations; the same
+seed gives the same model; what cannot be learned from is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from stretto.trainer.config import SupervisedConfig
+from stretto.trainer.supervised import Demonstration, Progress, fine_tune
+
+Build = Callable[[], PreTrainedModel]
+DEMONSTRATIONS = [
+    Demonstration(prompt_ids=(2, 3 + k), answer_ids=(*(3 + (k + j) % 9 for j in range(1 + k)), 1)) for k in range(6)
+]
+CONFIG = SupervisedConfig(steps=60, batch_size=6, learning_rate=0.01, warmup_steps=5, weight_decay=0.0)
+
+
+def test_a_small_model_learns_its_demonstrations(build: Build) -> None:
+    seen: list[Progress] = []
+    fine_tune(build(), DEMONSTRATIONS, CONFIG, seed=1, progress=seen.append)
+    assert [p.step for p in seen] == list(range(1, 61))
+    assert seen[-1].loss < 0.1 < 1.0 < seen[0].loss
+    assert seen[0].learning_rate == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 4096])
+def test_the_loss_is_the_mean_over_answer_tokens_whatever_the_packing(build: Build, tokens: int) -> None:
+    model, seen = build(), list[Progress]()
+    chosen = []
+    with torch.no_grad():
+        for d in DEMONSTRATIONS:
+            ids = torch.tensor([d.prompt_ids + d.answer_ids])
+            plain = build()
+            plain.set_attn_implementation("eager")
+            logprobs = plain(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+            chosen.append(logprobs[len(d.prompt_ids) - 1 :])
+    config = CONFIG.model_copy(update={"steps": 1, "micro_batch_tokens": tokens})
+    fine_tune(model, DEMONSTRATIONS, config, seed=1, progress=seen.append)
+    assert seen[0].loss == pytest.approx(-float(torch.cat(chosen).mean()), abs=1e-5)
+
+
+def test_the_same_seed_gives_the_same_model_and_another_one_another(build: Build) -> None:
+    config = CONFIG.model_copy(update={"steps": 4, "batch_size": 4})
+    models = [build(), build(), build()]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        fine_tune(model, DEMONSTRATIONS, config, seed=seed)
+    weights = [model.get_input_embeddings().weight for model in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("bad", [[], [Demonstration((), (1,))], [Demonstration((1,), ())]])
+def test_what_cannot_be_learned_from_is_refused(build: Build, bad: list[Demonstration]) -> None:
+    with pytest.raises(ValueError, match="each with a prompt and an answer"):
+        fine_tune(build(), bad, CONFIG, seed=1)

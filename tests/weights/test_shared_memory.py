@@ -1,0 +1,229 @@
+"""Promises: what is published is what is loaded, to the bit; a publication that is cut, flipped, of another version or
+half-written is never loaded; the newest two are kept; nothing is left behind, not by a killed publisher either.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from stretto.core.errors import TornPublication, WireError
+from stretto.weights import publication
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, remove, shared_folder
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+
+
+def tensors(scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    random = {f"w{i}": (torch.randn(3, 5 + i, generator=generator) * scale).to(d) for i, d in enumerate(DTYPES)}
+    return random | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "view": torch.arange(12.0).view(3, 4).t()}
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[SharedMemoryPublisher]:
+    publisher = SharedMemoryPublisher("run", tmp_path)
+    yield publisher
+    publisher.close()
+    assert list(tmp_path.glob("stretto-*")) == []
+
+
+@pytest.fixture
+def subscriber(tmp_path: Path) -> SharedMemorySubscriber:
+    return SharedMemorySubscriber("run", tmp_path)
+
+
+def file_of(folder: Path, version: int) -> Path:
+    return folder / f"stretto-run-v{version:06d}.weights"
+
+
+def test_what_is_published_is_what_is_loaded(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber
+) -> None:
+    assert subscriber.newest() is None
+    publisher.publish(0, tensors().items())
+    assert subscriber.newest() == 0
+    loaded = subscriber.load(0)
+    assert list(loaded) == list(tensors())
+    for name, tensor in tensors().items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_tied_parameters_travel_once(publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7, bias=False)})
+    model["head"].weight = model["embed"].weight
+    publisher.publish(0, model.named_parameters())
+    assert list(subscriber.load(0)) == ["embed.weight"]
+
+
+def test_the_newest_two_are_kept_and_a_loaded_one_outlives_its_file(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    publisher.publish(1, tensors().items())
+    held = subscriber.load(1)
+    for version in (2, 3):
+        publisher.publish(version, tensors(scale=9.0).items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file_of(tmp_path, v).name for v in (2, 3)]
+    assert subscriber.newest() == 3
+    assert torch.equal(held["w0"], tensors()["w0"])
+    with pytest.raises(WireError, match="version 1 is not published; the newest is 3"):
+        subscriber.load(1)
+
+
+def test_a_resumed_publisher_makes_its_version_the_newest(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    for version in (8, 9):
+        publisher.publish(version, tensors().items())
+    SharedMemoryPublisher("run", tmp_path).publish(5, tensors(scale=2.0).items())
+    assert subscriber.newest() == 5
+    assert torch.equal(subscriber.load(5)["w0"], tensors(scale=2.0)["w0"])
+
+
+def test_writing_into_a_loaded_tensor_changes_nobody_elses(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber
+) -> None:
+    publisher.publish(0, tensors().items())
+    subscriber.load(0)["w0"].zero_()
+    assert torch.equal(subscriber.load(0)["w0"], tensors()["w0"])
+
+
+def test_a_publication_cut_at_any_64th_byte_is_never_loaded(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    publisher.publish(0, tensors().items())
+    whole = file_of(tmp_path, 0).read_bytes()
+    for cut in (*range(0, len(whole), 64), len(whole) - 1):
+        file_of(tmp_path, 0).write_bytes(whole[:cut])
+        with pytest.raises(TornPublication):
+            subscriber.load(0)
+
+
+def test_a_publication_with_bytes_after_its_end_is_never_loaded(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    publisher.publish(0, tensors().items())
+    with file_of(tmp_path, 0).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(TornPublication, match="its manifest says"):
+        subscriber.load(0)
+
+
+def image() -> bytes:
+    """A publication's bytes, made without a file."""
+    manifest = publication.plan(3, tensors())
+    body = b"".join(publication.chunks(manifest, tensors().values()))
+    sealed = publication.Manifest(3, manifest.size, xxhash.xxh3_64_digest(body), manifest.tensors)
+    return publication.header(sealed) + body
+
+
+IMAGE = image()
+
+
+@given(st.integers(0, len(IMAGE) * 8 - 1))
+def test_a_flipped_bit_anywhere_is_found(bit: int) -> None:
+    damaged = bytearray(IMAGE)
+    damaged[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(TornPublication):
+        publication.verify(memoryview(damaged), 3)
+
+
+def test_every_byte_flipped_in_turn_is_found() -> None:
+    assert publication.verify(memoryview(IMAGE), 3)[0].version == 3
+    for position in range(len(IMAGE)):
+        damaged = bytearray(IMAGE)
+        damaged[position] ^= 0x10
+        with pytest.raises(TornPublication):
+            publication.verify(memoryview(damaged), 3)
+
+
+def test_another_version_under_this_name_is_never_loaded(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    publisher.publish(4, tensors().items())
+    file_of(tmp_path, 4).rename(file_of(tmp_path, 6))
+    with pytest.raises(TornPublication, match="version 4 stands where version 6 should"):
+        subscriber.load(6)
+
+
+def test_a_dtype_that_cannot_travel_is_refused_and_leaves_nothing(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"odd: torch\.complex64"):
+        publisher.publish(0, [("odd", torch.zeros(2, dtype=torch.complex64))])
+    assert subscriber.newest() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("run", ["", "a/b", "a-v1", "*"])
+def test_a_run_whose_name_could_meet_another_is_refused(run: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a run is named by"):
+        SharedMemoryPublisher(run, tmp_path)
+
+
+def test_a_negative_version_is_refused(publisher: SharedMemoryPublisher) -> None:
+    with pytest.raises(ValueError, match="start at 0"):
+        publisher.publish(-1, tensors().items())
+
+
+def test_removing_a_run_leaves_other_runs_alone(tmp_path: Path) -> None:
+    for run in ("a", "ab"):
+        SharedMemoryPublisher(run, tmp_path).publish(0, tensors().items())
+    (tmp_path / "stretto-a-v000007.99.partial").touch()
+    assert remove("a", tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["stretto-ab-v000000.weights"]
+    remove("ab", tmp_path)
+
+
+def test_shared_memory_without_room_is_not_used(tmp_path: Path) -> None:
+    assert shared_folder(needed=1 << 60, fallback=tmp_path) == tmp_path
+
+
+PUBLISH_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+import torch
+from stretto.weights.shared_memory import SharedMemoryPublisher
+publisher = SharedMemoryPublisher("run", Path(sys.argv[1]))
+for version in itertools.count():
+    publisher.publish(version, [(f"w{i}", torch.full((1 << 20,), float(version))) for i in range(4)])
+    print(version, flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.004, 0.009])
+def test_a_publisher_killed_in_the_middle_leaves_only_whole_versions(tmp_path: Path, delay: float) -> None:
+    command = [sys.executable, "-c", PUBLISH_FOR_EVER, str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) >= 3:
+            break
+    try:
+        child.wait(timeout=delay)
+    except subprocess.TimeoutExpired:
+        os.kill(child.pid, signal.SIGKILL)
+    child.communicate(timeout=30)
+    subscriber = SharedMemorySubscriber("run", tmp_path)
+    newest = subscriber.newest()
+    assert newest is not None
+    assert newest >= 3
+    for version in (newest - 1, newest):
+        assert all(tensor.eq(version).all() for tensor in subscriber.load(version).values())
+    successor = SharedMemoryPublisher("run", tmp_path)
+    successor.publish(newest + 1, tensors().items())
+    assert not list(tmp_path.glob("*.partial"))
+    successor.close()
+    assert list(tmp_path.iterdir()) == []
