@@ -65,7 +65,8 @@ class Answers:
         self.newest[order_R] = tokens_R
         self.lengths[order_R] = places_R + 1
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
-        return order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
+        ended: Ints = order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
+        return ended
 
     def close(self, row: int, member: Member) -> Completion:
         """The whole answer of a row that has ended."""

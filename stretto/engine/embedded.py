@@ -172,24 +172,27 @@ class EmbeddedEngine:
     def _take_contexts(self) -> tuple[list[Context], bool]:
         """What enters the cache in this step, and whether any of it was there before an update dropped it."""
         answers, scheduler = self._answers, self._scheduler
-        pending = scheduler.pending
-        if not pending:
+        if not scheduler.pending:
             return [], False
-        costs = {row: int(answers.lengths[row]) for row in pending}
+        costs: dict[int, int] = {}
+        first_siblings: dict[str, int] = {}
+        for row in scheduler.pending:
+            begun, request = self._begun(row), scheduler.member(row).request.id
+            shared = not begun and first_siblings.setdefault(request, row) != row
+            costs[row] = 1 if shared else int(answers.lengths[row])
         taken = scheduler.take_pending(costs, self._config.max_prefill_tokens)
-        siblings: dict[str, list[int]] = {}
-        contexts = []
-        recomputed = 0
-        for row in taken:
-            if answers.lengths[row] == answers.prompts[row]:
-                siblings.setdefault(scheduler.member(row).request.id, []).append(row)
-            else:
-                contexts.append(Context(answers.context(row), (row,)))
-                recomputed += len(contexts[-1].token_ids)
-        contexts += [Context(answers.context(rows[0]), tuple(rows)) for rows in siblings.values()]
-        self._recomputed += recomputed
-        self._prefilled += sum(int(answers.prompts[rows[0]]) for rows in siblings.values())
-        return contexts, recomputed > 0
+        again = [Context(answers.context(row), (row,)) for row in taken if self._begun(row)]
+        prompts: dict[str, list[int]] = {}
+        for row in (row for row in taken if not self._begun(row)):
+            prompts.setdefault(scheduler.member(row).request.id, []).append(row)
+        new = [Context(answers.context(rows[0]), tuple(rows)) for rows in prompts.values()]
+        self._recomputed += sum(len(context.token_ids) for context in again)
+        self._prefilled += sum(len(context.token_ids) + 1 for context in new)
+        return again + new, bool(again)
+
+    def _begun(self, row: int) -> bool:
+        """Whether the row has tokens of its answer."""
+        return bool(self._answers.lengths[row] > self._answers.prompts[row])
 
     def _end(self, row: int) -> Member:
         self._policy.release(row)

@@ -209,37 +209,43 @@ def serve(engine: EmbeddedEngine, subscriber: Subscriber, listen: str) -> None:
         RecipeError: the port is in use.
         Exception: whatever ended the engine's loop; open requests have been broken off by then.
     """
+    uvloop.run(run_server(engine, subscriber, listen))
+
+
+async def run_server(engine: EmbeddedEngine, subscriber: Subscriber, listen: str) -> None:
+    """`serve` in the running event loop; cancelling it stops the server."""
     newest = subscriber.newest()
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
-    uvloop.run(_serve(engine, subscriber, listen))
-
-
-async def _serve(engine: EmbeddedEngine, subscriber: Subscriber, listen: str) -> None:
     generation = Generation(engine)
+    server, sockets = _listen(EngineApp(generation, subscriber), listen)
+    serving, steps = asyncio.create_task(server.serve(sockets)), asyncio.create_task(generation.run())
+    try:
+        # Without a deadline: a healthy engine serves for as long as the run goes on.
+        await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        steps.cancel()
+        await asyncio.wait((serving, steps))  # uvicorn has a deadline of its own for what is still open
+    if not steps.cancelled():
+        steps.result()
+    serving.result()
+
+
+def _listen(app: EngineApp, listen: str) -> tuple[uvicorn.Server, list[socket.socket] | None]:
     unix_path, host, port = split_address(listen)
     config = uvicorn.Config(
-        EngineApp(generation, subscriber),
+        app,
         uds=unix_path,
         http="httptools",
         ws="none",
         lifespan="off",
-        log_level="error",
+        log_level="critical",  # what goes wrong in a request is told to its client; what ends the loop is raised
         access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
-    server = uvicorn.Server(config)
-    sockets = None if unix_path else [_bind(host, port)]
-    steps, serving = asyncio.create_task(generation.run()), asyncio.create_task(server.serve(sockets))
-    # Without a deadline: a healthy engine serves for as long as the run goes on.
-    await asyncio.wait((steps, serving), return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    if steps.done():
-        await serving
-        steps.result()
-    steps.cancel()
-    await serving
+    return uvicorn.Server(config), None if unix_path else [_bind(host, port)]
 
 
 def _bind(host: str, port: int) -> socket.socket:

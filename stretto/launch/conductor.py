@@ -113,6 +113,8 @@ class Conductor:
         try:
             trajectories = await self._workflow(ticket)
         except (EngineLost, RefusedRequest) as loss:
+            if _being_cancelled():  # a connection that is cut off by a cancellation looks like a lost engine
+                raise asyncio.CancelledError from loss
             self._controller.fail(ticket, str(loss))
         else:
             self._controller.finish(ticket, trajectories)
@@ -188,4 +190,10 @@ class Conductor:
             await asyncio.sleep(_LOOK_SECONDS)
             spans = [*await self._fleet.look(), *self._trainer.drain_spans(), *self._rewards.drain_spans()]
             self._recorder.spans(spans)
+            self._recorder.looked()
             self._examiner.check()
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -13,7 +13,7 @@ from stretto.launch.evaluation import Evaluation, Evaluator
 from stretto.launch.fleet import Fleet
 from stretto.launch.plan import Plan, digest, make_plan
 from stretto.launch.recipe import Recipe, parse_recipe, validate
-from stretto.launch.run import engine_spec, scorer
+from stretto.launch.run import engine_spec
 from stretto.launch.stopping import together
 from stretto.rewards.pool import RewardPool
 
@@ -50,7 +50,12 @@ async def _examine(plan: Plan) -> Evaluation:
     try:
         await together(rewards.start(), fleet.start(0))
         evaluate = Evaluator(
-            plan.held_out, plan.sampling, recipe.evaluation.seed, fleet.generate, scorer(rewards), plan.tokenizer.decode
+            plan.held_out,
+            plan.sampling,
+            recipe.evaluation.seed,
+            fleet.generate,
+            rewards.score_group,
+            plan.tokenizer.decode,
         )
         return await evaluate()
     finally:

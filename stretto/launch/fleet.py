@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import EngineLost, RoleDied
+from stretto.core.errors import EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.client import HttpEngine
@@ -48,6 +48,7 @@ class Fleet:
         self._members = [self._member(spec, logs, deadlines) for spec in specs]
         self._deadlines = deadlines
         self._on_load: Callable[[int], None] = lambda version: None
+        self._say: Callable[[str], None] = lambda text: None
         self._router = Router([])
         self._joined = asyncio.Event()
         self._published = -1
@@ -62,6 +63,10 @@ class Fleet:
     def listen(self, on_load: Callable[[int], None]) -> None:
         """`on_load` is told the live version whenever it may have changed."""
         self._on_load = on_load
+
+    def report_to(self, say: Callable[[str], None]) -> None:
+        """`say` is told of every engine that is replaced."""
+        self._say = say
 
     @property
     def live(self) -> int:
@@ -126,12 +131,17 @@ class Fleet:
         while True:
             await member.publication.wait()
             member.publication.clear()
-            if member.version >= self._published or not member.process.running:
+            version = self._published
+            if member.version >= version or not member.process.running:
                 continue
             try:
-                member.version = await member.client.update(self._published)
+                member.version = await member.client.update(version)
             except EngineLost:
                 continue  # supervise() brings it back, with the newest version
+            except WireError:
+                if self._published == version:
+                    raise
+                continue  # while it was asked, newer ones have taken the place of this version
             self._on_load(self.live)
 
     async def reach(self, version: int) -> None:
@@ -153,14 +163,19 @@ class Fleet:
     async def _supervise(self, member: Member) -> NoReturn:
         while True:
             how = await member.process.ended()
-            self._router.leave(member.spec.name)
+            if member.spec.name in self._router.up:
+                self._router.leave(member.spec.name)
             member.restarts += 1
             if member.health is not None:
                 self._past.append(member.health)
             member.health = None
             if member.restarts > self._deadlines.engine_restarts:
                 raise RoleDied(member.spec.name, f"{how}, {member.restarts} times", str(member.process.log))
-            await self._start(member)
+            self._say(f"{member.spec.name} {how}: a new one is started")
+            try:
+                await self._start(member)
+            except RoleDied:
+                continue  # it has died again, which is counted
 
     async def look(self) -> list[Span]:
         """Ask every engine how it is (kept for `counted`), and take its spans."""

@@ -82,8 +82,9 @@ class Recorder:
         work: Callable[[], Work],
         max_staleness: float,
         past: Past,
+        clock: Clock,
     ) -> None:
-        self.clock = Clock(past)
+        self.clock = clock
         self.initial_accuracy = past.initial_accuracy
         self.final_accuracy: float | None = None
         self._ledger, self._stage, self._work = ledger, stage, work
@@ -94,14 +95,21 @@ class Recorder:
         self._not_trained_for = 0  # tokens of evaluations
         self._sampled: Counter[Outcome] = Counter()
         self._queues: Mapping[str, float] = {}
-        self._step_began = 0.0
+        self._busy: Mapping[str, float] = {}
         self._busy_then: Mapping[str, float] = {}
+        self._looked = time.monotonic()
 
     def rl_begins(self) -> None:
         """The first prompt is about to be admitted; what was done before (the first evaluation) does not count."""
         self._before = self._work()
+        self._busy_then, self._looked = self._before.busy or {}, time.monotonic()
         self._not_trained_for = 0
         self.clock.rl_begins()
+
+    def rl_ends(self) -> None:
+        """The roles were looked at for the last time: what they had done by now counts, up to the last update."""
+        totals = self.totals()
+        self.latest = msgspec.structs.replace(self.latest, generated=totals.generated, recomputed=totals.recomputed)
 
     def answered(self, trajectories: Sequence[Trajectory]) -> None:
         """A group was judged, whether or not it will be trained on."""
@@ -145,17 +153,18 @@ class Recorder:
             generated_tokens=totals.generated,
             trainer=update.metrics,
             queues=self._queues,
-            busy=self._busy_since_last_step(totals),
+            busy=self._busy,
         )
         if decided:
             self._sampled.clear()
         return line
 
-    def _busy_since_last_step(self, totals: Totals) -> dict[str, float]:
-        elapsed = max(1e-9, totals.rl_seconds - self._step_began)
-        since = {role: (seconds - self._busy_then.get(role, 0.0)) / elapsed for role, seconds in totals.busy.items()}
-        self._step_began, self._busy_then = totals.rl_seconds, totals.busy
-        return since
+    def looked(self) -> None:
+        """The engines' counters are fresh: how busy was everybody since they were fresh before?"""
+        now, busy = time.monotonic(), self._work().busy or {}
+        elapsed = now - self._looked
+        self._busy = {role: (seconds - self._busy_then.get(role, 0.0)) / elapsed for role, seconds in busy.items()}
+        self._looked, self._busy_then = now, busy
 
     def evaluated(self, evaluation: Evaluation, step: int) -> None:
         """Held-out accuracy was measured; the first is the initial one, the last the final one."""

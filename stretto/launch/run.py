@@ -10,29 +10,27 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stretto.core.records import Verdict
+from stretto.core.events import Span
 from stretto.launch.conductor import Conductor, Players
 from stretto.launch.engine_role import EngineSpec
 from stretto.launch.evaluation import Evaluator
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import ConductorState, Examiner, Keeper, read_conductor_state
 from stretto.launch.plan import Plan, digest
-from stretto.launch.recorder import Past, Recorder, Work
+from stretto.launch.recorder import Clock, Past, Recorder, Work
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, together
 from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.trainer_role import TrainerSpec
 from stretto.launch.warm_start import copy_policy, warm_start
 from stretto.rewards.pool import RewardPool
-from stretto.rewards.wire import ScoreItem
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import Position, PromptStream
-from stretto.rollout.protocols import Score
 from stretto.rollout.workflow import SingleTurn
 from stretto.store.checkpoints import Checkpoint, Checkpoints
 from stretto.store.ledger import Ledger
@@ -41,6 +39,7 @@ from stretto.store.run_folder import RunFolder
 from stretto.weights.shared_memory import remove, shared_folder
 
 _STOP_GRACE = 1.0
+_LONGEST_SOCKET_FOLDER = 70
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,10 @@ class Roles:
     fleet: Fleet
     trainer: TrainerLink
     rewards: RewardPool
+
+    async def look(self) -> list[Span]:
+        """Ask the engines how they are (`work` counts that); what everybody did since the last look."""
+        return [*await self.fleet.look(), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
 
     def work(self) -> Work:
         """What everybody has done so far; engines as they were looked at last."""
@@ -63,19 +66,6 @@ class Roles:
             recomputed=round(self.fleet.counted(lambda health: health.recomputed)),
             busy=busy,
         )
-
-
-def scorer(rewards: RewardPool) -> Score:
-    """The reward pool as a rollout asks for it."""
-
-    async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
-        items = [
-            ScoreItem(id=str(k), prompt=prompt, completion=completion, answer=answer)
-            for k, completion in enumerate(completions)
-        ]
-        return await rewards.score(items)
-
-    return score
 
 
 @dataclass(frozen=True)
@@ -99,21 +89,25 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
     Raises:
         StrettoError: what the run could not go on from; its folder stays resumable from the last checkpoint.
     """
-    stopped = Stopped()
-    if beginning.checkpoint is None and not folder.policy(0).exists():
+    stopped, clock = Stopped(), Clock(beginning.past)
+    if not folder.policy(0).exists():
         source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning))
         if source is None:
             return stopped.exit_code
         copy_policy(source, folder.policy(0))
     ledger = Ledger(folder.ledger, plan.recipe.store)
     try:
-        if beginning.checkpoint is not None:
-            ledger.abandon()
+        ledger.abandon()
+        if (ledger.last_step() or 0) > beginning.version:
             ledger.rewind(beginning.version)
-            rewind_metrics(folder.metrics, beginning.version)
+        rewind_metrics(folder.metrics, beginning.version)
         ledger.put("seed", plan.recipe.seed)
-        async with roles(plan, folder, beginning) as crew:
-            await _train(plan, folder, beginning, ledger, crew, stage, stopped)
+        async with roles(plan, folder, beginning, stopped) as crew:
+            if not stopped.requested:
+                recorder = Recorder(
+                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, beginning.past, clock
+                )
+                await _train(plan, folder, beginning, ledger, crew, recorder, stage, stopped)
         return stopped.exit_code
     finally:
         ledger.close()
@@ -125,11 +119,11 @@ async def _train(
     beginning: Beginning,
     ledger: Ledger,
     crew: Roles,
+    recorder: Recorder,
     stage: Stage,
     stopped: Stopped,
 ) -> None:
     recipe = plan.recipe
-    recorder = Recorder(folder, ledger, stage, crew.work, recipe.rollout.max_staleness, beginning.past)
     stream = PromptStream(plan.training, recipe.seed, beginning.position)
     controller = Controller(recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version)
     checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
@@ -139,40 +133,43 @@ async def _train(
         plan.sampling,
         recipe.evaluation.seed,
         crew.fleet.generate,
-        scorer(crew.rewards),
+        crew.rewards.score_group,
         plan.tokenizer.decode,
     )
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
-    workflow = SingleTurn(crew.fleet.generate, scorer(crew.rewards), plan.tokenizer.decode)
+    workflow = SingleTurn(crew.fleet.generate, crew.rewards.score_group, plan.tokenizer.decode)
     players = Players(controller, workflow, crew.fleet, crew.trainer, crew.rewards, recorder, keeper, examiner)
     conductor = Conductor(players, recipe.trainer.steps, recipe.deadlines)
     stopped.call(conductor.request_stop)
+    crew.fleet.report_to(stage.say)
     if recorder.initial_accuracy is None:
         stage.say("measuring the held-out accuracy of version 0")
         await stopped.unless(examiner.examine(beginning.version))
     if not stopped.requested:
-        await crew.fleet.look()
+        recorder.spans(await crew.look())
         recorder.rl_begins()
         await conductor.run()
-    await crew.fleet.look()
-    if not stopped.requested:
-        await examiner.end()
-        stage.say("measuring the held-out accuracy of the last version")
-        await crew.fleet.reach(controller.published)
-        await stopped.unless(examiner.examine(controller.published))
+        recorder.spans(await crew.look())
+        recorder.rl_ends()
     if crew.trainer.ready:
         await keeper.save_checkpoint()
         await keeper.save_policy(controller.published)
+    if not stopped.requested:
+        stage.say("measuring the held-out accuracy of the last version")
+        await crew.fleet.reach(controller.published)
+        await stopped.unless(examiner.examine(controller.published))
     recorder.conclude()
 
 
 @asynccontextmanager
-async def roles(plan: Plan, folder: RunFolder, beginning: Beginning) -> AsyncIterator[Roles]:
-    """Start every role; whatever happens, none of them, no socket and no shared memory is left afterwards."""
+async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: Stopped) -> AsyncIterator[Roles]:
+    """Start every role, unless a stop is requested meanwhile; whatever happens, none of them, no socket and no shared
+    memory is left afterwards."""
     recipe = plan.recipe
-    sockets = Path(tempfile.mkdtemp(prefix="stretto-"))
-    mailbox = digest(folder.path.resolve(), os.getpid())
+    sockets = socket_folder()
+    mailbox = digest(folder.path.resolve())  # the folder's lock lets one run at a time use it
     mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
+    remove(mailbox, mailbox_folder)  # of a run that was killed
     trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines)
     specs = [
         engine_spec(plan, folder.policy(0), mailbox, mailbox_folder, sockets, k) for k in range(recipe.engine.count)
@@ -191,12 +188,18 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning) -> AsyncIte
         checkpoint=str(beginning.checkpoint) if beginning.checkpoint else None,
     )
     try:
-        await together(rewards.start(), trainer.start(spec), fleet.start(beginning.version))
+        await stopped.unless(together(rewards.start(), trainer.start(spec), fleet.start(beginning.version)))
         yield Roles(fleet, trainer, rewards)
     finally:
         await asyncio.gather(fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
         remove(mailbox, mailbox_folder)
         shutil.rmtree(sockets, ignore_errors=True)
+
+
+def socket_folder() -> Path:
+    """A folder of its own whose path is short: a socket's has 107 bytes at most."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
 
 def engine_spec(

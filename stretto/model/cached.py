@@ -29,7 +29,8 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
-from stretto.model.packed import Packing, pack, packed_attention
+from stretto.model.layout import Packing, pack
+from stretto.model.packed import packed_attention
 from stretto.model.shelves import CacheLayout, Shelf, Shelves
 
 CACHED_ATTENTION = "stretto_cached"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
-from stretto.model.packed import Packing, pack
+from stretto.model.layout import Packing, pack
 
 #: Logits alive at once (64 MiB in float32).
 CHUNK_LOGITS = 1 << 24
@@ -29,14 +29,15 @@ CHUNK_LOGITS = 1 << 24
 class PackedTokens:
     """Sequences laid one after the other, and the tokens whose log-probability is wanted.
 
-    Example: prompt (5, 12) with answer (4, 2), then prompt (5,) with answer (2,)::
+    Example: prompt (5, 12) with the answers (4, 2) and (9,), the second borrowing the prompt of the first::
 
-        PackedTokens(input_ids=[[5, 12, 4, 2, 5, 2]], packing=pack([4, 2]), wanted=[2, 3, 5])
+        PackedTokens(input_ids=[[5, 12, 4, 2, 9]], packing=..., wanted=[2, 3, 4], before=[1, 2, 1])
     """
 
     input_ids: Tensor  # [1, T]
     packing: Packing
-    wanted: Tensor  # [N] positions in the packed row, none of them the first of its sequence
+    wanted: Tensor  # [N] where in the packed row the wanted tokens stand
+    before: Tensor  # [N] where the token before each of them in its sequence stands
 
 
 class TokenLogprobs(NamedTuple):
@@ -50,26 +51,44 @@ def pack_tokens(
     sequences: Sequence[Sequence[int]],
     wanted: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
+    prompts: Sequence[int] | None = None,
 ) -> PackedTokens:
     """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first).
 
+    `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
+    nothing within a prompt may be wanted then.
+
     Raises:
-        ValueError: an empty sequence, or a wanted position that has no token before it.
+        ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
     """
-    packing = pack([len(sequence) for sequence in sequences], device)
-    if wanted is None:
-        wanted = [range(1, len(sequence)) for sequence in sequences]
-    offset, positions = 0, list[int]()
-    for sequence, inside in zip(sequences, wanted, strict=True):
-        if len(inside) and not 1 <= min(inside) <= max(inside) < len(sequence):
-            raise ValueError(f"wanted positions {inside} of a sequence of {len(sequence)}: 1 or more, and inside it")
-        positions.extend(offset + position for position in inside)
-        offset += len(sequence)
+    borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
+    packing = pack([len(sequence) for sequence in sequences], device, borrowed)
+    starts = packing.starts.tolist()
+    wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
+    at, before = list[int](), list[int]()
+    for s, (sequence, inside, (lender, prefix)) in enumerate(zip(sequences, wanted, borrowed, strict=True)):
+        if len(inside) and not max(1, prefix) <= min(inside) <= max(inside) < len(sequence):
+            raise ValueError(f"wanted positions {inside} of a sequence of {len(sequence)}: after the first, inside it")
+        own = starts[s] - prefix
+        at.extend(own + position for position in inside)
+        before.extend((own if position > prefix else starts[lender]) + position - 1 for position in inside)
+    own_tokens = [t for sequence, (_, prefix) in zip(sequences, borrowed, strict=True) for t in sequence[prefix:]]
     return PackedTokens(
-        input_ids=torch.tensor([token for sequence in sequences for token in sequence], device=device)[None],
+        input_ids=torch.tensor([own_tokens], device=device),
         packing=packing,
-        wanted=torch.tensor(positions, dtype=torch.int64, device=device),
+        wanted=torch.tensor(at, dtype=torch.int64, device=device),
+        before=torch.tensor(before, dtype=torch.int64, device=device),
     )
+
+
+def _borrowed(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
+    """(lender, tokens) of each sequence: the first sequence with a prompt lends it to the others that have it."""
+    first: dict[tuple[int, ...], int] = {}
+    borrowed = []
+    for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+        lender = first.setdefault(tuple(sequence[:prompt]), s)
+        borrowed.append((lender, prompt if lender != s else 0))
+    return borrowed
 
 
 def token_logprobs(
@@ -86,7 +105,7 @@ def token_logprobs(
     loaded with the packed attention (`stretto.model.packed`) and have passed `check_policy`.
     """
     hidden_TW = _hidden(model, packed)
-    hidden_NW = hidden_TW.index_select(0, packed.wanted - 1)
+    hidden_NW = hidden_TW.index_select(0, packed.before)
     targets_N = packed.input_ids[0].index_select(0, packed.wanted)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
@@ -105,25 +124,31 @@ def check_policy(model: PreTrainedModel) -> None:
     Raises:
         ModelFolderError: its own logits are not those (a soft cap, a scale), or its attention is not plain causal.
     """
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    packed = pack_tokens([[1 % vocabulary, 2 % vocabulary, 0], [3 % vocabulary, 0]], device=model.device)
+    head = model.get_output_embeddings()
+    packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
     with torch.no_grad():
-        assumed = model.get_output_embeddings()(_hidden(model, packed))
-        position_ids, packing = packed.packing.position_ids, packed.packing
-        own = model(packed.input_ids, position_ids=position_ids, use_cache=False, packing=packing).logits[0]
-    # A scale or a soft cap that changes nothing at these tokens could hide at others: compare at 100 times the size.
-    if not torch.allclose(assumed, own, rtol=1e-4, atol=1e-6 * float(own.abs().max())):
+        assumed = head(_hidden(model, packed)).float()
+        # A soft cap does not show on small logits, so the module's own forward is given large ones.
+        factor = 1000 / float(assumed.abs().max().clamp_min(1e-6))
+        hook = head.register_forward_hook(lambda module, inputs, logits: logits * factor)
+        try:
+            own = model(packed.input_ids, **_arguments(packed)).logits[0].float()
+        finally:
+            hook.remove()
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    if not torch.allclose(assumed * factor, own, rtol=tolerance, atol=1000 * tolerance):
         found = "changes its logits after the output matrix (a soft cap or a scale)"
         raise ModelFolderError([Problem(type(model).__name__, found, "choose a model whose logits are linear")])
 
 
 def _hidden(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
     """The body's last hidden state at each packed token, [T, W]."""
-    packing = packed.packing
-    body = model.base_model
-    out = body(input_ids=packed.input_ids, position_ids=packing.position_ids, use_cache=False, packing=packing)
-    hidden: Tensor = out.last_hidden_state[0]
+    hidden: Tensor = model.base_model(packed.input_ids, **_arguments(packed)).last_hidden_state[0]
     return hidden
+
+
+def _arguments(packed: PackedTokens) -> dict[str, Any]:
+    return {"position_ids": packed.packing.position_ids, "use_cache": False, "packing": packed.packing}
 
 
 def _head_logprobs(

@@ -56,7 +56,7 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
     """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow answers one by one."""
     size = _CHUNK_ITEMS
     if seconds_per_item > 0:
-        size = max(1, min(_CHUNK_ITEMS, int(_CHUNK_SECONDS / seconds_per_item)))
+        size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))
     total = len(call.items)
     return [Chunk(call, tuple(range(at, min(at + size, total)))) for at in range(0, total, size)]
 

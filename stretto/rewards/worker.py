@@ -6,6 +6,7 @@ and when the function hangs the pool kills the process. It imports little, so th
 
 from __future__ import annotations
 
+import io
 import socket
 import sys
 import time
@@ -59,6 +60,8 @@ class Worker:
 
 def main(arguments: list[str]) -> None:
     settings = msgspec.json.decode(arguments[0], type=WorkerSettings)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what the reward printed before it hung is in the log
     die_with_parent(settings.parent)
     try:
         Worker(settings).run()

@@ -9,15 +9,16 @@ trained on far past eta. The four policies of ``rollout.beyond_bound`` are four 
     expire   groups beyond the bound leave, their prompts are asked again
 
 **Why "wait" is always possible.** At version b, call a group due by d if it was admitted at version d - eta. The
-invariant is: for every d >= b, at most (d - b + 1) * B untrained groups are due by d. Admission keeps it, because a
-new group is due by i + eta and equation 3 leaves at most (i + eta + 1 - b) * B untrained ones in all. A batch keeps
-it if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b; then the same invariant
-holds at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at worst the trainer
-waits for those to finish, and in-flight groups always end: nothing gets stuck. (docs/staleness.md)
+invariant is: for every d >= b - 1, at most (d - b + 1) * B untrained groups are due by d (so none is overdue).
+Admission keeps it, because a new group is due by i + eta and equation 3 leaves at most (i + eta + 1 - b) * B untrained
+ones in all. A batch keeps it if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b;
+then the same invariant holds at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at
+worst the trainer waits for those to finish, and in-flight groups always end: nothing gets stuck. (docs/staleness.md)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -80,10 +81,12 @@ def mask_what_is_stale(facts: Facts) -> Choice:
 
 def expire_what_is_stale(facts: Facts) -> Choice:
     """Groups with a token that is too old leave; the batch is made of the others."""
-    fresh = [group for group in facts.finished if is_fresh(group, facts)]
-    expired = tuple(group for group in facts.finished if not is_fresh(group, facts))
-    taken = tuple(fresh[: facts.batch_size]) if len(fresh) >= facts.batch_size else ()
-    return Choice(groups=taken, expired=expired)
+    fresh: list[Group] = []
+    expired: list[Group] = []
+    for group in facts.finished:
+        (fresh if is_fresh(group, facts) else expired).append(group)
+    taken = fresh[: facts.batch_size] if len(fresh) >= facts.batch_size else ()
+    return Choice(groups=tuple(taken), expired=tuple(expired))
 
 
 POLICIES = {
@@ -102,8 +105,12 @@ def is_fresh(group: Group, facts: Facts) -> bool:
 def can_all_be_trained_in_time(left: Iterable[int], facts: Facts) -> bool:
     """With a batch at `facts.version` just taken, is there for every group left a batch that is not too late?
 
-    `left` holds admitted versions. In order of due version, the k-th group (counting from 1) needs a place in one of
-    the ``due - version`` batches that follow: ``k <= (due - version) * B``.
+    `left` holds admitted versions. For each version d, those due by d need places in the ``d - version`` batches that
+    follow: there may be at most ``(d - version) * B`` of them.
     """
-    dues = sorted(due(admitted, facts.max_staleness) for admitted in left)
-    return all(k <= (d - facts.version) * facts.batch_size for k, d in enumerate(dues, start=1))
+    due_by = 0
+    for admitted, groups in sorted(Counter(left).items()):
+        due_by += groups
+        if due_by > (due(admitted, facts.max_staleness) - facts.version) * facts.batch_size:
+            return False
+    return True

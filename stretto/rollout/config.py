@@ -16,7 +16,7 @@ def _whole_or_infinite(value: float) -> float:
     return value
 
 
-class RolloutConfig(BaseModel, extra="forbid", frozen=True):
+class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="strings"):
     """How prompts become batches. All counts are of groups (one prompt with its answers) unless they say otherwise."""
 
     batch_size: int = Field(32, ge=1, description="groups that one training step consumes (B)")

@@ -175,8 +175,7 @@ class Controller:
     def take(self) -> Batch | None:
         """The next batch, trained at `published`, or None while it must wait. Committed to the journal."""
         choice = choose(self.config.beyond_bound, self._facts())
-        for group in choice.expired:
-            self._expire_finished(group)
+        self._expire_finished(choice.expired)
         if not choice.groups:
             return None
         batch = Batch(
@@ -187,9 +186,7 @@ class Controller:
         )
         self._assert_bound(batch)
         self._journal.commit_batch(batch)
-        taken = {group.id for group in choice.groups}
-        self._buffer = [entry for entry in self._buffer if entry[1].id not in taken]
-        self._taken += len(taken)
+        self._taken += len(self._leave_buffer(choice.groups))
         return batch
 
     def _facts(self) -> Facts:
@@ -201,12 +198,21 @@ class Controller:
             max_staleness=self.config.max_staleness,
         )
 
-    def _expire_finished(self, group: Group) -> None:
-        reason = f"sampled by version {group.oldest_version}, to be trained at {self.published}"
-        self._settle(group.trajectories, State.EXPIRED, reason)
-        (ticket,) = (ticket for ticket, buffered in self._buffer if buffered.id == group.id)
-        self._buffer = [entry for entry in self._buffer if entry[1].id != group.id]
-        self._prompts.give_back(ticket.draw)
+    def _expire_finished(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            reason = f"sampled by version {group.oldest_version}, to be trained at {self.published}"
+            self._settle(group.trajectories, State.EXPIRED, reason)
+        for ticket in self._leave_buffer(groups):
+            self._prompts.give_back(ticket.draw)
+
+    def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
+        """The tickets of the groups, which are in the buffer no more."""
+        if not groups:
+            return []
+        ids = {group.id for group in groups}
+        tickets = [ticket for ticket, group in self._buffer if group.id in ids]
+        self._buffer = [entry for entry in self._buffer if entry[1].id not in ids]
+        return tickets
 
     def overdue(self) -> list[Ticket]:
         """Groups in flight that could only expire: the caller stops them and then calls `expire`."""

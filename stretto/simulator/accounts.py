@@ -14,11 +14,15 @@ _ALLOWED = {
 
 
 class Accounts:
-    """The accounting law: issued = trained + filtered + expired + failed + buffered + in flight, each id once."""
+    """The accounting law: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
+
+    `expired` holds the answers that expired when they were whole; those that were stopped in flight have none.
+    """
 
     def __init__(self) -> None:
         self._state: dict[str, State] = {}
         self.balance: Counter[State] = Counter()
+        self.expired: list[Trajectory] = []
 
     @property
     def issued(self) -> int:
@@ -38,6 +42,8 @@ class Accounts:
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
         self._move(id, state)
+        if state is State.EXPIRED and trajectory is not None:
+            self.expired.append(trajectory)
 
     def commit_batch(self, batch: Batch) -> None:
         for group in batch.groups:

@@ -53,7 +53,7 @@ class LineWriter(Generic[Line]):
 
     def _cut_torn_line(self) -> None:
         """A writer that was killed in mid-line must not spoil the first line of its successor."""
-        if not self.path.exists():
+        if not self.path.is_file():
             return
         data = self.path.read_bytes()
         if data and not data.endswith(b"\n"):

@@ -35,7 +35,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     generated_tokens: int = 0  # by all engines since the start
     trainer: Mapping[str, float | None] = {}  # the update's own measurements (loss, grad_norm, ...)
     queues: Mapping[str, float | None] = {}  # fill when the batch was taken (buffer, in_flight, ...)
-    busy: Mapping[str, float | None] = {}  # role: fraction of the time since the step before
+    busy: Mapping[str, float | None] = {}  # role: fraction of the last second or so
 
 
 class Evaluation(Record, frozen=True, tag="evaluation", tag_field="kind"):

@@ -53,7 +53,7 @@ class SupervisedConfig(OptimizerConfig):
     batch_size: PositiveInt = Field(128, description="demonstrations per step")
 
 
-class AlgorithmConfig(BaseModel, extra="forbid", frozen=True):
+class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
     """The objective and the advantages."""
 
     loss: Literal["decoupled_ppo", "ppo"] = Field(

@@ -18,11 +18,12 @@ from stretto.trainer.config import AlgorithmConfig
 class Row:
     """Example: prompt (5, 12), answer (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 
-    Row(token_ids=(5, 12, 4, 4, 2), loss_positions=(3, 4), behavior_logprobs=(-0.7, -0.02),
-        on_policy=(False, True), advantage=0.5)
+    Row(token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, loss_positions=(3, 4),
+        behavior_logprobs=(-0.7, -0.02), on_policy=(False, True), advantage=0.5)
     """
 
     token_ids: tuple[int, ...]
+    prompt_tokens: int
     loss_positions: tuple[int, ...]  # [N], ascending, each at least 1
     behavior_logprobs: tuple[float, ...]  # [N]
     on_policy: tuple[bool, ...]  # [N], sampled by the very version that is being trained
@@ -82,6 +83,7 @@ def _row(prompt: Prompt, completion: Completion, inside: tuple[int, ...], advant
     start = len(prompt.token_ids)
     return Row(
         token_ids=prompt.token_ids + completion.token_ids,
+        prompt_tokens=start,
         loss_positions=tuple(start + t for t in inside),
         behavior_logprobs=tuple(completion.behavior_logprobs[t] for t in inside),
         on_policy=tuple(completion.versions[t] == version for t in inside),

@@ -189,8 +189,10 @@ def _micro_batch(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
+    # Flash attention wants every sequence whole; elsewhere answers to one prompt share the prompt's computation.
+    prompts = None if device.type == "cuda" else [row.prompt_tokens for row in rows]
     return MicroBatch(
-        packed=pack_tokens([row.token_ids for row in rows], [row.loss_positions for row in rows], device),
+        packed=pack_tokens([row.token_ids for row in rows], [row.loss_positions for row in rows], device, prompts),
         behavior_logprobs=column([x for row in rows for x in row.behavior_logprobs]),
         advantages=column([row.advantage for row in rows for _ in row.loss_positions]),
         on_policy=torch.tensor([x for row in rows for x in row.on_policy], dtype=torch.bool, device=device),

@@ -5,16 +5,25 @@ positions that are not wanted cost no logits; a model that changes its logits af
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from stretto.core.errors import ModelFolderError
 from stretto.model.logprobs import check_policy, pack_tokens, token_logprobs
 from stretto.model.packed import PACKED_ATTENTION
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 17,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -30,7 +39,9 @@ SEQUENCES = [(5, 12, 4, 2), (5, 2), (1, 2, 3, 4, 5, 6, 7)]
 def build(attention: str = PACKED_ATTENTION) -> PreTrainedModel:
     torch.manual_seed(3)
     config = Qwen3Config(**SHAPE, head_dim=8)
-    return Qwen3ForCausalLM._from_config(config, attn_implementation=attention).eval()
+    model: PreTrainedModel = Qwen3ForCausalLM._from_config(config, attn_implementation=attention)
+    model.eval()
+    return model
 
 
 def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,6 +68,33 @@ def test_only_wanted_positions_are_answered_and_in_their_order() -> None:
     assert packed.wanted.tolist() == [2, 3, 7, 12]
     ours = token_logprobs(build(), packed, 1.0).logprobs
     torch.testing.assert_close(ours, reference(1.0)[0][[1, 2, 4, 9]], rtol=0, atol=5e-6)
+
+
+ANSWERS = [(5, 12, 7, 4, 2), (3, 1), (5, 12, 7, 9), (3, 2, 2, 2), (5, 12, 7, 1, 1, 8)]
+PROMPTS = [3, 1, 3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "wanted", [[range(p, len(s)) for s, p in zip(ANSWERS, PROMPTS, strict=True)], [[4], [], [3], [2], []]]
+)
+def test_a_shared_prompt_is_computed_once_and_changes_nothing(wanted: list[range]) -> None:
+    apart, shared = build(), build()
+    one, two = pack_tokens(ANSWERS, wanted), pack_tokens(ANSWERS, wanted, prompts=PROMPTS)
+    assert (one.packing.tokens, two.packing.tokens) == (21, 21 - 2 * 3 - 1)
+    assert one.input_ids[0, one.wanted].tolist() == two.input_ids[0, two.wanted].tolist()
+    theirs, ours = token_logprobs(apart, one, 1.0).logprobs, token_logprobs(shared, two, 1.0).logprobs
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    theirs.square().sum().backward()
+    ours.square().sum().backward()
+    for (name, mine), other in zip(shared.named_parameters(), apart.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert other.grad is not None, name
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5 * float(other.grad.abs().max()))
+
+
+def test_nothing_within_a_shared_prompt_can_be_wanted() -> None:
+    with pytest.raises(ValueError, match="wanted positions"):
+        pack_tokens(ANSWERS, [[], [], [2], [], []], prompts=PROMPTS)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -115,3 +153,12 @@ def test_a_model_that_scales_its_logits_is_refused_by_name() -> None:
     model = CohereForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION).eval()
     with pytest.raises(ModelFolderError, match=r"CohereForCausalLM.*after the output matrix"):
         check_policy(model)
+
+
+def test_a_soft_cap_that_small_logits_would_hide_is_refused_by_name() -> None:
+    config = Gemma3TextConfig(**SHAPE, head_dim=8, final_logit_softcapping=30.0, layer_types=["full_attention"] * 2)
+    model = Gemma3ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION).eval()
+    with pytest.raises(ModelFolderError, match=r"Gemma3ForCausalLM.*after the output matrix"):
+        check_policy(model)
+    config.final_logit_softcapping = None
+    check_policy(model)

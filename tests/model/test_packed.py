@@ -1,20 +1,21 @@
 """Promises: a packed forward is the forward of each sequence alone, gradients included, for every family of decoders;
-a packing covers each token exactly once; attention that is not plain causal attention is refused by name.
+attention that is not plain causal attention is refused by name.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.packed import PACKED_ATTENTION, Packing, pack, packed_attention
+from stretto.model.layout import Packing, pack
+from stretto.model.packed import PACKED_ATTENTION, packed_attention
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 17,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -35,7 +36,8 @@ def build(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     torch.manual_seed(3)
     copy = type(config).from_dict(config.to_dict())
     model: PreTrainedModel = AutoModelForCausalLM.from_config(copy, attn_implementation=attention)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def tokens() -> list[torch.Tensor]:
@@ -69,38 +71,6 @@ def test_the_packed_gradient_is_the_sum_of_the_gradients_of_each_sequence_alone(
         assert ours.grad is not None, name
         assert theirs.grad is not None, name
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max()))
-
-
-def test_the_example_of_the_docstring() -> None:
-    packing = pack([3, 2, 1])
-    assert packing.position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert packing.buckets == ((2, 3), (1, 1))
-    assert packing.token_of_cell.tolist() == [0, 1, 2, 3, 4, 4, 5]
-    assert packing.cell_of_token.tolist() == [0, 1, 2, 3, 4, 6]
-    assert packing.starts.tolist() == [0, 3, 5, 6]
-    assert (packing.tokens, packing.longest) == (6, 3)
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
-def test_every_token_has_one_cell_and_stands_in_order_in_its_row(lengths: list[int]) -> None:
-    packing = pack(lengths)
-    assert packing.token_of_cell[packing.cell_of_token].tolist() == list(range(sum(lengths)))
-    assert sum(rows for rows, _ in packing.buckets) == len(lengths)
-    assert sum(rows * length for rows, length in packing.buckets) == len(packing.token_of_cell)
-    cells = packing.cell_of_token.split(lengths)
-    assert all(row.diff().eq(1).all() for row in cells)
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=60))
-def test_padding_stays_below_two_thirds_of_the_tokens(lengths: list[int]) -> None:
-    packing = pack(lengths)
-    assert len(packing.token_of_cell) <= packing.tokens / 0.6
-
-
-@pytest.mark.parametrize("lengths", [[], [3, 0]])
-def test_an_empty_sequence_cannot_be_packed(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        pack(lengths)
 
 
 @pytest.mark.parametrize("asked", [{"sliding_window": 4}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}])

@@ -17,7 +17,7 @@ from stretto.core.errors import RewardFunctionError
 from stretto.rewards.functions import exact_match, final_answer, last_number
 from stretto.rewards.loading import load_reward
 
-_MODULE = '''
+_MODULE = """
 import functools
 LIMIT = 3
 def good(prompt, completion, answer): return True
@@ -29,7 +29,7 @@ class Judge:
 class Slow:
     async def __call__(self, prompt, completion, answer): return 0.5
 judge, slow, part = Judge(), Slow(), functools.partial(lambda w, p, c, a: w, 1.0)
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,13 @@ def test_an_exact_match_ignores_only_the_spaces_around() -> None:
 
 @pytest.mark.parametrize(
     ("completion", "answer", "right"),
-    [("3 or 4.50", "4.5", True), ("-0.50", "-.5", False), ("-0.50", "-0.5", True), ("7", "7.0", True), ("x", "7", False)],
+    [
+        ("3 or 4.50", "4.5", True),
+        ("-0.50", "-.5", False),
+        ("-0.50", "-0.5", True),
+        ("7", "7.0", True),
+        ("x", "7", False),
+    ],
 )
 def test_the_last_number_is_compared_by_value(completion: str, answer: str, right: bool) -> None:
     assert last_number("", completion, answer) is right

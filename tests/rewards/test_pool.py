@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, RewardFunctionError, RoleDied
@@ -25,7 +24,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.pool import RewardPool, check_reward
 from stretto.rewards.wire import ScoreItem
 
-_MODULE = '''
+_MODULE = """
 import os, signal, sys, time
 def reward(prompt, completion, answer):
     print("noise on stdout")
@@ -45,7 +44,7 @@ def garbage(prompt, completion, answer):
         try: os.write(fd, b"\\xff" * 64)
         except OSError: pass
     return True
-'''
+"""
 
 Result = TypeVar("Result")
 
@@ -56,6 +55,16 @@ def run(work: Coroutine[None, None, Result]) -> Result:
 
 def items(*completions: str, answer: str = "ok") -> list[ScoreItem]:
     return [ScoreItem(id=f"0.0.0/{k}", prompt="", completion=c, answer=answer) for k, c in enumerate(completions)]
+
+
+def children() -> list[int]:
+    """The processes that this one has started and not yet reaped."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def outcomes(verdicts: list[Verdict]) -> list[str]:
@@ -146,13 +155,11 @@ def test_what_a_reward_raises_or_returns_wrongly_is_undecided(config: Make) -> N
 
 def test_an_idle_worker_that_is_killed_comes_back(config: Make) -> None:
     async def work(pool: RewardPool) -> list[Verdict]:
-        for _ in range(2):
-            [child] = psutil.Process().children()
-            child.send_signal(signal.SIGKILL)
-            verdicts = await pool.score(items("ok"))
-        return verdicts
+        [child] = children()
+        os.kill(child, signal.SIGKILL)
+        return [verdict for _ in range(2) for verdict in await pool.score(items("ok"))]
 
-    assert outcomes(scored(config(), work)) == ["right"]
+    assert outcomes(scored(config(), work)) == ["right", "right"]
 
 
 def test_a_reward_that_writes_to_the_wire_is_undecided(config: Make) -> None:
@@ -205,7 +212,7 @@ def test_spans_say_when_workers_scored(config: Make) -> None:
 def test_a_reward_that_cannot_be_used_is_refused_before_the_run(config: Make, function: str, words: str) -> None:
     with pytest.raises(RewardFunctionError, match=words):
         run(check_reward(config(function)))
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_a_worker_that_dies_or_hangs_while_starting_is_named(config: Make) -> None:
@@ -213,7 +220,7 @@ def test_a_worker_that_dies_or_hangs_while_starting_is_named(config: Make) -> No
         run(check_reward(config("dying_rewards:f")))
     with pytest.raises(DeadlineExceeded, match="rewards-0 to import stuck_rewards:f"):
         run(check_reward(config("stuck_rewards:f", start_timeout=0.3)))
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_a_worker_that_cannot_be_brought_back_ends_the_run(config: Make, tmp_path: Path) -> None:
@@ -238,12 +245,12 @@ def test_closing_leaves_no_process_and_answers_whoever_waits(config: Make) -> No
             await pool.score(items("ok"))
 
     run(main())
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
     program = (
-        "import asyncio, os, psutil\n"
+        "import asyncio, os\n"
         "from stretto.rewards.config import RewardsConfig\n"
         "from stretto.rewards.pool import RewardPool\n"
         "from stretto.rewards.wire import ScoreItem\n"
@@ -252,7 +259,7 @@ def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
         "    await pool.start()\n"
         "    asyncio.ensure_future(pool.score([ScoreItem(prompt='', completion='hang', answer='')]))\n"
         "    await asyncio.sleep(0.1)\n"
-        "    print(psutil.Process().children()[0].pid, flush=True)\n"
+        "    print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n"
     )
@@ -263,7 +270,7 @@ def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
     )
     worker = int(done.stdout)
     until = time.monotonic() + 5
-    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+    while runs(worker):
         assert time.monotonic() < until, "the worker outlived its parent"
         time.sleep(0.01)
 
@@ -271,7 +278,7 @@ def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
 def test_what_a_reward_prints_is_in_the_log(config: Make, tmp_path: Path) -> None:
     async def main() -> None:
         async with RewardPool(config(), log=tmp_path / "rewards.txt") as pool:
-            await pool.score(items("ok"))
-            await pool.score(items("leave"))
+            await pool.score(items("ok", "ok"))
 
     run(main())
+    assert (tmp_path / "rewards.txt").read_text() == "noise on stdout\n" * 2

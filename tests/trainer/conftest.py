@@ -31,6 +31,7 @@ def build() -> Callable[[], PreTrainedModel]:
             max_position_embeddings=64,
             initializer_range=0.3,
         )
-        return Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION)
+        model: PreTrainedModel = Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION)
+        return model
 
     return tiny

@@ -38,7 +38,7 @@ def batch(*answers: Trajectory, oldest_trainable: int = 0) -> Batch:
 
 def test_the_example_of_the_docstring() -> None:
     rows = rows_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG)
-    expected = Row((5, 12, 4, 4, 2), (3, 4), (-0.7, -0.02), (False, True), 0.5)
+    expected = Row((5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (False, True), 0.5)
     assert rows.rows == (expected, replace(expected, advantage=-0.5))
     assert rows.masked_tokens == 2
     assert rows.reward_mean == 0.5

@@ -69,7 +69,8 @@ def row_logprobs(model: PreTrainedModel, row: Row) -> Tensor:
     ids, positions = packed.input_ids, packed.packing.position_ids
     logits = model(ids, position_ids=positions, use_cache=False, packing=packed.packing).logits[0]
     at = torch.tensor(row.loss_positions)
-    return logits.log_softmax(-1)[at - 1].gather(1, ids[0, at][:, None])[:, 0]
+    chosen: Tensor = logits.log_softmax(-1)[at - 1].gather(1, ids[0, at][:, None])[:, 0]
+    return chosen
 
 
 def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -100,7 +101,7 @@ def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
 
 def assert_same(left: PreTrainedModel, right: PreTrainedModel, tolerance: float = 0.0) -> None:
     for (name, ours), theirs in zip(left.named_parameters(), right.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize(("tokens", "fewest"), [(10_000, 1), (24, 1), (1, 1), (10_000, 3)])

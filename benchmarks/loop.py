@@ -1,0 +1,193 @@
+"""The whole loop against its alternatives, on this machine, with recipes/arithmetic.toml.
+
+    python -m benchmarks.loop async-sync     asynchronous (max_staleness 4) against synchronous (0), interleaved
+    python -m benchmarks.loop policies       the four beyond_bound policies: seconds to 95 % held-out accuracy
+    python -m benchmarks.loop trl            trained trajectories per second against trl's GRPOTrainer
+    python -m benchmarks.loop all
+
+The synchronous system is the same one: a batch is generated, its longest answer awaited, then trained on. Its engine
+and its trainer may use both cores each, since they never work at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.environment import HERE as PEERS
+from benchmarks.peers.environment import Environment, PeerUnavailable
+from benchmarks.report import Table, save
+from benchmarks.runs import RECIPE, Run, train
+from stretto.launch.recipe import load_recipe
+from stretto.store.run_folder import RunFolder
+
+ASYNCHRONOUS = ("rollout.max_staleness=4",)
+SYNCHRONOUS = ("rollout.max_staleness=0", "engine.threads=2", "trainer.threads=2")
+POLICIES = ("train", "wait", "mask", "expire")
+TARGET = 0.95
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What the tables and the JSON need of a run."""
+    seen = run.inspection
+    return {
+        "rl_seconds": round(seen.rl_seconds, 2),
+        "initial_accuracy": seen.initial_accuracy,
+        "final_accuracy": seen.final_accuracy,
+        "trained": seen.trajectories.trained,
+        "issued": seen.trajectories.issued,
+        "filtered": seen.trajectories.filtered,
+        "expired": seen.trajectories.expired,
+        "trained_per_second": round(run.trained_per_second, 1),
+        "tokens": {"generated": seen.tokens.generated, "trained": seen.tokens.trained},
+        "recomputed_tokens": seen.tokens.recomputed,
+        "staleness_mean": round(seen.staleness.mean, 3),
+        "staleness_max": seen.staleness.max,
+        "interrupted": seen.interrupted,
+        "busy": seen.busy,
+    }
+
+
+def spread(values: Sequence[float]) -> str:
+    """``"0.962 ± 0.006"``: mean and standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
+
+
+def async_sync(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
+    """Same recipe, same seeds, same number of trained trajectories; one run of each kind after the other."""
+    extra = [] if steps is None else [f"trainer.steps={steps}"]
+    rows: list[dict[str, Any]] = []
+    table = Table("seed", "async s", "sync s", "ratio", "async accuracy", "sync accuracy", "async busy", "sync busy")
+    for seed in seeds:
+        both = [train([f"seed={seed}", *kind, *extra]) for kind in (ASYNCHRONOUS, SYNCHRONOUS)]
+        fast, slow = (facts(run) for run in both)
+        ratio = slow["rl_seconds"] / fast["rl_seconds"]
+        rows.append({"seed": seed, "ratio": round(ratio, 3), "asynchronous": fast, "synchronous": slow})
+        table.add(
+            seed,
+            f"{fast['rl_seconds']:.1f}",
+            f"{slow['rl_seconds']:.1f}",
+            f"{ratio:.2f}",
+            f"{fast['initial_accuracy']:.3f} → {fast['final_accuracy']:.3f}",
+            f"{slow['initial_accuracy']:.3f} → {slow['final_accuracy']:.3f}",
+            busy(fast),
+            busy(slow),
+        )
+        table.show_last()
+    ratios = [row["ratio"] for row in rows]
+    summary = {
+        "ratio_median": statistics.median(ratios),
+        "asynchronous_accuracy": spread([row["asynchronous"]["final_accuracy"] for row in rows]),
+        "synchronous_accuracy": spread([row["synchronous"]["final_accuracy"] for row in rows]),
+    }
+    print(summary)
+    return {"summary": summary, "rows": rows}
+
+
+def busy(run: dict[str, Any]) -> str:
+    """``"engine-0 99% trainer 80%"``."""
+    return " ".join(f"{role} {fraction:.0%}" for role, fraction in run["busy"].items())
+
+
+def policies(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
+    """Who reaches the target first by the clock? Each seed runs all four, one after the other, evaluated on the way."""
+    extra = ["evaluation.every=5"] + ([] if steps is None else [f"trainer.steps={steps}"])
+    rows: list[dict[str, Any]] = []
+    table = Table("seed", "beyond_bound", f"s to {TARGET:.0%}", "s in all", "final", "staleness mean", "largest")
+    for seed in seeds:
+        for policy in POLICIES:
+            run = train([f"seed={seed}", f"rollout.beyond_bound={policy}", *extra])
+            row = {"seed": seed, "beyond_bound": policy, "seconds_to_target": run.seconds_to(TARGET)} | facts(run)
+            rows.append(row)
+            reached = row["seconds_to_target"]
+            table.add(
+                seed,
+                policy,
+                "not reached" if reached is None else f"{reached:.1f}",
+                f"{row['rl_seconds']:.1f}",
+                f"{row['final_accuracy']:.3f}",
+                f"{row['staleness_mean']:.2f}",
+                row["staleness_max"],
+            )
+            table.show_last()
+    summary = {
+        policy: {
+            "seconds_to_target": [row["seconds_to_target"] for row in rows if row["beyond_bound"] == policy],
+            "final_accuracy": spread([row["final_accuracy"] for row in rows if row["beyond_bound"] == policy]),
+        }
+        for policy in POLICIES
+    }
+    return {"target": TARGET, "summary": summary, "rows": rows}
+
+
+def trl(steps: int) -> dict[str, Any]:
+    """The same model, prompts, group size, batch, lengths and cores; neither side filters, so all that is generated is
+    trained on. trl with one and with two threads, and with both of transformers' generators where they finish."""
+    recipe = load_recipe(RECIPE)
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        run = train(["rollout.filter=none", f"trainer.steps={steps}"], keep=Path(folder) / "run")
+        model = RunFolder.open(Path(folder) / "run").policy(0)
+        prompts = Path(folder) / "prompts.jsonl"
+        questions = recipe.task.questions(recipe.seed).training[:4096]
+        prompts.write_text("".join(json.dumps({"prompt": q.text, "answer": q.answer}) + "\n" for q in questions))
+        words = [
+            "--groups",
+            recipe.rollout.batch_size,
+            "--group-size",
+            recipe.rollout.group_size,
+            "--answer-marker",
+            "=",
+        ]
+        words += ["--minibatches", recipe.trainer.minibatches, "--max-tokens", recipe.sampling.max_tokens]
+        words += ["--learning-rate", recipe.trainer.learning_rate, "--steps", 8]
+        peers: list[dict[str, Any]] = []
+        for threads, generator in ((2, "padded"), (1, "padded"), (2, "continuous"), (1, "continuous")):
+            peers.append(_peer(model, prompts, [str(word) for word in words], threads, generator))
+    ours = facts(run)
+    rates = [peer["trajectories_per_second"] for peer in peers if "trajectories_per_second" in peer]
+    ratio = ours["trained_per_second"] / max(rates) if rates else None
+    table = Table("system", "threads", "trained trajectories/s", "tokens per answer")
+    table.add("stretto", "1 + 1", ours["trained_per_second"], f"{ours['tokens']['trained'] / ours['trained']:.1f}")
+    for peer in peers:
+        table.add(
+            f"trl {peer['generator']}", peer["threads"], peer.get("trajectories_per_second", peer.get("failed")), ""
+        )
+    table.show()
+    print(f"ratio to the best: {ratio}")
+    return {"ratio_to_best": ratio, "stretto": ours, "trl": peers}
+
+
+def _peer(model: Path, prompts: Path, words: list[str], threads: int, generator: str) -> dict[str, Any]:
+    setting = {"threads": threads, "generator": generator}
+    script = PEERS / "trl_grpo.py"
+    try:
+        measured = Environment("trl").measure(
+            script, str(model), str(prompts), *words, "--generator", generator, threads=threads, seconds=300
+        )
+    except (PeerUnavailable, TimeoutError) as failure:
+        return setting | {"failed": str(failure)[-300:]}
+    return setting | measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("async-sync", "policies", "trl", "all"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=None, help="training steps (default: the recipe's)")
+    words = parser.parse_args()
+    if words.part in ("async-sync", "all"):
+        save("loop-async-sync", async_sync(words.seeds, words.steps))
+    if words.part in ("policies", "all"):
+        save("loop-policies", policies(words.seeds, words.steps))
+    if words.part in ("trl", "all"):
+        save("loop-trl", trl(words.steps or 60))
+
+
+if __name__ == "__main__":
+    main()

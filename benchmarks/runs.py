@@ -1,0 +1,50 @@
+"""Whole runs as measurements: start `stretto train` as a user would, read what the run folder says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.metrics import Evaluation, StepMetrics, read_metrics
+from stretto.store.run_folder import RunFolder
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "arithmetic.toml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run came to."""
+
+    inspection: Inspection
+    steps: tuple[StepMetrics, ...]
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def trained_per_second(self) -> float:
+        return self.inspection.trajectories.trained / self.inspection.rl_seconds
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Seconds of reinforcement until an evaluation on the way first reached this held-out accuracy."""
+        reached = [e.rl_seconds for e in self.evaluations if e.accuracy >= accuracy]
+        return min(reached) if reached else None
+
+
+def train(overrides: Sequence[str], recipe: Path = RECIPE, keep: Path | None = None) -> Run:
+    """One run in a temporary folder (or in `keep`).
+
+    Raises:
+        RuntimeError: the run failed; with its last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        path = keep or Path(folder) / "run"
+        command = [sys.executable, "-m", "stretto.cli.main", "train", str(recipe), *overrides, "--run-dir", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-800:]}{done.stderr}")
+        steps, evaluations = read_metrics(RunFolder.open(path).metrics)
+        return Run(inspect_run(path), tuple(steps), tuple(evaluations))

@@ -1,0 +1,156 @@
+"""What a person sees of a run: live, at the end, and later.
+
+Promises: a terminal gets a panel and a file gets lines; nothing that is said is lost; the pace is bounded, and the last
+state is always shown; the summary adds up; the JSON is one object and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from stretto.dashboard.panel import sparkline
+from stretto.dashboard.progress import Display, LineDisplay, PanelDisplay, open_display
+from stretto.dashboard.summary import bar, print_inspection, print_summary
+from stretto.store.config import StoreConfig
+from stretto.store.inspection import TOTALS, Totals, inspect_run
+from stretto.store.ledger import Ledger
+from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Lesson:
+    step: int
+    steps: int = 300
+    loss: float = 0.31
+    seconds: float = 12.0
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        version=step,
+        wall_seconds=step + 5.0,
+        rl_seconds=0.1 * step,
+        accuracy=0.712,
+        reward=0.712,
+        length_mean=31.25,
+        length_max=120,
+        staleness_mean=1.5,
+        staleness_max=3,
+        trained_tokens=100,
+        generated_tokens=150 * step,
+        queues={"in_flight": 24.0, "buffered": 7.0},
+        busy={"trainer": 0.9, "engine-0": 1.0, "conductor": None},
+    )
+
+
+EVALUATION = Evaluation(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.415, prompts=512)
+
+
+def play(display: Display) -> None:
+    with display:
+        display.say("policy/v000000 [8 MB]")
+        display.learning(Lesson(step=10))
+        display.learning(Lesson(step=300, loss=0.25))
+        display.evaluated(EVALUATION)
+        for step in range(1, 41):
+            display.step(metrics(step))
+
+
+def test_a_file_gets_a_line_now_and_then_and_the_last_of_each_phase() -> None:
+    output = io.StringIO()
+    display = open_display(600, Console(file=output))
+    assert isinstance(display, LineDisplay)
+    play(display)
+    lines = output.getvalue().splitlines()
+    assert lines[:3] == [
+        "policy/v000000 [8 MB]",
+        "warm start 10/300 | 12 s | loss 0.3100",
+        "warm start 300/300 | 12 s | loss 0.2500",
+    ]
+    assert lines[3].startswith("training 1/600 | 0 s | held-out 41.5% (v0) | accuracy 71.2%")
+    # 100 tokens trained and 150 generated in each tenth of a second
+    assert lines[4:] == [
+        "training 40/600 | 4 s | held-out 41.5% (v0) | accuracy 71.2% | reward 0.712 | length 31.2, longest 120 | "
+        "staleness 1.50, largest 3 | in flight 24 | buffered 7 | 1,500 tokens/s generated | 1,000 tokens/s trained | "
+        "engine-0 100% | trainer 90%"
+    ]
+
+
+def test_a_terminal_gets_a_panel_that_ends_with_the_last_step() -> None:
+    output = io.StringIO()
+    display = open_display(600, Console(file=output, force_terminal=True, width=100, color_system=None))
+    assert isinstance(display, PanelDisplay)
+    play(display)
+    shown = output.getvalue()
+    assert "policy/v000000 [8 MB]" in shown
+    last = shown[shown.rindex("╭") :]
+    for words in (
+        "training 40/600",
+        "0:04 gone, about 0:56 left",
+        "held-out   41.5% (v0)",
+        "1,500 tokens/s",
+        "engine-0",
+    ):
+        assert words in last
+
+
+def test_a_display_that_is_shown_nothing_says_nothing() -> None:
+    output = io.StringIO()
+    with open_display(600, Console(file=output)):
+        pass
+    assert output.getvalue() == ""
+
+
+@pytest.fixture
+def finished_run(tmp_path: Path) -> Path:
+    totals = Totals(
+        max_staleness=4,
+        generated=81920,
+        recomputed=9120,
+        busy={"trainer": 8.0},
+        wall_seconds=16.0,
+        rl_seconds=10.0,
+        initial_accuracy=0.41,
+        final_accuracy=0.96,
+    )
+    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        ledger.put(TOTALS, totals)
+    return tmp_path / "run"
+
+
+def test_the_summary_says_what_was_learnt_and_what_it_took(finished_run: Path) -> None:
+    output = io.StringIO()
+    print_summary(inspect_run(finished_run), "a run", Console(file=output, width=100))
+    text = output.getvalue()
+    for words in ("41.0% → 96.0%", "10.0 s of RL, 16.0 s in all", "81,920 generated", "9,120 recomputed", "80%"):
+        assert words in text
+
+
+def test_the_json_is_one_object_and_nothing_else(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_inspection(finished_run, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["final_accuracy"] == 0.96
+    assert found["busy"] == {"trainer": 0.8}
+    print_inspection(finished_run)
+    assert "held-out accuracy" in capsys.readouterr().out
+
+
+@given(st.floats(-2, 2), st.integers(1, 30))
+def test_a_bar_is_always_as_wide_as_its_place(fraction: float, width: int) -> None:
+    assert len(bar(fraction, width)) == width
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.integers(1, 60))
+def test_a_sparkline_is_never_wider_than_its_place(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) == min(width, len(values))

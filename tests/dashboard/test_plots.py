@@ -1,0 +1,149 @@
+"""The plots.
+
+Promises: every run folder can be drawn, also one with nothing in it; each plot is a PNG; the numbers behind the curves
+and the timeline are what their names say.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import RunFolderError
+from stretto.core.events import Span
+from stretto.core.records import (
+    Batch,
+    Completion,
+    Group,
+    Outcome,
+    Prompt,
+    StopReason,
+    Trajectory,
+    Update,
+    Verdict,
+)
+from stretto.dashboard.curves import smooth
+from stretto.dashboard.plots import plot_run
+from stretto.dashboard.timeline import Window, busy_fraction, middle_window, plot_timeline
+from stretto.store.config import StoreConfig
+from stretto.store.inspection import TOTALS, Totals
+from stretto.store.ledger import Ledger
+from stretto.store.metrics import Evaluation, MetricsLog, StepMetrics
+from stretto.store.run_folder import RunFolder
+from stretto.store.spans import SpanLog
+
+NAMES = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        version=step,
+        wall_seconds=step + 5.0,
+        rl_seconds=float(step),
+        accuracy=min(1.0, 0.4 + 0.02 * step),
+        reward=0.4,
+        length_mean=30.0,
+        length_max=120,
+        staleness_mean=1.0,
+        staleness_max=3,
+        trained_tokens=100,
+    )
+
+
+def spans_of(steps: int) -> list[Span]:
+    spans = []
+    for step in range(steps):
+        spans += [
+            Span(role="engine-0", name="generate", start=step, end=step + 0.9, version=step),
+            Span(role="engine-0", name="load", start=step + 0.9, end=step + 0.91, version=step + 1),
+            Span(role="trainer", name="update", start=step + 0.1, end=step + 0.8, version=step),
+            Span(role="trainer", name="publish", start=step + 0.8, end=step + 0.85, version=step + 1),
+            Span(role="somebody", name="something", start=step, end=step + 0.1),
+        ]
+    return spans
+
+
+def train_once(ledger: Ledger) -> None:
+    prompt = Prompt(id="1", token_ids=(1,), text="", answer="")
+    completion = Completion(
+        request="0.1.0",
+        member=0,
+        token_ids=(1, 2),
+        behavior_logprobs=(-1.0, -1.0),
+        versions=(0, 3),
+        stop_reason=StopReason.STOP,
+    )
+    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    trajectory = Trajectory(id="0.1.0/0", completion=completion, verdict=verdict, text="")
+    group = Group(id="0.1.0", prompt=prompt, admitted_version=0, trajectories=(trajectory,))
+    ledger.issue("0.1.0", prompt, 1, 0)
+    ledger.buffer(group)
+    ledger.commit_batch(Batch(step=1, version=3, groups=(group,)))
+    ledger.record_update(Update(step=1, version=4, trained_tokens=2, masked_tokens=0, metrics={}))
+
+
+@pytest.mark.parametrize("bound", [1.0, None])
+def test_a_run_is_drawn_completely(tmp_path: Path, bound: float | None) -> None:
+    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        train_once(ledger)
+        ledger.put(TOTALS, Totals(max_staleness=bound))
+        log = MetricsLog(folder.metrics)
+        log.append(Evaluation(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.4, prompts=512))
+        for step in range(1, 30):
+            log.append(metrics(step))
+        log.append(Evaluation(step=29, version=29, wall_seconds=40, rl_seconds=29, accuracy=0.9, prompts=512))
+        SpanLog(folder.spans).append(spans_of(30))
+    files = plot_run(tmp_path / "run")
+    assert sorted(file.name for file in files) == NAMES == sorted(file.name for file in folder.plots.iterdir())
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_a_run_with_nothing_in_it_can_be_drawn(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path) as folder:
+        Ledger(folder.ledger, StoreConfig()).close()
+    assert sorted(file.name for file in plot_run(tmp_path)) == NAMES
+
+
+def test_a_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path) as folder:
+        Ledger(folder.ledger, StoreConfig()).close()
+        MetricsLog(folder.metrics).append(metrics(1))
+        SpanLog(folder.spans).append(spans_of(1))
+    assert len(plot_run(tmp_path)) == 5
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="holds no run"):
+        plot_run(tmp_path)
+
+
+def test_spans_of_a_run_that_never_trained_are_drawn_whole(tmp_path: Path) -> None:
+    spans = [Span(role="engine-0", name="generate", start=3.0, end=5.0)]
+    assert middle_window(spans, 12) == Window(3.0, 5.0)
+    plot_timeline(tmp_path / "timeline.png", spans)
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+def test_the_window_is_the_middle_of_the_run() -> None:
+    # Updates begin at 0.1, 1.1, ... 99.1; the twelve in the middle are numbers 44 to 55.
+    assert middle_window(spans_of(100), 12) == Window(44.1, 55.8)
+    assert middle_window(spans_of(3), 12) == Window(0.1, 2.8)
+
+
+def test_time_that_two_spans_share_is_counted_once() -> None:
+    spans = [Span(role="a", name="x", start=start, end=end) for start, end in ((0, 4), (1, 2), (3, 5), (8, 99))]
+    assert busy_fraction(spans, Window(0, 10)) == 0.7
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50), st.integers(1, 60))
+def test_a_smooth_curve_is_as_long_as_its_values_and_stays_between_them(values: list[float], window: int) -> None:
+    curve = smooth(values, window)
+    assert len(curve) == len(values)
+    assert np.all(curve >= min(values) - 1e-6)
+    assert np.all(curve <= max(values) + 1e-6)

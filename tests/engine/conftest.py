@@ -1,0 +1,36 @@
+"""Tiny policies with distributions that are neither flat nor a single point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stretto.model.build import BuildConfig, build_policy
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 policy with 22 tokens (0 padding, 1 end) and a context of 192."""
+    path = tmp_path_factory.mktemp("engine") / "policy"
+    shape = BuildConfig(
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        context_length=192,
+        alphabet="0123456789+-*/=;#?()",
+        initializer_range=0.15,
+    )
+    build_policy(shape, path, seed=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path) -> PreTrainedModel:
+    """The same policy as transformers loads it by itself."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model

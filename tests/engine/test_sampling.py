@@ -1,0 +1,81 @@
+"""Promises: a token is a function of logits, seed and place alone; tokens come as often as their probability says;
+log-probabilities are those of the distribution that was sampled from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.engine.sampling import mix, sample, uniforms
+
+
+def draw(logits: torch.Tensor, temperature: float = 1.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rows = len(logits)
+    return sample(logits, np.full(rows, temperature, np.float32), np.full(rows, seed, np.uint64), np.arange(rows))
+
+
+def test_the_generator_is_splitmix64() -> None:
+    # The reference implementation, seeded with 1234567, gives these first two outputs.
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    states = np.array([1234567, 1234567], np.uint64) + np.array([1, 2], np.uint64) * golden
+    assert mix(states).tolist() == [6457827717110365317, 3203168211198807973]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
+def test_uniforms_lie_in_the_unit_interval_and_depend_on_seed_and_place(seed: int, place: int) -> None:
+    seeds, places = np.array([seed, seed, seed ^ 1], np.uint64), np.array([place, place + 1, place])
+    here, next_place, next_seed = uniforms(seeds, places).tolist()
+    assert 0 <= here < 1
+    assert here != next_place
+    assert here != next_seed
+
+
+def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
+    logits, seeds, places = torch.randn(64, 30), np.arange(64, dtype=np.uint64), np.arange(64) % 5
+    ones = np.ones(64, np.float32)
+    together, _ = sample(logits, ones, seeds, places)
+    alone = [sample(logits[r : r + 1], ones[:1], seeds[r : r + 1], places[r : r + 1])[0][0] for r in range(64)]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    draws = 40_000
+    tokens, logprobs = draw(probabilities.log().expand(draws, 5), temperature)
+    expected = (probabilities.log() / temperature).softmax(-1)
+    counts = torch.bincount(torch.from_numpy(tokens), minlength=5)
+    assert counts[4] == 0
+    chi_squared = float(((counts - draws * expected)[:4] ** 2 / (draws * expected[:4])).sum())
+    assert chi_squared < 21.1  # exceeded once in 10,000 with 3 degrees of freedom
+    assert np.allclose(logprobs, expected.log().numpy()[tokens], atol=1e-6)
+
+
+def test_numbers_by_hand() -> None:
+    # exp(0) : exp(ln 3) = 1 : 3, at temperature 0.5 it is 1 : 9.
+    tokens, logprobs = draw(torch.tensor([[0.0, math.log(3.0)]] * 50), temperature=0.5)
+    by_hand = np.array([math.log(0.1), math.log(0.9)])
+    assert set(tokens.tolist()) == {0, 1}
+    assert np.allclose(logprobs, by_hand[tokens], atol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_token_and_leaves_other_rows_alone() -> None:
+    logits = torch.randn(32, 30)
+    temperatures = np.where(np.arange(32) % 2, 0.0, 1.0).astype(np.float32)
+    seeds, places = np.arange(32, dtype=np.uint64), np.zeros(32, np.int64)
+    tokens, logprobs = sample(logits, temperatures, seeds, places)
+    sampled, _ = sample(logits, np.ones(32, np.float32), seeds, places)
+    assert tokens[1::2].tolist() == logits.argmax(-1)[1::2].tolist()
+    assert tokens[::2].tolist() == sampled[::2].tolist()
+    assert np.allclose(logprobs, logits.log_softmax(-1).numpy()[np.arange(32), tokens])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_distribution_are_an_error(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="not finite"):
+        draw(torch.tensor([[0.0, bad]]))

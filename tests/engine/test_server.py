@@ -1,0 +1,304 @@
+"""Promises, over real sockets: answers arrive as they end and as the engine made them; weights change between steps,
+and streams live on; who leaves is not served on; an error reaches the client as the same error; an engine that fails
+breaks its streams and ends; signals end the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.errors import DeadlineExceeded, EngineLost, RecipeError, RefusedRequest, TornPublication, WireError
+from stretto.core.records import Completion, GenerateRequest, Sampling
+from stretto.engine.client import HttpEngine
+from stretto.engine.config import EngineConfig
+from stretto.engine.connections import Connections
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.server import run_server, serve
+from stretto.engine.wire import Refusal
+from tests.engine.serving import Mailbox, served, until_up
+
+
+def request(name: str, answers: int = 3, max_tokens: int = 20) -> GenerateRequest:
+    sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(1,))
+    return GenerateRequest(id=name, prompt_token_ids=(5, 12, 8), seeds=tuple(range(answers)), sampling=sampling)
+
+
+def endless(name: str, answers: int = 2) -> GenerateRequest:
+    sampling = Sampling(max_tokens=180)
+    return GenerateRequest(id=name, prompt_token_ids=(5, 12), seeds=tuple(range(answers)), sampling=sampling)
+
+
+def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
+    return EmbeddedEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+
+
+def alone(folder: Path, wanted: GenerateRequest) -> list[Completion]:
+    engine, ended = engine_of(folder), list[Completion]()
+    engine.add(wanted)
+    while not engine.idle:
+        ended += engine.step()
+    return sorted(ended, key=lambda completion: completion.member)
+
+
+async def collect(client: HttpEngine, wanted: GenerateRequest) -> list[Completion]:
+    return sorted([c async for c in client.generate(wanted)], key=lambda completion: completion.member)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Path, transport: str) -> None:
+    address = tmp_path / "e.sock" if transport == "unix" else f"127.0.0.1:{free_port()}"
+
+    async def main() -> None:
+        async with served(engine_of(folder), address) as client:
+            wanted = [request(f"r{i}", answers=1 + i % 4) for i in range(12)]
+            received = await asyncio.gather(*(collect(client, each) for each in wanted))
+            for each, completions in zip(wanted, received, strict=True):
+                assert [c.token_ids for c in completions] == [c.token_ids for c in alone(folder, each)]
+            health = await client.health()
+            assert health.generated == sum(len(c.token_ids) for completions in received for c in completions)
+            assert {span.name for span in await client.spans()} == {"generate"}
+            assert await client.spans() == []
+
+    asyncio.run(main())
+
+
+def test_a_server_loads_the_newest_version_before_it_serves(
+    folder: Path, tmp_path: Path, plain: PreTrainedModel
+) -> None:
+    async def main() -> None:
+        mailbox = Mailbox({version: dict(plain.named_parameters()) for version in (3, 7)})
+        async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
+            assert (await client.health()).version == 7
+            assert {v for c in await collect(client, request("a")) for v in c.versions} == {7}
+
+    asyncio.run(main())
+
+
+def test_an_update_interrupts_an_open_stream_which_then_goes_on(
+    folder: Path, tmp_path: Path, plain: PreTrainedModel
+) -> None:
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.01)
+
+    async def main() -> None:
+        engine, mailbox = engine_of(folder), Mailbox()
+        async with served(engine, tmp_path / "e.sock", mailbox) as client:
+            stream = asyncio.create_task(collect(client, endless("a")))
+            while (await client.health()).generated < 10:
+                pass
+            mailbox.publications[1] = dict(other.named_parameters())
+            assert await client.update(1) == 1
+            completions = await stream
+            assert all(set(c.versions) == {0, 1} and c.interrupted == 1 for c in completions)
+            assert (await client.health()).updates == 1
+
+    asyncio.run(main())
+
+
+def test_errors_of_the_engine_reach_the_client_as_themselves(
+    folder: Path, tmp_path: Path, plain: PreTrainedModel
+) -> None:
+    torn = {name: tensor for name, tensor in plain.named_parameters() if "norm" not in name}
+
+    async def main() -> None:
+        mailbox = Mailbox()
+        async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
+            with pytest.raises(RefusedRequest, match=r"sampling\.max_tokens: 0; at least 1"):
+                await collect(client, request("a", max_tokens=0))
+            with pytest.raises(WireError, match="version 2 is not there"):
+                await client.update(2)
+            mailbox.publications[1] = torn
+            with pytest.raises(TornPublication, match="lacks"):
+                await client.update(1)
+            assert (await client.health()).version == 0
+            assert len(await collect(client, request("b"))) == 3
+
+    asyncio.run(main())
+
+
+def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    async def exchange(connections: Connections, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        async with connections.one() as connection:
+            connection.send(method, path, body)
+            parts = []
+            while part := await connection.read():
+                parts.append(part)
+            return connection.status, b"".join(parts)
+
+    async def main() -> None:
+        async with served(engine_of(folder), tmp_path / "e.sock"):
+            connections = Connections("engine-0", f"unix:{tmp_path / 'e.sock'}")
+            for path, body in (("/generate", b"\x00"), ("/generate", b"\x81"), ("/update_weights", b"junk")):
+                status, reply = await exchange(connections, "POST", path, body)
+                assert status == 400
+                assert msgspec.msgpack.decode(reply, type=Refusal).field == "body"
+            assert (await exchange(connections, "GET", "/nowhere", b""))[0] == 404
+            assert (await exchange(connections, "GET", "/generate", b""))[0] == 405
+            connections.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_has_its_request_aborted(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(folder, slots=2)
+        async with served(engine, tmp_path / "e.sock") as client:
+            leaver = asyncio.create_task(collect(client, endless("a", answers=6)))
+            while (await client.health()).running < 2:
+                pass
+            leaver.cancel()
+            await asyncio.gather(leaver, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while (await client.health()).running or (await client.health()).waiting:
+                    pass
+            engine.check_integrity()
+            assert len(await collect(client, request("b"))) == 3
+
+    asyncio.run(main())
+
+
+def test_leaving_after_the_first_answer_aborts_the_rest(folder: Path, tmp_path: Path) -> None:
+    async def first(client: HttpEngine) -> Completion:
+        async for completion in client.generate(endless("a", answers=6)):
+            return completion
+        raise AssertionError("no answer")
+
+    async def main() -> None:
+        async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
+            await first(client)
+            async with asyncio.timeout(20):
+                while (await client.health()).running:
+                    await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_an_abort_ends_the_stream_of_that_request(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
+            stream = asyncio.create_task(collect(client, endless("a", answers=3)))
+            while not (await client.health()).running:
+                pass
+            await client.abort("a")
+            with pytest.raises(EngineLost, match="engine-0 broke off"):
+                await stream
+            await client.abort("unknown")
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_breaks_its_streams_and_ends_with_its_error(
+    folder: Path, tmp_path: Path, plain: PreTrainedModel
+) -> None:
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in plain.named_parameters()}
+
+    async def main() -> None:
+        mailbox, address = Mailbox(), f"unix:{tmp_path / 'e.sock'}"
+        server = asyncio.create_task(run_server(engine_of(folder, slots=1), mailbox, address))
+        client = HttpEngine("engine-0", address, answer_seconds=20)
+        await until_up(client)
+        stream = asyncio.create_task(collect(client, endless("a", answers=3)))
+        while not (await client.health()).running:
+            pass
+        mailbox.publications[1] = broken
+        await client.update(1)
+        with pytest.raises(EngineLost, match="engine-0 broke off"):
+            await stream
+        with pytest.raises(FloatingPointError, match="not finite"):
+            await server
+        with pytest.raises(EngineLost, match="engine-0 does not listen"):
+            await client.health()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        listeners: list[asyncio.Task[None] | None] = []
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            listeners.append(asyncio.current_task())
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+        server = await asyncio.start_unix_server(silent, tmp_path / "e.sock")
+        client = HttpEngine(
+            "engine-0", f"unix:{tmp_path / 'e.sock'}", answer_seconds=0.05, load_seconds=0.05, health_seconds=0.05
+        )
+        with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next answer to a"):
+            await collect(client, request("a"))
+        with pytest.raises(DeadlineExceeded, match="engine-0 to load version 3"):
+            await client.update(3)
+        server.close()
+        await asyncio.gather(*(listener for listener in listeners if listener is not None))
+
+    asyncio.run(main())
+
+
+def test_nobody_at_the_address_is_a_lost_engine(tmp_path: Path) -> None:
+    for address in (f"unix:{tmp_path / 'none.sock'}", f"127.0.0.1:{free_port()}"):
+        with pytest.raises(EngineLost, match="engine-0 does not listen"):
+            asyncio.run(HttpEngine("engine-0", address).health())
+
+
+def test_a_port_in_use_is_a_problem_of_the_recipe(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RecipeError, match=r"engine.base_port: 127\.0\.0\.1:\d+: Address already in use"):
+            serve(engine_of(folder), Mailbox(), address)
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.server import serve
+from tests.engine.serving import Mailbox
+serve(EmbeddedEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv[2])
+"""
+
+
+def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'e.sock'}"
+    process = subprocess.Popen([sys.executable, "-c", PROCESS, folder, address])
+
+    async def lose() -> None:
+        client = HttpEngine("engine-0", address, answer_seconds=30)
+        await until_up(client)
+        stream = asyncio.create_task(collect(client, endless("a", answers=64)))
+        while not (await client.health()).running:
+            pass
+        process.terminate()
+        with pytest.raises(EngineLost, match="engine-0 broke off"):
+            await stream
+        await client.close()
+
+    try:
+        asyncio.run(lose())
+        assert process.wait(10) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()

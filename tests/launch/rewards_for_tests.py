@@ -1,0 +1,55 @@
+"""Reward functions that the system tests name in their recipes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+NOT_CALLABLE = 3
+
+
+def length(prompt: str, completion: str, answer: str) -> float:
+    """Anything that tells answers of one group apart: a model that knows nothing gets nothing right."""
+    return len(completion) % 5 / 4
+
+
+def slow(prompt: str, completion: str, answer: str) -> float:
+    """As `length`, on a task that takes its time."""
+    time.sleep(0.02)
+    return length(prompt, completion, answer)
+
+
+def raising(prompt: str, completion: str, answer: str) -> float:
+    raise RuntimeError("no idea")
+
+
+def hanging(prompt: str, completion: str, answer: str) -> float:
+    while True:
+        time.sleep(1)
+
+
+def dying(prompt: str, completion: str, answer: str) -> float:
+    os._exit(3)
+
+
+def not_a_number(prompt: str, completion: str, answer: str) -> float:
+    return float("nan")
+
+
+def a_text(prompt: str, completion: str, answer: str) -> str:
+    return "right"
+
+
+def now_and_then(prompt: str, completion: str, answer: str) -> float:
+    """Cannot judge one answer in five."""
+    if len(completion) % 5 == 0:
+        raise ValueError("a length divisible by five")
+    return length(prompt, completion, answer)
+
+
+def of_two_arguments(prompt: str, completion: str) -> float:
+    return 1.0
+
+
+async def asynchronous(prompt: str, completion: str, answer: str) -> float:
+    return 1.0

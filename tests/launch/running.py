@@ -1,0 +1,248 @@
+"""The real command line in processes of its own, and what is left of it: for the system tests.
+
+Every process of a run inherits a mark in its environment, so that orphans are found wherever they have gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.launch.plan import digest
+from stretto.store.inspection import Inspection, inspect_run
+
+ROOT = Path(__file__).parents[2]
+TINY = Path(__file__).parent / "recipes" / "tiny.toml"
+_MARK = "STRETTO_TEST_MARK"
+_PATIENCE = 100.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def refused(self, *texts: str) -> None:
+        """It was the user's mistake: exit code 2, one message without a traceback that holds all `texts`."""
+        assert self.code == 2, self.out + self.err
+        self.says(*texts)
+
+    def says(self, *texts: str) -> None:
+        """The message on stderr holds all `texts` and no traceback."""
+        assert "Traceback" not in self.out + self.err, self.out + self.err
+        assert self.err.startswith(("stretto: ", "Usage: ")), self.err
+        assert not [text for text in texts if text not in self.err], self.err
+
+
+@dataclass
+class Command:
+    """A command that is running."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    temporary: Path
+    run_dir: Path | None = None
+    seen: set[int] = field(default_factory=set)
+
+    def processes(self, module: str = "") -> list[int]:
+        """The living processes of this command, those whose command line names `module`."""
+        return [pid for pid in _marked(self.mark) if module in _command_line(pid)]
+
+    def role(self, name: str) -> int:
+        """The process that plays a role: ``trainer``, ``engine``, ``supervised``."""
+        (pid,) = self.processes(f"stretto.launch.{name}_role")
+        return pid
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, seconds: float = _PATIENCE) -> Ended:
+        """Wait until it has ended."""
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            out, err = self.process.communicate(timeout=10)
+            raise AssertionError(f"not ended after {seconds} s:\n{out}\n{err}") from None
+        return Ended(self.process.returncode, out, err)
+
+    def stop(self, number: signal.Signals) -> tuple[Ended, float]:
+        """Send a signal; how it ended, and after how many seconds."""
+        start = time.monotonic()
+        self.signal(number)
+        ended = self.end(30)
+        return ended, time.monotonic() - start
+
+    def kill_all(self) -> None:
+        for pid in self.processes():
+            with_no_fuss(pid)
+
+    def assert_nothing_is_left(self) -> None:
+        """No process, no shared memory, no temporary file."""
+        until = time.monotonic() + 5
+        while left := self.processes():
+            assert time.monotonic() < until, [_command_line(pid) for pid in left]
+            time.sleep(0.02)
+        assert list(self.temporary.iterdir()) == []
+        if self.run_dir is not None:
+            assert list(shared_files(self.run_dir, self.process.pid)) == []
+
+
+def with_no_fuss(pid: int) -> None:
+    """SIGKILL to a process of ours that may have ended meanwhile."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def shared_files(run_dir: Path, conductor: int) -> Iterator[Path]:
+    """What the run of process `conductor` has in shared memory."""
+    names = (digest(run_dir.resolve(), conductor), digest(run_dir.resolve()))
+    return (path for name in names for path in Path("/dev/shm").glob(f"stretto-{name}-*"))
+
+
+def _marked(mark: str) -> Iterator[int]:
+    wanted = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                found = wanted in (folder / "environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended, or is not ours
+                continue
+            if found:
+                yield int(folder.name)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Laboratory:
+    """Where commands are run: a folder, and a cache that all tests of the session share."""
+
+    folder: Path
+    cache: Path
+
+    @contextmanager
+    def start(self, *arguments: str | Path, run_dir: Path | None = None, **environment: str) -> Iterator[Command]:
+        """``python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends."""
+        mark = uuid.uuid4().hex
+        # Sockets lie there, and the path of a socket has 107 bytes at most.
+        temporary = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
+        inherited = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "STRETTO_CACHE": str(self.cache),
+            "TMPDIR": str(temporary),
+            _MARK: mark,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=inherited | environment,
+            start_new_session=True,
+        )
+        command = Command(process, mark, temporary, run_dir)
+        try:
+            yield command
+        finally:
+            command.kill_all()
+            process.kill()
+            process.communicate(timeout=30)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def train(self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY) -> Any:
+        """`start` with ``train RECIPE --run-dir RUN_DIR ARGUMENTS``."""
+        return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir)
+
+    def run(self, *arguments: str | Path) -> Ended:
+        """Run a command to its end; it leaves no process and no temporary file."""
+        with self.start(*arguments) as command:
+            ended = command.end()
+            command.assert_nothing_is_left()
+        return ended
+
+    def trained(self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY) -> Ended:
+        """Train to the end, successfully."""
+        with self.train(run_dir, *arguments, recipe=recipe) as command:
+            ended: Ended = command.end()
+            assert ended.code == 0, ended.out + ended.err + logs(run_dir)
+            command.assert_nothing_is_left()
+        return ended
+
+
+def wait_until(condition: Callable[[], bool], awaited: str, command: Command | None = None) -> None:
+    """Poll; fails after a while, or as soon as the command has ended."""
+    until = time.monotonic() + _PATIENCE
+    while not condition():
+        assert time.monotonic() < until, f"{awaited}: not in {_PATIENCE} s"
+        if command is not None and command.process.poll() is not None and not condition():
+            raise AssertionError(f"{awaited}: ended before\n{command.end()}")
+        time.sleep(0.02)
+
+
+def steps_done(run_dir: Path) -> int:
+    """Training steps on record in a run that goes on."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return sum('"kind":"step"' in line for line in lines)
+
+
+def wait_for_step(command: Command, step: int) -> None:
+    assert command.run_dir is not None
+    run_dir = command.run_dir
+    wait_until(lambda: steps_done(run_dir) >= step, f"step {step}", command)
+
+
+def logs(run_dir: Path) -> str:
+    return "\n".join(f"--- {path}\n{path.read_text()}" for path in sorted((run_dir / "logs").glob("*.txt")))
+
+
+def exported(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
+    """All trajectories of a run, by `stretto export`."""
+    file = run_dir.with_name(f"{run_dir.name}.jsonl")
+    ended = laboratory.run("export", run_dir, file)
+    assert ended.code == 0, ended.err
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def assert_the_law(run_dir: Path) -> Inspection:
+    """Issued is the sum of all states, no trajectory is trained twice, every trained step is on record."""
+    found = inspect_run(run_dir)
+    counts = found.trajectories
+    states = (counts.trained, counts.buffered, counts.in_flight, counts.filtered, counts.expired, counts.failed)
+    assert counts.issued == sum(states)
+    assert found.steps == found.version
+    return found
+
+
+def with_sections(recipe: Path, target: Path, sections: str, without: Sequence[str] = ()) -> Path:
+    """A copy of a recipe with text at its end, and without the lines that begin with one of `without`."""
+    kept = [line for line in recipe.read_text().splitlines() if not line.startswith(tuple(without) or ("\0",))]
+    target.write_text("\n".join(kept) + "\n" + sections)
+    return target

@@ -1,0 +1,214 @@
+"""A run from end to end, through the command line, in real processes.
+
+- The run folder explains itself, and its balance is true.
+- Each token was sampled by the weights it is labelled with: re-scored by plain transformers, across interruptions.
+- Policies load by transformers' Auto classes; plots are pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from stretto.core.records import State
+from stretto.launch.recipe import load_recipe
+from tests.launch.running import TINY, Laboratory, assert_the_law, exported
+
+INSPECTION = {
+    "steps": int,
+    "version": int,
+    "wall_seconds": float,
+    "rl_seconds": float,
+    "initial_accuracy": float,
+    "final_accuracy": float,
+    "tokens": ["generated", "trained", "recomputed", "wasted"],
+    "trajectories": ["issued", "trained", "buffered", "in_flight", "filtered", "expired", "failed"],
+    "staleness": ["bound", "max", "mean", "histogram"],
+    "interrupted": int,
+    "multi_version": int,
+    "busy": ["conductor", "engine-0", "rewards", "trainer"],
+}
+TRAJECTORY = [
+    "id",
+    "group",
+    "prompt_id",
+    "prompt_token_ids",
+    "token_ids",
+    "behavior_logprobs",
+    "versions",
+    "reward",
+    "verdict",
+    "state",
+    "reason",
+    "admitted_version",
+    "trained_step",
+    "stop_reason",
+    "text",
+]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def run_dir(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    laboratory.trained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trajectories(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
+    return exported(laboratory, run_dir)
+
+
+def test_the_run_folder_holds_everything_that_explains_the_run(run_dir: Path) -> None:
+    files = {"recipe.toml", "versions.json", "machine.json", "log.txt", "metrics.jsonl", "spans.jsonl", "ledger.sqlite"}
+    assert files <= {path.name for path in run_dir.iterdir()}
+    assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [
+        "engine-0.txt",
+        "rewards.txt",
+        "trainer.txt",
+    ]
+    assert [path.name for path in sorted((run_dir / "policy").iterdir())] == [f"v{k:06d}" for k in range(STEPS + 1)]
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
+    assert "torch" in json.loads((run_dir / "versions.json").read_text())
+    assert json.loads((run_dir / "machine.json").read_text())["cores"] >= 1
+
+
+def test_the_resolved_recipe_is_the_one_that_was_run(run_dir: Path) -> None:
+    assert load_recipe(run_dir / "recipe.toml") == load_recipe(TINY)
+
+
+def test_plots_are_pictures(run_dir: Path) -> None:
+    plots = sorted((run_dir / "plots").iterdir())
+    names = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
+    assert [plot.name for plot in plots] == names
+    assert all(plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for plot in plots)
+
+
+def test_inspect_prints_one_object_with_every_field(laboratory: Laboratory, run_dir: Path) -> None:
+    found = json.loads(laboratory.run("inspect", run_dir, "--json").out)
+    assert list(found) == list(INSPECTION)
+    for name, kind in INSPECTION.items():
+        if isinstance(kind, list):
+            assert list(found[name]) == kind
+        else:
+            assert isinstance(found[name], kind)
+    assert found["steps"] == found["version"] == STEPS
+    assert 0 < found["rl_seconds"] < found["wall_seconds"]
+    assert all(0 <= fraction <= 1 for role, fraction in found["busy"].items() if role != "rewards"), found["busy"]
+    assert found["busy"]["trainer"] > 0
+    assert found["busy"]["engine-0"] > 0
+
+
+def test_inspect_shows_a_table_to_people(laboratory: Laboratory, run_dir: Path) -> None:
+    table = laboratory.run("inspect", run_dir).out
+    assert "held-out accuracy" in table
+    assert "engine-0 busy" in table
+
+
+def test_the_balance_is_true(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
+    found = assert_the_law(run_dir)
+    for state in State:
+        counted = sum(trajectory["state"] == state for trajectory in trajectories)
+        assert getattr(found.trajectories, state.value) == counted
+    assert found.trajectories.issued == len(trajectories)
+    assert found.trajectories.trained == STEPS * 2 * 4
+
+
+def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
+    found = assert_the_law(run_dir)
+    on_record = sum(len(trajectory["token_ids"]) for trajectory in trajectories)
+    ages = [
+        trajectory["trained_step"] - 1 - version
+        for trajectory in trajectories
+        if trajectory["state"] == "trained"
+        for version in trajectory["versions"]
+    ]
+    within = [age for age in ages if age <= 2]
+    assert found.staleness.bound == 2
+    assert found.tokens.trained == len(within)
+    assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
+    assert found.staleness.mean == pytest.approx(sum(within) / len(within))
+    assert found.tokens.generated >= on_record
+    assert found.tokens.recomputed > 0
+
+
+def test_interruptions_happened_and_are_counted(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
+    found = assert_the_law(run_dir)
+    several = sum(len(set(trajectory["versions"])) > 1 for trajectory in trajectories)
+    assert found.multi_version == several > 0
+    assert found.interrupted >= several
+
+
+def test_export_has_exactly_the_promised_fields(trajectories: list[dict[str, Any]]) -> None:
+    assert all(list(trajectory) == TRAJECTORY for trajectory in trajectories)
+    ids = [trajectory["id"] for trajectory in trajectories]
+    assert len(set(ids)) == len(ids)
+    for trajectory in trajectories:
+        lengths = {len(trajectory[name]) for name in ("token_ids", "behavior_logprobs", "versions")}
+        assert len(lengths) == 1
+        assert trajectory["versions"] == sorted(trajectory["versions"])
+        assert (trajectory["state"] == "trained") == (trajectory["trained_step"] is not None)
+        if trajectory["state"] == "trained":
+            assert trajectory["stop_reason"] in ("stop", "length")
+            assert trajectory["reward"] == len(trajectory["text"]) % 5 / 4
+            assert trajectory["trained_step"] - 1 - trajectory["admitted_version"] <= 2
+
+
+def rescored(model: PreTrainedModel, trajectory: dict[str, Any]) -> list[float]:
+    """Log-probabilities of the answer's tokens under one policy, by transformers' own attention."""
+    prompt, answer = trajectory["prompt_token_ids"], trajectory["token_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
+    return [float(logprob) for logprob in chosen[:, 0]]
+
+
+def policies(run_dir: Path) -> list[PreTrainedModel]:
+    folders = sorted((run_dir / "policy").iterdir())
+    return [AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval() for path in folders]
+
+
+def worst(models: Sequence[PreTrainedModel], trajectories: Sequence[dict[str, Any]], shift: int = 0) -> float:
+    """The largest distance between a logged log-probability and that of the version `shift` after its own."""
+    torch.set_num_threads(1)
+    errors = [0.0]
+    for trajectory in trajectories:
+        by_version = {
+            version: rescored(models[min(version + shift, len(models) - 1)], trajectory)
+            for version in set(trajectory["versions"])
+        }
+        errors += [
+            abs(by_version[version][t] - trajectory["behavior_logprobs"][t])
+            for t, version in enumerate(trajectory["versions"])
+        ]
+    return max(errors)
+
+
+def test_every_token_was_sampled_by_the_version_it_is_labelled_with(
+    run_dir: Path, trajectories: list[dict[str, Any]]
+) -> None:
+    models = policies(run_dir)
+    assert worst(models, trajectories) < 1e-4
+    assert worst(models, trajectories, shift=1) > 1e-2, "the versions are too alike for this test to mean anything"
+
+
+def test_so_it_is_with_two_engines(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    laboratory.trained(run_dir, "engine.count=2", "rollout.beyond_bound=wait")
+    found = assert_the_law(run_dir)
+    assert found.busy["engine-1"] > 0
+    assert found.multi_version > 0
+    assert worst(policies(run_dir), exported(laboratory, run_dir)) < 1e-4
+
+
+def test_the_tokenizer_travels_with_the_policy(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy" / "v000006")
+    for trajectory in trajectories[:20]:
+        assert tokenizer.decode(trajectory["token_ids"], skip_special_tokens=True) == trajectory["text"]

@@ -1,0 +1,139 @@
+"""Promises: the cached path computes what the plain transformers model computes, for every row, whatever the batch
+holds, for Qwen2, Qwen3 and Llama, with grouped heads; kinds of attention that it cannot compute are refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from stretto.core.errors import ModelFolderError
+from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context, refuse_unsupported
+
+VOCABULARY = 30
+FAMILIES = [("qwen3", 2, 2), ("qwen3", 4, 1), ("qwen2", 4, 2), ("llama", 2, 1)]
+
+
+def config(family: str, heads: int, kv_heads: int) -> PreTrainedConfig:
+    return AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def twins(family: str, heads: int, kv_heads: int) -> tuple[PreTrainedModel, CachedPolicy]:
+    """The plain model and the cached path, with equal weights."""
+    torch.manual_seed(0)
+    shape = config(family, heads, kv_heads)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation="eager").eval()
+    driven = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation=CACHED_ATTENTION).eval()
+    driven.load_state_dict(plain.state_dict())
+    return plain, CachedPolicy(driven)
+
+
+class Rows:
+    """Rows of random tokens, fed to the policy and checked against the plain model."""
+
+    def __init__(self, plain: PreTrainedModel, policy: CachedPolicy, rows: int = 16) -> None:
+        self.plain, self.policy = plain, policy
+        self.random = np.random.default_rng(0)
+        self.tokens: dict[int, list[int]] = {}
+        self.newest, self.lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+
+    def enter(self, length: int, *rows: int) -> Context:
+        prompt = self.random.integers(2, VOCABULARY, length)
+        for row in rows:
+            self.tokens[row] = prompt.tolist()
+        return Context(prompt[:-1], rows)
+
+    def recompute(self) -> list[Context]:
+        self.policy.clear()
+        return [Context(np.array(tokens[:-1], np.int64), (row,)) for row, tokens in self.tokens.items()]
+
+    def leave(self, row: int) -> None:
+        self.policy.release(row)
+        del self.tokens[row]
+
+    def step(self, *contexts: Context) -> float:
+        """One step; returns the largest difference of a log-probability from the plain model's."""
+        for row, tokens in self.tokens.items():
+            self.newest[row], self.lengths[row] = tokens[-1], len(tokens)
+        order, logits = self.policy.forward(self.newest, self.lengths, contexts)
+        self.policy.check_integrity()
+        assert sorted(order.tolist()) == sorted(self.tokens)
+        worst = 0.0
+        for row, line in zip(order.tolist(), logits, strict=True):
+            with torch.no_grad():
+                expected = self.plain(torch.tensor([self.tokens[row]])).logits[0, -1]
+            worst = max(worst, float((line.log_softmax(-1) - expected.log_softmax(-1)).abs().max()))
+            self.tokens[row].append(int(self.random.integers(2, VOCABULARY)))
+        return worst
+
+
+@pytest.mark.parametrize(("family", "heads", "kv_heads"), FAMILIES)
+def test_every_row_has_the_logits_of_the_plain_model_through_growth_departure_and_recomputation(
+    family: str, heads: int, kv_heads: int
+) -> None:
+    rows = Rows(*twins(family, heads, kv_heads))
+    differences = [rows.step(rows.enter(58, 0, 1, 2), rows.enter(1, 3), rows.enter(20, 4), rows.enter(130, 5))]
+    differences += [rows.step() for _ in range(8)]  # rows 0 to 2 outgrow their shelf of 64
+    rows.leave(1)
+    rows.leave(3)
+    differences += [rows.step(rows.enter(7, 6, 7)), rows.step()]
+    differences += [rows.step(*rows.recompute(), rows.enter(9, 8)), rows.step()]
+    assert max(differences) < 1e-5
+
+
+def test_a_step_that_brings_rows_in_leaves_the_others_alone() -> None:
+    rows = Rows(*twins("qwen3", 2, 2))
+    rows.step(rows.enter(12, 0))
+    newest, lengths = np.full(16, rows.tokens[0][-1]), np.full(16, len(rows.tokens[0]))
+    _, alone = rows.policy.forward(newest, lengths, [])
+    order, together = rows.policy.forward(newest, lengths, [rows.enter(int(lengths[0]), 1)])
+    assert torch.allclose(alone[0], together[order.tolist().index(0)], atol=1e-5)
+
+
+def test_bfloat16_follows_float32() -> None:
+    _, policy = twins("qwen3", 4, 2)
+    half = CachedPolicy(copy.deepcopy(policy.model).bfloat16())
+    prompt = np.arange(2, 22)
+    newest, lengths = np.full(1, prompt[-1]), np.full(1, len(prompt))
+    _, exact = policy.forward(newest, lengths, [Context(prompt[:-1], (0,))])
+    _, rounded = half.forward(newest, lengths, [Context(prompt[:-1], (0,))])
+    assert rounded.dtype == torch.float32
+    assert torch.allclose(exact.softmax(-1), rounded.softmax(-1), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "sliding_attention"),
+        ({"attn_logit_softcapping": 30.0}, "capped at 30.0"),
+        ({"kv_lora_rank": 8}, "latent"),
+    ],
+)
+def test_attention_that_the_cache_cannot_serve_is_refused_by_name(settings: dict[str, object], found: str) -> None:
+    shape = AutoConfig.for_model("qwen3", num_hidden_layers=2, max_position_embeddings=256, **settings)
+    with pytest.raises(ModelFolderError, match=found):
+        refuse_unsupported(shape)
+
+
+def test_a_window_wider_than_the_context_is_no_window() -> None:
+    refuse_unsupported(AutoConfig.for_model("mistral", sliding_window=4096, max_position_embeddings=256))
+    with pytest.raises(ModelFolderError, match="a sliding window of 64"):
+        refuse_unsupported(AutoConfig.for_model("mistral", sliding_window=64, max_position_embeddings=256))

@@ -1,0 +1,188 @@
+"""Promises: a model folder is checked without loading it and every mistake is found, all at once; what loads is what
+was saved; a folder appears whole or not at all; no saved file names our attention paths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stretto.core.errors import ModelFolderError
+from stretto.model.build import BuildConfig, build_policy
+from stretto.model.cached import CACHED_ATTENTION
+from stretto.model.folder import inspect_model_folder, load_policy, save_policy, whole_folder
+
+SMALL = BuildConfig(hidden_size=16, layers=2, heads=2, kv_heads=2, head_dim=8, intermediate_size=24, alphabet="01+=")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("folder") / "policy"
+    build_policy(SMALL, path, seed=1)
+    return path
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "policy"))
+
+
+def edit(file: Path, **changes: object) -> None:
+    """Change keys of a JSON file; None removes the key."""
+    tree = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+
+
+def no_end(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=None)
+    edit(folder / "config.json", eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=None)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def long_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 1 << 40) + file.read_bytes()[8:])
+
+
+def no_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"[1]!")
+
+
+def shards(folder: Path) -> None:
+    weights = dict.fromkeys(load_file(folder / "model.safetensors"), "model-1.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    listed = weights | {"model.ghost.weight": "model-1.safetensors", "model.far.weight": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "config.json: holds no JSON object"),
+    (lambda folder: edit(folder / "config.json", vocab_size="six"), "config.json: vocab_size: 'six'"),
+    (lambda folder: edit(folder / "config.json", vocab_size=5), "has 6 rows, config.json says vocab_size 5"),
+    (lambda folder: edit(folder / "config.json", architectures=[], model_type=None), "names no architecture"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "it holds no weights"),
+    (pickled, "loading a pickle runs its code"),
+    (cut, "its header says"),
+    (long_header, "announces a header of 1,099,511,627,776 bytes"),
+    (no_header, "has a header that cannot be read"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"abc"), "is 3 bytes, too short"),
+    (shards, "model-2.safetensors: no such file"),
+    (shards, "lists model.ghost.weight"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
+    (no_end, "no end-of-sequence token"),
+    (lambda folder: edit(folder / "generation_config.json", eos_token_id=[1, 6]), "eos_token_id: 6; allowed: 0 to 5"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "message"), BROKEN)
+def test_a_broken_folder_is_named_with_its_place(folder: Path, breaks: Callable[[Path], object], message: str) -> None:
+    breaks(folder)
+    with pytest.raises(ModelFolderError) as error:
+        inspect_model_folder(folder)
+    assert message in str(error.value)
+
+
+def test_all_mistakes_are_found_at_once(folder: Path) -> None:
+    cut(folder)
+    no_end(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelFolderError) as error:
+        inspect_model_folder(folder)
+    assert len(error.value.problems) == 3
+
+
+def test_a_tokenizer_that_knows_more_than_the_embedding_is_refused(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelFolderError, match="knows token 6, the embedding has 6 rows"):
+        inspect_model_folder(folder)
+
+
+def test_no_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelFolderError, match="file: is a file"):
+        inspect_model_folder(tmp_path / "file")
+    with pytest.raises(ModelFolderError, match="nothing: no such folder"):
+        inspect_model_folder(tmp_path / "nothing")
+
+
+def test_the_end_token_comes_from_the_tokenizer_when_no_config_names_it(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=None)
+    edit(folder / "config.json", eos_token_id=None)
+    assert inspect_model_folder(folder).eos_token_ids == (1,)
+
+
+def test_a_list_of_end_tokens_is_kept_whole(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[1, 0])
+    assert inspect_model_folder(folder).eos_token_ids == (1, 0)
+
+
+def test_a_saved_policy_is_loaded_by_transformers_with_equal_weights(folder: Path, tmp_path: Path) -> None:
+    policy = load_policy(folder, attention=CACHED_ATTENTION)
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+    save_policy(policy, folder, tmp_path / "out" / "v000001")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "v000001")
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), saved.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "v000001")("1+0")["input_ids"] == [3, 4, 2]
+    assert not any(CACHED_ATTENTION in file.read_text() for file in (tmp_path / "out" / "v000001").glob("*.json"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["v000001"]
+
+
+def test_saving_over_a_policy_replaces_it(folder: Path) -> None:
+    policy = load_policy(folder, dtype="bfloat16")
+    save_policy(policy, folder, folder)
+    assert inspect_model_folder(folder).dtype == "bfloat16"
+    assert load_policy(folder, dtype=torch.float32).dtype == torch.float32
+
+
+def test_a_folder_that_was_not_finished_never_appears(tmp_path: Path) -> None:
+    def fail() -> None:
+        with whole_folder(tmp_path / "policy") as partial:
+            (partial / "config.json").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_policies_keep_their_own_attention(folder: Path) -> None:
+    cached, plain = load_policy(folder, attention=CACHED_ATTENTION), load_policy(folder, attention="eager")
+    assert (cached.config._attn_implementation, plain.config._attn_implementation) == (CACHED_ATTENTION, "eager")
+    assert not cached.training
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"lacks the weight model\.norm\.weight"):
+        load_policy(folder)
+
+
+def test_a_folder_that_transformers_cannot_load_is_a_named_error(folder: Path) -> None:
+    edit(folder / "config.json", model_type="nonesuch")
+    with pytest.raises(ModelFolderError, match="cannot be loaded"):
+        load_policy(folder)
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        load_policy(folder / "nowhere")

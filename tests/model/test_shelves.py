@@ -1,0 +1,124 @@
+"""Promises: a row keeps its keys and values wherever it is moved; each slot has one owner; holes are closed.
+
+A law, under Hypothesis: after any sequence of placing, stretching and releasing, every row reads back what it wrote.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import BoundViolated
+from stretto.model.shelves import CacheLayout, Shelves
+
+CPU = torch.device("cpu")
+
+
+def shelves(context_length: int = 300) -> Shelves:
+    return Shelves(CacheLayout(2, 1, 4, context_length, torch.float32, CPU))
+
+
+def write(shelved: Shelves, row: int) -> None:
+    """Row r writes r + 1 everywhere."""
+    shelf, slot = shelved.place_of(row)
+    shelf.cache[:, :, slot] = row + 1.0
+
+
+def reads_own(shelved: Shelves, row: int, tokens: int) -> bool:
+    shelf, slot = shelved.place_of(row)
+    return bool((shelf.cache[:, :, slot, :, :tokens] == row + 1.0).all())
+
+
+def test_a_row_goes_to_the_shortest_shelf_that_holds_it() -> None:
+    shelved = shelves()
+    lengths = [shelved.place(row, tokens)[0].length for row, tokens in enumerate((1, 64, 65, 128, 129, 300))]
+    assert lengths == [64, 64, 128, 128, 256, 300]
+
+
+def test_a_row_that_outgrows_its_shelf_takes_its_cache_along() -> None:
+    shelved = shelves()
+    shelved.place(7, 60)
+    write(shelved, 7)
+    shelved.stretch(7, 65)
+    assert shelved.place_of(7)[0].length == 128
+    assert reads_own(shelved, 7, 64)
+    shelved.close_holes()
+    assert [shelf.length for shelf in shelved.used()] == [128]
+    shelved.check_integrity()
+
+
+def test_the_last_row_moves_into_a_hole() -> None:
+    shelved = shelves()
+    for row in range(4):
+        shelved.place(row, 10)
+        write(shelved, row)
+    shelved.release(1)
+    shelved.close_holes()
+    assert shelved.used()[0].owners == [0, 3, 2]
+    assert reads_own(shelved, 3, 64)
+
+
+def test_a_new_row_fills_a_hole_before_anything_moves() -> None:
+    shelved = shelves()
+    for row in range(3):
+        shelved.place(row, 10)
+    shelved.release(1)
+    shelved.place(9, 10)
+    shelved.close_holes()
+    assert shelved.used()[0].owners == [0, 9, 2]
+
+
+def test_a_shelf_grows_and_keeps_its_rows() -> None:
+    shelved = shelves()
+    for row in range(9):
+        shelved.place(row, 10)
+        write(shelved, row)
+    assert all(reads_own(shelved, row, 64) for row in range(9))
+    assert shelved.tokens_allocated() == 16 * 64
+
+
+def test_clearing_forgets_rows_and_keeps_memory() -> None:
+    shelved = shelves()
+    shelved.place(0, 10)
+    shelved.clear()
+    assert (len(shelved), shelved.used(), shelved.tokens_allocated()) == (0, [], 4 * 64)
+    shelved.check_integrity()
+
+
+def test_more_tokens_than_the_context_are_a_violated_bound() -> None:
+    with pytest.raises(BoundViolated, match="301 tokens do not fit the context of 300"):
+        shelves().place(0, 301)
+
+
+def test_a_slot_with_two_minds_about_its_owner_is_found() -> None:
+    shelved = shelves()
+    shelf, slot = shelved.place(0, 10)
+    shelf.owners[slot] = 5
+    with pytest.raises(BoundViolated, match="row 0 believes"):
+        shelved.check_integrity()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["place", "stretch", "release", "close"]), st.integers(0, 11)), max_size=60))
+def test_every_row_reads_what_it_wrote_whatever_happens_to_the_others(story: list[tuple[str, int]]) -> None:
+    shelved, held = shelves(), dict[int, int]()
+    for verb, row in story:
+        if verb == "place" and row not in held:
+            held[row] = 40
+            shelved.place(row, 40)
+            write(shelved, row)
+        elif verb == "stretch" and 0 < held.get(row, 0) < 160:
+            longest = shelved.place_of(row)[0].length
+            shelved.stretch(row, longest + 1)
+            assert reads_own(shelved, row, longest)
+            write(shelved, row)
+            held[row] = longest + 1
+        elif verb == "release" and row in held:
+            del held[row]
+            shelved.release(row)
+        elif verb == "close":
+            shelved.close_holes()
+            assert all(min(shelf.owners) >= 0 for shelf in shelved.used())
+        shelved.check_integrity()
+        assert all(reads_own(shelved, other, tokens) for other, tokens in held.items())

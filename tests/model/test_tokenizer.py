@@ -1,0 +1,82 @@
+"""Promises: text comes back as it went in; special tokens are left out; what cannot be encoded is a named error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from stretto.core.errors import DataError, ModelFolderError
+from stretto.model.build import BuildConfig, build_policy
+from stretto.model.tokenizer import Tokenizer, load_tokenizer
+
+ALPHABET = "0123456789+=?\n "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "policy"
+    build_policy(BuildConfig(hidden_size=8, layers=1, heads=1, kv_heads=1, head_dim=8, alphabet=ALPHABET), path, seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+def test_characters_are_tokens_in_the_order_of_the_alphabet(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("3+8=") == (5, 12, 10, 13)
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.vocab_size == 2 + len(ALPHABET)
+
+
+@given(text=st.text(alphabet=ALPHABET, max_size=40))
+def test_text_comes_back_as_it_went_in(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode_many([tokenizer.encode(text), (3, 1)]) == [text, "1"]
+
+
+def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode((3, 3, 1, 0, 0)) == "11"
+
+
+def test_a_character_outside_the_alphabet_is_a_named_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"'3x8y' cannot be encoded.*not in the vocabulary: 'x' 'y'"):
+        tokenizer.encode("3x8y")
+
+
+def test_a_token_for_the_unknown_is_an_error_too(folder: Path, tmp_path: Path) -> None:
+    whole = AutoTokenizer.from_pretrained(folder)
+    whole.add_special_tokens({"unk_token": "?"})
+    whole.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"it becomes \?"):
+        load_tokenizer(tmp_path).encode("1?2")
+
+
+def test_a_conversation_needs_a_chat_template(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ModelFolderError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "1+1"}])
+
+
+def test_a_conversation_is_written_by_the_template_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    whole = AutoTokenizer.from_pretrained(folder)
+    whole.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    whole.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode_chat([{"role": "user", "content": "1+1"}]) == tokenizer.encode("1+1=")
+    with pytest.raises(DataError, match="no tools"):
+        tokenizer.encode_chat([{"role": "tool", "content": "2"}])
+
+
+def test_a_folder_without_a_tokenizer_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        load_tokenizer(tmp_path / "nowhere")

@@ -1,0 +1,136 @@
+"""Checkpoints.
+
+Promises: a checkpoint is whole or absent, wherever writing it is cut off; a flipped bit, a missing byte and a missing
+file are found and named; the newest whole one is used and the broken ones are named; old ones go.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import StoreError
+from stretto.store.checkpoints import Checkpoints, verify
+
+
+def fill(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 20)
+    (folder / "optimizer").mkdir()
+    (folder / "optimizer" / "state.pt").write_bytes(b"\x00" * 1000)
+
+
+def test_a_checkpoint_is_what_was_written(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path / "checkpoints").save(40, fill)
+    assert path == tmp_path / "checkpoints" / "step-000040"
+    manifest = verify(path)
+    assert manifest.step == 40
+    assert {name: seal.size for name, seal in manifest.files.items()} == {
+        "model.safetensors": 5120,
+        "optimizer/state.pt": 1000,
+    }
+
+
+def test_the_newest_are_kept_and_the_newest_is_used(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (5, 10, 15):
+        checkpoints.save(step, fill)
+    assert checkpoints.steps() == [10, 15]
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert (newest.step, newest.broken) == (15, ())
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, fill)
+    path = checkpoints.save(5, lambda folder: (folder / "only").touch())
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "only"]
+    assert [file.name for file in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, fill)
+
+    def failing(folder: Path) -> None:
+        fill(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreError, match="step-000010: the checkpoint cannot be written: No space left on device"):
+        checkpoints.save(10, failing)
+    assert [file.name for file in tmp_path.iterdir()] == ["step-000005"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_damage_is_found_named_and_stepped_over(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(5, fill)
+    file = checkpoints.save(10, fill) / "model.safetensors"
+    if damage == "flip":
+        data = bytearray(file.read_bytes())
+        data[1234] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut":
+        os.truncate(file, 5119)
+    elif damage == "remove":
+        file.unlink()
+    else:
+        file = file.with_name("manifest.json")
+        os.truncate(file, 20)
+    with pytest.raises(StoreError) as found:
+        verify(file.parent)
+    assert str(found.value).startswith(f"{file}: ")
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert newest.step == 5
+    assert newest.broken == (str(found.value),)
+
+
+def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (5, 10):
+        (checkpoints.save(step, fill) / "model.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"(?s)no whole checkpoint.*step-000010.*step-000005"):
+        checkpoints.latest()
+
+
+_SAVER = """
+import os, sys
+from pathlib import Path
+from stretto.store import checkpoints
+left = int(sys.argv[2])
+def killing(real):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), 9)
+        return real(*args, **kwargs)
+    return call
+os.fsync, os.rename, Path.rename, Path.replace = map(killing, (os.fsync, os.rename, Path.rename, Path.replace))
+def fill(folder):
+    for name in "ab":
+        (folder / name).write_bytes(b"new" * 1000)
+checkpoints.Checkpoints(Path(sys.argv[1]), keep=1).save(10, fill)
+"""
+
+
+def test_a_kill_at_any_step_of_saving_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    checkpoints, seen = Checkpoints(tmp_path, keep=1), set()
+    checkpoints.save(5, fill)
+    for calls in range(20):
+        command = [sys.executable, "-c", _SAVER, str(tmp_path), str(calls)]
+        code = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, check=False).returncode
+        newest = checkpoints.latest()
+        assert newest is not None
+        assert newest.broken == ()
+        seen.add(newest.step)
+        if code == 0:
+            break
+    assert seen == {5, 10}

@@ -1,0 +1,163 @@
+"""What a run came to, and its export.
+
+Promises: the JSON has exactly the fields that others rely on; trajectories add up; staleness is over trained tokens; an
+unbounded run says null; an export has every trajectory once, with the log-probabilities bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.core.errors import RunFolderError, StoreError
+from stretto.core.records import State
+from stretto.store.config import StoreConfig
+from stretto.store.export import export_run
+from stretto.store.inspection import TOTALS, Totals, inspect_run
+from stretto.store.ledger import Ledger
+from stretto.store.run_folder import RunFolder
+from tests.store.conftest import Make
+
+FIELDS = {
+    "id",
+    "group",
+    "prompt_id",
+    "prompt_token_ids",
+    "token_ids",
+    "behavior_logprobs",
+    "versions",
+    "reward",
+    "verdict",
+    "state",
+    "reason",
+    "admitted_version",
+    "trained_step",
+    "stop_reason",
+    "text",
+}
+
+
+def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
+    """Two steps; trained: 4 tokens at ages 0 1 1 2, one of 6 tokens masked; one filtered, one failed, one in flight."""
+    with RunFolder.create(path) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        first = make.group("0.1.0", make.trajectory("0.1.0", 0, versions=(0, 0)))
+        second = make.group("0.2.0", make.trajectory("0.2.0", 0, versions=(0, 1, 2, 3), right=False))
+        for group in (first, second):
+            ledger.issue(group.id, make.prompt, 1, 0)
+            ledger.buffer(group)
+        ledger.issue("0.3.0", make.prompt, 3, 1)
+        ledger.settle("0.3.0/0", State.FILTERED, "all right", make.trajectory("0.3.0", 0, versions=(1, 1, 1)))
+        ledger.settle("0.3.0/1", State.FAILED, "engine-0 was lost")
+        ledger.commit_batch(make.batch(1, first, version=1))
+        ledger.record_update(make.update(1))
+        ledger.commit_batch(make.batch(2, second, version=3, oldest_trainable=2))
+        ledger.record_update(make.update(2))
+        totals = Totals(
+            max_staleness=max_staleness,
+            generated=30,
+            recomputed=7,
+            busy={"trainer": 5.0, "engine-0": 9.0},
+            wall_seconds=12.0,
+            rl_seconds=10.0,
+            initial_accuracy=0.25,
+            final_accuracy=0.75,
+        )
+        ledger.put(TOTALS, totals)
+
+
+def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
+    small_run(tmp_path, make)
+    assert json.loads(msgspec.json.encode(inspect_run(tmp_path))) == {
+        "steps": 2,
+        "version": 2,
+        "wall_seconds": 12.0,
+        "rl_seconds": 10.0,
+        "initial_accuracy": 0.25,
+        "final_accuracy": 0.75,
+        # wasted: 3 of the filtered answer, 2 that were masked
+        "tokens": {"generated": 30, "trained": 4, "recomputed": 7, "wasted": 5},
+        "trajectories": {
+            "issued": 5,
+            "trained": 2,
+            "buffered": 0,
+            "in_flight": 1,
+            "filtered": 1,
+            "expired": 0,
+            "failed": 1,
+        },
+        # two tokens of version 0 trained at 1; one each of versions 2 and 3 trained at 3
+        "staleness": {"bound": 4.0, "max": 1, "mean": 0.75, "histogram": {"0": 1, "1": 3}},
+        "interrupted": 1,
+        "multi_version": 1,
+        "busy": {"engine-0": 0.9, "trainer": 0.5},
+    }
+
+
+def test_a_run_without_a_bound_says_null(tmp_path: Path, make: Make) -> None:
+    small_run(tmp_path, make, max_staleness=math.inf)
+    assert json.loads(msgspec.json.encode(inspect_run(tmp_path)))["staleness"]["bound"] is None
+
+
+def test_a_run_can_be_inspected_before_its_first_step_and_while_it_writes(tmp_path: Path, make: Make) -> None:
+    with RunFolder.create(tmp_path) as folder, closing(Ledger(folder.ledger, StoreConfig(flush_seconds=0))) as ledger:
+        assert inspect_run(tmp_path).steps == 0
+        ledger.issue("0.1.0", make.prompt, 4, 0)
+        seen = inspect_run(tmp_path)
+    assert (seen.trajectories.issued, seen.trajectories.in_flight) == (4, 4)
+    assert (seen.staleness.max, seen.staleness.mean, seen.staleness.histogram) == (0, 0.0, {})
+    assert seen.final_accuracy is None
+
+
+def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path: Path, make: Make) -> None:
+    small_run(tmp_path, make)
+    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger._execute("DELETE FROM trajectories WHERE state = 'failed'")
+    with pytest.raises(StoreError, match="issued 5 trajectories and knows the state of 4"):
+        inspect_run(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="does not exist"):
+        inspect_run(tmp_path / "nowhere")
+
+
+def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None:
+    small_run(tmp_path / "run", make)
+    assert export_run(tmp_path / "run", tmp_path / "out.jsonl") == 5
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert all(set(line) == FIELDS for line in lines)
+    assert [line["id"] for line in lines] == ["0.1.0/0", "0.2.0/0", "0.3.0/0", "0.3.0/1", "0.3.0/2"]
+    assert lines[1] == {
+        "id": "0.2.0/0",
+        "group": "0.2.0",
+        "prompt_id": "17",
+        "prompt_token_ids": [5, 12, 8, 13],
+        "token_ids": [4, 5, 6, 7],
+        "behavior_logprobs": [-0.25, -0.5, -0.75, -1.0],
+        "versions": [0, 1, 2, 3],
+        "reward": 0.0,
+        "verdict": "wrong",
+        "state": "trained",
+        "reason": "",
+        "admitted_version": 0,
+        "trained_step": 2,
+        "stop_reason": "stop",
+        "text": "11",
+    }
+    assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
+    assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None
+    assert lines[3]["prompt_token_ids"] == [5, 12, 8, 13]
+
+
+def test_an_export_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, make: Make) -> None:
+    small_run(tmp_path / "run", make)
+    with pytest.raises(RunFolderError, match=r"nowhere/out\.jsonl: cannot be written"):
+        export_run(tmp_path / "run", tmp_path / "nowhere" / "out.jsonl")
+    with pytest.raises(RunFolderError):
+        export_run(tmp_path / "none", tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,112 @@
+"""Metrics and spans as lines.
+
+Promises: what was appended is read back; a torn last line is left out and cut before the next one is written; a broken
+line in the middle is named; a disk that is full costs a warning, never the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import StoreError
+from stretto.core.events import Span
+from stretto.store.lines import LineWriter
+from stretto.store.metrics import Evaluation, MetricsLog, StepMetrics, read_metrics, rewind_metrics
+from stretto.store.spans import SpanLog, read_spans
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        version=step,
+        wall_seconds=2.0,
+        rl_seconds=1.0,
+        accuracy=0.5,
+        reward=0.5,
+        length_mean=30.0,
+        length_max=90,
+        staleness_mean=1.5,
+        staleness_max=4,
+        trained_tokens=960,
+        trainer={"loss": 0.25},
+        busy={"trainer": 0.9},
+    )
+
+
+EVALUATION = Evaluation(step=0, version=0, wall_seconds=1.0, rl_seconds=0.0, accuracy=0.41, prompts=512)
+
+
+def test_steps_and_evaluations_are_read_back_apart(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for line in (EVALUATION, metrics(1), metrics(2)):
+        log.append(line)
+    assert read_metrics(tmp_path / "metrics.jsonl") == ([metrics(1), metrics(2)], [EVALUATION])
+    assert read_metrics(tmp_path / "nothing.jsonl") == ([], [])
+
+
+def test_a_measurement_that_is_no_number_is_null(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    strange = {"kl": math.nan, "ratio": math.inf, "loss": 1.0}
+    log.append(
+        StepMetrics(
+            **{name: getattr(metrics(1), name) for name in StepMetrics.__struct_fields__} | {"trainer": strange}
+        )
+    )
+    [[step], _] = read_metrics(tmp_path / "metrics.jsonl")
+    assert step.trainer == {"kl": None, "ratio": None, "loss": 1.0}
+
+
+def test_a_rewound_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in (1, 2, 3):
+        log.append(metrics(step))
+    rewind_metrics(path, 2)
+    MetricsLog(path).append(metrics(3))
+    assert [step.step for step in read_metrics(path)[0]] == [1, 2, 3]
+
+
+def test_a_torn_last_line_is_left_out_and_cut_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    spans = [Span(role="trainer", name="update", start=1.0, end=2.0, version=k) for k in range(3)]
+    SpanLog(path).append(spans)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        survivors = [span for k, span in enumerate(spans) if size >= sum(map(len, lines[: k + 1]))]
+        assert read_spans(path) == survivors
+        SpanLog(path).append(spans[:1])
+        assert read_spans(path) == [*survivors, spans[0]]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    SpanLog(path).append([Span(role="trainer", name="update", start=1.0, end=2.0)])
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    with pytest.raises(StoreError, match=r"spans.jsonl: line 1 cannot be read"):
+        read_spans(path)
+
+
+def test_a_full_disk_costs_one_warning_and_the_lines(caplog: pytest.LogCaptureFixture) -> None:
+    writer: LineWriter[Span] = LineWriter(Path("/dev/full"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            writer.append([Span(role="trainer", name="update", start=1.0, end=2.0)] * 2)
+    assert writer.lost == 6
+    [record] = caplog.records
+    assert "/dev/full cannot be written" in record.getMessage()
+
+
+def test_a_folder_that_vanished_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricsLog(tmp_path / "gone" / "metrics.jsonl")
+    log.append(metrics(1))
+    assert len(caplog.records) == 1
+    os.mkdir(tmp_path / "gone")
+    log.append(metrics(2))
+    assert [step.step for step in read_metrics(tmp_path / "gone" / "metrics.jsonl")[0]] == [2]

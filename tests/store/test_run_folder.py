@@ -1,0 +1,109 @@
+"""The run folder.
+
+Promises: one writer at a time, named when it is in the way; the lock of a killed writer holds nobody up; a folder with
+something else in it is never written to; the message gives the way out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import RunFolderError
+from stretto.store.config import StoreConfig
+from stretto.store.ledger import Ledger
+from stretto.store.run_folder import RunFolder
+
+_HOLDER = """
+import sys
+from stretto.store.run_folder import RunFolder
+folder = RunFolder.create(sys.argv[1])
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def begun(path: Path) -> None:
+    with RunFolder.create(path) as folder:
+        Ledger(folder.ledger, StoreConfig()).close()
+
+
+def test_a_new_folder_has_a_place_for_everything(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "runs" / "first") as folder:
+        assert folder.policy(12) == folder.path / "policy" / "v000012"
+        assert folder.role_log("engine-0") == folder.path / "logs" / "engine-0.txt"
+        assert all(place.is_dir() for place in (folder.logs, folder.policies, folder.checkpoints, folder.plots))
+        folder.write("recipe.toml", "seed = 1\n")
+        assert folder.recipe.read_text() == "seed = 1\n"
+        assert sorted(path.name for path in folder.path.iterdir()) == [
+            "checkpoints",
+            "lock",
+            "logs",
+            "plots",
+            "policy",
+            "recipe.toml",
+        ]
+
+
+def test_a_run_that_never_began_leaves_the_folder_free(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run").release()
+    RunFolder.create(tmp_path / "run").release()
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path), pytest.raises(RunFolderError) as refused:
+        RunFolder.create(tmp_path)
+    assert f"is in use by process {os.getpid()} on " in str(refused.value)
+
+
+def test_the_lock_of_a_killed_writer_is_taken_over(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", _HOLDER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(RunFolderError, match=f"process {holder.pid} on"):
+            RunFolder.create(tmp_path)
+        holder.kill()
+    RunFolder.create(tmp_path).release()
+
+
+def test_another_run_is_never_written_over(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="holds another run; go on with it by --resume"):
+        RunFolder.create(tmp_path / "run")
+    with RunFolder.resume(tmp_path / "run"), pytest.raises(RunFolderError, match="in use"):
+        RunFolder.resume(tmp_path / "run")
+    RunFolder.open(tmp_path / "run")
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("dear")
+    with pytest.raises(RunFolderError, match=r"not empty and holds no run \(thesis.tex"):
+        RunFolder.create(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["missing", "a file", "empty"])
+def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path, how: str) -> None:
+    place = tmp_path / "run"
+    if how == "a file":
+        place.write_text("")
+    elif how == "empty":
+        place.mkdir()
+    words = {"missing": "does not exist", "a file": "is no folder", "empty": "holds no run"}[how]
+    with pytest.raises(RunFolderError, match=words):
+        RunFolder.open(place)
+    with pytest.raises(RunFolderError, match=words):
+        RunFolder.resume(place)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="file/run: cannot be made: Not a directory"):
+        RunFolder.create(tmp_path / "file" / "run")
