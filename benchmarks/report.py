@@ -83,7 +83,7 @@ def save(name: str, results: object) -> Path:
         "versions": library_versions(),
         "results": results,
     }
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     write_atomically(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     print(f"written to {path.relative_to(RESULTS.parent.parent)}")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
+from typing import Any
 
 import msgspec
 
@@ -160,11 +161,41 @@ def main() -> None:
         runs = list(pool.map(measure, *zip(*jobs, strict=True), chunksize=words.seeds))
     outcomes = [merged(runs[at : at + words.seeds]) for at in range(0, len(runs), words.seeds)]
     show(lines, outcomes)
-    rows = [
+    rows: list[dict[str, Any]] = [
         asdict(setting) | {"max_staleness": _json(setting.max_staleness)} | asdict(one)
         for setting, one in zip(lines, outcomes, strict=True)
     ]
+    print(f"\nfor docs/staleness.md:\n\n{summary(rows, 1, 1.2)}\n\n{summary(rows, 8, 1.2)}\n")
     save("staleness", {"steps": words.steps, "seeds": words.seeds, "batch_size": BATCH, "rows": rows})
+
+
+def summary(rows: Sequence[dict[str, Any]], group_size: int, sigma: float) -> str:
+    """The table of docs/staleness.md for one group size and one tail, in Markdown; `rows` are those of the JSON."""
+    found = {(row["beyond_bound"], row["max_staleness"]): row for row in rows if _is_of(row, group_size, sigma)}
+    lines = [
+        "| η | train, mask: step time | train: worst staleness | mask: tokens masked "
+        "| wait: step time | expire: step time | answers expired | tokens dropped |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for eta in BOUNDS:
+        train, wait, mask, expire = (found[policy, eta] for policy in POLICIES)
+        cells = (
+            f"{train['step_time']:.2f}",  # mask takes the very same batches
+            f"{train['worst_staleness']:g}",
+            f"{mask['masked']:.0%}",
+            f"{wait['step_time']:.2f}",
+            f"{expire['step_time']:.2f}",
+            f"{expire['expired']:.0%}",
+            f"{expire['dropped']:.0%}",
+        )
+        lines.append(f"| {eta} | {' | '.join(cells)} |")
+    unbounded = found["train", "inf"]
+    lines.append(f"| ∞ | {unbounded['step_time']:.2f} | {unbounded['worst_staleness']:g} | | | | | |")
+    return "\n".join(lines)
+
+
+def _is_of(row: dict[str, Any], group_size: int, sigma: float) -> bool:
+    return bool(row["group_size"] == group_size and row["sigma"] == sigma)
 
 
 def _json(bound: float) -> float | str:
@@ -186,13 +217,17 @@ def show(lines: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
             f"{one.mean_staleness:.2f}",
             f"{one.worst_staleness:g}",
             f"{one.masked:.1%}",
-            " ".join(f"{share:.0%}" for share in one.masked_by_quartile),
+            _shares(one.masked_by_quartile),
             f"{one.touched:.1%}",
             f"{one.expired:.1%}",
-            " ".join(f"{share:.0%}" for share in one.expired_by_quartile),
+            _shares(one.expired_by_quartile),
             f"{one.dropped:.1%}",
         )
     table.show()
+
+
+def _shares(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in shares) if any(shares) else ""
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import msgspec
 
@@ -14,8 +15,9 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.connections import Connection, Connections
 from stretto.engine.wire import AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest
 
+Message = TypeVar("Message")
+
 _OK = 200
-_COMPLETION = msgspec.msgpack.Decoder(Completion)
 
 
 class HttpEngine:
@@ -67,7 +69,7 @@ class HttpEngine:
                         raise refusal(part + await self._rest(connection))
                 for body in unframer.feed(part):
                     missing -= 1
-                    yield _COMPLETION.decode(body)
+                    yield decoded(body, Completion)
                 if not part:
                     break
         if missing:
@@ -82,7 +84,7 @@ class HttpEngine:
         """
         awaited = f"{self.name} to load version {version}"
         body = await self._exchange("/update_weights", UpdateRequest(version=version), awaited, self._load_seconds)
-        return msgspec.msgpack.decode(body, type=UpdateReply).version
+        return decoded(body, UpdateReply).version
 
     async def abort(self, request_id: str) -> None:
         """Give up a request; its `generate` ends with EngineLost, if anyone still listens."""
@@ -91,12 +93,12 @@ class HttpEngine:
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""
         body = await self._exchange("/health", None, "its health", self._health_seconds)
-        return msgspec.msgpack.decode(body, type=EngineHealth)
+        return decoded(body, EngineHealth)
 
     async def spans(self) -> list[Span]:
         """What it did since the last call."""
         body = await self._exchange("/spans", None, "its spans", self._health_seconds)
-        return msgspec.msgpack.decode(body, type=list[Span])
+        return decoded(body, list[Span])
 
     async def close(self) -> None:
         """Close the connections."""
@@ -119,12 +121,24 @@ class HttpEngine:
         return b"".join(parts)
 
 
+def decoded(body: bytes, kind: type[Message]) -> Message:
+    """The message in a reply.
+
+    Raises:
+        WireError: it is another one, or none.
+    """
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})") from None
+
+
 def refusal(body: bytes) -> WireError:
     """The error that the engine raised, from the body of its reply."""
     try:
-        told = msgspec.msgpack.decode(body, type=Refusal)
-    except msgspec.DecodeError:
-        return WireError(f"a reply that no engine of ours sends: {body[:80]!r}")
+        told = decoded(body, Refusal)
+    except WireError as error:
+        return error
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
     return (TornPublication if told.error == "TornPublication" else WireError)(told.found)

@@ -1,7 +1,7 @@
 """HTTP/1.1 to one engine over connections that are kept: a request costs a write and a few reads.
 
-This is the one place where a library was too slow: with hundreds of short requests a second on the conductor's core,
-httpx spends about eight times as long per request (docs/decisions). The parsing is httptools', which the server uses.
+The conductor asks for a hundred groups a second on a core that it shares: httpx spends 1.4 ms of processor time on a
+group of eight answers, this 0.12 ms. The parsing is httptools', which the server uses.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from contextlib import asynccontextmanager
 
 import httptools
 
+from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost
 from stretto.engine.wire import split_address
+
+_CONNECT_SECONDS = 10.0
 
 
 class Connection(asyncio.Protocol):
@@ -108,6 +111,7 @@ class Connections:
 
         Raises:
             EngineLost: nobody listens at the address.
+            DeadlineExceeded: the address does not answer at all.
         """
         while self._idle and not self._idle[-1].reusable:
             self._idle.pop().close()
@@ -126,12 +130,13 @@ class Connections:
             self._idle.pop().close()
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
+        loop, protocol = asyncio.get_running_loop(), lambda: Connection(self._engine)
         try:
-            if self._path is not None:
-                _, made = await loop.create_unix_connection(lambda: Connection(self._engine), self._path)
-            else:
-                _, made = await loop.create_connection(lambda: Connection(self._engine), self._host, self._port)
+            async with deadline(f"the client of {self._engine}", "a connection", _CONNECT_SECONDS):
+                if self._path is not None:
+                    _, made = await loop.create_unix_connection(protocol, self._path)
+                else:
+                    _, made = await loop.create_connection(protocol, self._host, self._port)
         except OSError as error:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
         return made

@@ -11,7 +11,6 @@ steps only (AReaL, arXiv 2505.24298, section 4.1).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.core.errors import RefusedRequest, TornPublication
+from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Answers
+from stretto.engine.checking import check_request, check_tensors
 from stretto.engine.config import EngineConfig
 from stretto.engine.sampling import sample
 from stretto.engine.scheduler import Member, Scheduler
@@ -32,6 +32,11 @@ from stretto.engine.stretches import Stretches
 from stretto.engine.wire import EngineHealth
 from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
 from stretto.model.folder import load_policy
+from stretto.model.onednn import use_onednn
+
+#: From this width on oneDNN's products save more than its calls cost: at 64 a decode step takes 7 % longer with it and
+#: a recomputation 25 % less time, at 128 they take 6 % and 30 % less, at 512 33 % and 44 % less.
+_WIDE = 96
 
 
 class EmbeddedEngine:
@@ -48,6 +53,8 @@ class EmbeddedEngine:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, *, name: str = "engine", version: int = 0) -> None:
         self._policy = CachedPolicy(model.requires_grad_(False).eval())
+        if model.config.get_text_config().hidden_size >= _WIDE:
+            use_onednn(model)
         self._parameters = dict(model.named_parameters())
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
@@ -132,7 +139,7 @@ class EmbeddedEngine:
         start = time.monotonic()
         if version < self.version:
             raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
-        self._check_tensors(version, tensors)
+        check_tensors(version, tensors, self._parameters)
         self._interrupt()
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -206,43 +213,7 @@ class EmbeddedEngine:
             self._scheduler.interrupt()
             self._policy.clear()
 
-    def _check_tensors(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        missing, unknown = self._parameters.keys() - tensors.keys(), tensors.keys() - self._parameters.keys()
-        if missing or unknown:
-            found = f"lacks {sorted(missing)[:3]}, has unknown {sorted(unknown)[:3]}"
-            raise TornPublication(f"version {version} is not of this model: it {found}")
-        for name, parameter in self._parameters.items():
-            if tensors[name].shape != parameter.shape:
-                shapes = f"{tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}"
-                raise TornPublication(f"version {version} is not of this model: {name} is {shapes}")
-
     def _spend(self, name: str, start: float) -> None:
         end = time.monotonic()
         self._busy_seconds += end - start
         self._stretches.add(name, start, end, self.version)
-
-
-def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
-    """Refuse what cannot be generated from.
-
-    Raises:
-        RefusedRequest: with the first field that is wrong.
-    """
-    prompt, sampling = request.prompt_token_ids, request.sampling
-    outside = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token < vocab_size]
-    wrong_seeds = [seed for seed in request.seeds if not 0 <= seed < 1 << 64]
-    if not prompt:
-        raise RefusedRequest("prompt_token_ids", "no token", "at least one")
-    if len(prompt) >= context_length:
-        allowed = f"at most {context_length - 1}, so that the context of {context_length} has room for an answer"
-        raise RefusedRequest("prompt_token_ids", f"{len(prompt)} tokens", allowed)
-    if outside:
-        field = "prompt_token_ids" if outside[0] in prompt else "sampling.stop_token_ids"
-        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
-    if not request.seeds or wrong_seeds:
-        found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
-        raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
-    if sampling.max_tokens < 1:
-        raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")
-    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
-        raise RefusedRequest("sampling.temperature", str(sampling.temperature), "0 or a positive number")

@@ -144,6 +144,8 @@ class Conductor:
                 return
             self._controller.publish(update.version)
             self._fleet.publish(update.version)
+            if update.version == self._steps:
+                await self._look()  # the totals of the last step are those of the run
             self._recorder.updated(batch, update)
             await self._keeper.after(update)
             self._examiner.after(update)
@@ -188,10 +190,13 @@ class Conductor:
     async def _observing(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            spans = [*await self._fleet.look(), *self._trainer.drain_spans(), *self._rewards.drain_spans()]
-            self._recorder.spans(spans)
-            self._recorder.looked()
+            await self._look()
             self._examiner.check()
+
+    async def _look(self) -> None:
+        spans = [*await self._fleet.look(), *self._trainer.drain_spans(), *self._rewards.drain_spans()]
+        self._recorder.spans(spans)
+        self._recorder.looked()
 
 
 def _being_cancelled() -> bool:

@@ -41,7 +41,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True):
     seed: int = Field(20_250_530, ge=0)
 
 
-class DeadlinesConfig(BaseModel, extra="forbid", frozen=True):
+class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Seconds. A wait that runs past its deadline ends the run with the owner and what it waited for."""
 
     start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 from stretto.launch.evaluation import Evaluation, Evaluator
 from stretto.launch.fleet import Fleet
 from stretto.launch.plan import Plan, digest, make_plan
-from stretto.launch.recipe import Recipe, parse_recipe, validate
-from stretto.launch.run import engine_spec
-from stretto.launch.stopping import together
+from stretto.launch.recipe import Recipe, override, parse_recipe, validate
+from stretto.launch.run import engine_spec, socket_folder
+from stretto.launch.stopping import Stopped, together
 from stretto.rewards.pool import RewardPool
 
 
@@ -24,6 +24,7 @@ def examine(model: Path, task: Path, overrides: Sequence[str]) -> Evaluation:
     Raises:
         UserError: the folder, the task or an override is not what it should be.
         RoleError: an engine or a reward worker failed.
+        SystemExit: a signal ended it.
     """
     return asyncio.run(_examine(make_plan(_recipe(model, task, overrides))))
 
@@ -31,7 +32,8 @@ def examine(model: Path, task: Path, overrides: Sequence[str]) -> Evaluation:
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
     if task.suffix == ".jsonl":
         rows = {"kind": "jsonl", "file": str(task.resolve()), "held_out_file": str(task.resolve())}
-        tree: dict[str, Any] = {"task": rows, "trainer": {}}
+        tree: dict[str, Any] = {"task": rows, "trainer": {}, "evaluation": {"prompts": sys.maxsize}}
+        override(tree, overrides)
     else:
         tree = parse_recipe(task, overrides)
     tree["model"] = {"path": str(model)}
@@ -40,15 +42,15 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
 
 
 async def _examine(plan: Plan) -> Evaluation:
-    recipe = plan.recipe
-    folder = Path(tempfile.mkdtemp(prefix="stretto-"))
+    recipe, stopped = plan.recipe, Stopped()
+    folder = socket_folder()
     mailbox = digest(folder)  # nothing is ever published in it
     numbers = range(recipe.engine.count)
     specs = [engine_spec(plan, plan.base.path, mailbox, folder, folder, k, published=False) for k in numbers]
     fleet = Fleet(specs, folder, recipe.deadlines)
     rewards = RewardPool(recipe.rewards)
     try:
-        await together(rewards.start(), fleet.start(0))
+        await stopped.unless(together(rewards.start(), fleet.start(0)))
         evaluate = Evaluator(
             plan.held_out,
             plan.sampling,
@@ -57,7 +59,8 @@ async def _examine(plan: Plan) -> Evaluation:
             rewards.score_group,
             plan.tokenizer.decode,
         )
-        return await evaluate()
+        evaluation = await stopped.unless(evaluate())
     finally:
         await asyncio.gather(fleet.stop(1.0), rewards.close())
         shutil.rmtree(folder, ignore_errors=True)
+    return evaluation or sys.exit(stopped.exit_code)

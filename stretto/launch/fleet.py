@@ -39,6 +39,7 @@ class Member:
     restarts: int = 0
     publication: asyncio.Event = field(default_factory=asyncio.Event)
     health: EngineHealth | None = None
+    busy_before: float = 0.0  # seconds of work of its predecessors
 
 
 class Fleet:
@@ -168,6 +169,7 @@ class Fleet:
             member.restarts += 1
             if member.health is not None:
                 self._past.append(member.health)
+                member.busy_before += member.health.busy_seconds
             member.health = None
             if member.restarts > self._deadlines.engine_restarts:
                 raise RoleDied(member.spec.name, f"{how}, {member.restarts} times", str(member.process.log))
@@ -196,8 +198,11 @@ class Fleet:
         return sum(counter(health) for health in [*present, *self._past])
 
     def busy(self) -> dict[str, float]:
-        """Seconds in which each engine had something to do, since it was started last."""
-        return {m.spec.name: m.health.busy_seconds if m.health is not None else 0.0 for m in self._members}
+        """Seconds in which each engine had something to do, those that it replaced included."""
+        return {
+            member.spec.name: member.busy_before + (member.health.busy_seconds if member.health is not None else 0.0)
+            for member in self._members
+        }
 
     async def stop(self, grace: float) -> None:
         """End all engines; returns when they are gone."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.core.errors import DataError, ModelFolderError, Problem
+from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Prompt, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.recipe import Recipe
 from stretto.model.build import build_policy
 from stretto.model.folder import ModelFolder, inspect_model_folder
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
-from stretto.rewards.loading import load_reward
-from stretto.rollout.task import Question, Questions
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.functions import BUILT_IN
+from stretto.rewards.loading import PLACE, load_reward
+from stretto.rewards.pool import check_reward
 from stretto.trainer.supervised import Demonstration
 
-_SHOWN = 20
+_LARGEST_PORT = 65_535
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
 
@@ -45,22 +51,70 @@ def make_plan(recipe: Recipe) -> Plan:
     Raises:
         ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
-    load_reward(recipe.rewards.function)
+    _check_reward(recipe.rewards)
+    _check_ports(recipe.engine)
     base = inspect_model_folder(base_folder(recipe))
     tokenizer = load_tokenizer(base.path)
+    room = _room(recipe, base)
     questions = recipe.task.questions(recipe.seed)
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
-    plan = Plan(
+    if recipe.warm_start is not None and not questions.demonstrations:
+        remedy = "add them to the data, or remove the section"
+        raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
+    shown = questions.demonstrations if recipe.warm_start is not None else ()
+    return Plan(
         recipe=recipe,
         base=base,
         tokenizer=tokenizer,
         sampling=recipe.sampling.record(tokenizer.eos_token_ids),
-        training=encode_prompts(questions.training, tokenizer),
-        held_out=encode_prompts(held_out, tokenizer),
-        demonstrations=_demonstrations(recipe, questions, tokenizer),
+        training=encode_prompts(questions.training, tokenizer, room),
+        held_out=encode_prompts(held_out, tokenizer, room),
+        demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
     )
-    _check_lengths(plan)
-    return plan
+
+
+def _room(recipe: Recipe, base: ModelFolder) -> int:
+    """Tokens that a prompt may have."""
+    answer = recipe.sampling.max_tokens
+    if answer >= base.context_length:
+        found = f"sampling.max_tokens = {answer}, and the model's context has {base.context_length} tokens"
+        raise ModelFolderError([Problem(str(base.path), found, "choose fewer tokens or a longer context")])
+    return base.context_length - answer
+
+
+def _check_reward(config: RewardsConfig) -> None:
+    """A reward of the user's own is imported in a process that can be killed: its module may hang, or exit."""
+    if config.function in BUILT_IN or ":" not in config.function:
+        load_reward(config.function)
+        return
+    try:
+        asyncio.run(check_reward(config))
+    except RoleError as error:
+        raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def _check_ports(config: EngineConfig) -> None:
+    """Every port that an engine will listen on is free."""
+    if config.transport == "unix":
+        return
+    ports = range(config.base_port, config.base_port + config.count)
+    if ports[-1] > _LARGEST_PORT:
+        found = f"{config.base_port}, and {config.count} engines need as many ports"
+        raise RecipeError([Problem("engine.base_port", found, f"ports end at {_LARGEST_PORT}")])
+    taken = [port for port in ports if not is_free(port)]
+    if taken:
+        raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def is_free(port: int) -> bool:
+    """Can a server listen on this port of the loopback interface now?"""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def base_folder(recipe: Recipe) -> Path:
@@ -85,59 +139,6 @@ def cache_folder() -> Path:
 def digest(*parts: object) -> str:
     """A short name that depends on all parts."""
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=10).hexdigest()
-
-
-def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer) -> tuple[Prompt, ...]:
-    """Questions as token ids, by the chat template where the question is a chat."""
-    return tuple(
-        Prompt(
-            id=question.id,
-            token_ids=tokenizer.encode_chat(question.messages)
-            if question.messages
-            else tokenizer.encode(question.text),
-            text=question.text,
-            answer=question.answer,
-        )
-        for question in questions
-    )
-
-
-def _demonstrations(recipe: Recipe, questions: Questions, tokenizer: Tokenizer) -> tuple[Demonstration, ...]:
-    if recipe.warm_start is None:
-        return ()
-    if not questions.demonstrations:
-        raise DataError(
-            [Problem("[warm_start]", "the task has no demonstrations", "add them to the data, or remove the section")]
-        )
-    prompts = encode_prompts(questions.demonstrations, tokenizer)
-    end = tokenizer.eos_token_ids[:1]
-    return tuple(
-        Demonstration(prompt_ids=prompt.token_ids, answer_ids=tokenizer.encode(question.demonstration or "") + end)
-        for prompt, question in zip(prompts, questions.demonstrations, strict=True)
-    )
-
-
-def _check_lengths(plan: Plan) -> None:
-    context, answer = plan.base.context_length, plan.sampling.max_tokens
-    if answer >= context:
-        found = f"sampling.max_tokens = {answer}, and the model's context has {context} tokens"
-        raise ModelFolderError([Problem(str(plan.base.path), found, "choose fewer tokens or a longer context")])
-    room = context - answer
-    place = getattr(plan.recipe.task, "file", "the task")
-    problems = [
-        Problem(
-            f"{place}:{prompt.id}",
-            f"a prompt of {len(prompt.token_ids)} tokens",
-            f"at most {room} fit: context {context} - sampling.max_tokens {answer}"
-            if prompt.token_ids
-            else "a prompt needs at least one token",
-        )
-        for prompt in (*plan.training, *plan.held_out)
-        if not 0 < len(prompt.token_ids) <= room
-    ]
-    if problems:
-        more = [Problem(str(place), f"{len(problems) - _SHOWN} more prompts like these")] * (len(problems) > _SHOWN)
-        raise DataError([*problems[:_SHOWN], *more])
 
 
 @dataclass(frozen=True)

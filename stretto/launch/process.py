@@ -14,6 +14,8 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded
 
+_END_SECONDS = 10.0
+
 
 class RoleProcess:
     """``python -m MODULE SPEC`` with its own log file, threads and process group.
@@ -58,6 +60,15 @@ class RoleProcess:
         of its own, because a healthy role runs as long as the run."""
         assert self._process is not None, "start() comes first"
         return describe_exit(await self._process.wait())
+
+    async def last_words(self) -> str:
+        """How it ended, for a role that has closed its connection; it is killed if it has not ended."""
+        try:
+            async with deadline("conductor", f"{self.name} to end", _END_SECONDS):
+                return await self.ended()
+        except DeadlineExceeded:
+            self.kill()
+            return "closed its connection and went on running"
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL to its whole process group after `grace` seconds; returns when it is gone."""

@@ -86,11 +86,20 @@ def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         RecipeError: the file cannot be read or parsed, or an override is not of its form.
     """
     tree = _parse(path)
-    problems = [problem for override in overrides if (problem := _override(tree, override)) is not None]
-    if problems:
-        raise RecipeError(problems)
+    override(tree, overrides)
     _resolve_paths(tree, path.parent)
     return tree
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Replace values of the tables by ``section.key=value``.
+
+    Raises:
+        RecipeError: an override is not of its form.
+    """
+    problems = [problem for text in overrides if (problem := _override(tree, text)) is not None]
+    if problems:
+        raise RecipeError(problems)
 
 
 def validate(tree: Mapping[str, Any], place: str) -> Recipe:
@@ -100,7 +109,7 @@ def validate(tree: Mapping[str, Any], place: str) -> Recipe:
         RecipeError: with one problem for each key that is not what it should be.
     """
     try:
-        return Recipe.model_validate(tree)
+        return Recipe.model_validate(tree, strict=True)
     except ValidationError as error:
         raise RecipeError(_problem(place, details) for details in error.errors()) from None
 

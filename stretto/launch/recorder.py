@@ -90,7 +90,14 @@ class Recorder:
         self._ledger, self._stage, self._work = ledger, stage, work
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
         self._max_staleness, self._past = max_staleness, past
-        self.latest = Totals(max_staleness=max_staleness, initial_accuracy=past.initial_accuracy)
+        self.latest = Totals(
+            max_staleness=max_staleness,
+            generated=past.generated,
+            recomputed=past.recomputed,
+            busy=past.busy,
+            rl_seconds=past.rl_seconds,
+            initial_accuracy=past.initial_accuracy,
+        )
         self._before = Work()
         self._not_trained_for = 0  # tokens of evaluations
         self._sampled: Counter[Outcome] = Counter()

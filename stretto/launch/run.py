@@ -149,6 +149,7 @@ async def _train(
         recorder.spans(await crew.look())
         recorder.rl_begins()
         await conductor.run()
+        await stopped.unless(examiner.end())
         recorder.spans(await crew.look())
         recorder.rl_ends()
     if crew.trainer.ready:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, UserError
+from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError
+from stretto.launch.logbook import Logbook
 from stretto.launch.plan import Plan, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
 from stretto.store.checkpoints import Checkpoints
+from stretto.store.ledger import Ledger
 from stretto.store.provenance import library_versions, machine
 from stretto.store.run_folder import RunFolder
 
@@ -59,10 +61,12 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
         return Prepared(plan, _new(path, plan), Beginning())
     folder = RunFolder.resume(path)
     try:
-        return Prepared(plan, folder, _last_checkpoint(folder, recipe))
+        prepared = Prepared(plan, folder, _last_checkpoint(folder, recipe))
+        folder.write("recipe.toml", to_toml(recipe))
     except UserError:
         folder.release()
         raise
+    return prepared
 
 
 @dataclass(frozen=True)
@@ -88,17 +92,25 @@ class Prepared:
             StrettoError: the run could not go on; it is resumable from its last checkpoint.
         """
         with self.folder:
+            logbook = Logbook(self.folder.log, stage)
+            logbook.note(f"begins at version {self.beginning.version}")
             for warning in warnings(self.plan):
-                stage.say(f"warning: {warning}")
+                logbook.say(f"warning: {warning}")
             try:
-                return asyncio.run(run(self.plan, self.folder, self.beginning, stage))
+                code = asyncio.run(run(self.plan, self.folder, self.beginning, logbook))
             except (asyncio.CancelledError, KeyboardInterrupt):
-                return 130  # a second signal: everything was put away, and the last checkpoint stands
+                code = 130  # a second signal: everything was put away, and the last checkpoint stands
+            except StrettoError as error:
+                logbook.note(f"failed: {error}")
+                raise
+            logbook.note(f"ends with exit code {code}")
+            return code
 
 
 def _new(path: Path, plan: Plan) -> RunFolder:
     folder = RunFolder.create(path)
     folder.write("recipe.toml", to_toml(plan.recipe))
+    Ledger(folder.ledger, plan.recipe.store).close()  # from now on the run can be resumed, whatever becomes of it
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
     return folder

@@ -90,7 +90,7 @@ class TrainerLink:
         try:
             answer = await self._channel.receive(awaited, seconds)
         except RoleDied:
-            raise RoleDied("trainer", await self.process.ended(), str(self.process.log)) from None
+            raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
         self._abandoned = False
         if isinstance(answer, Failed):
             raise TrainerFailed(answer.problem, answer.exit_code)

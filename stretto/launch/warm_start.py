@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from stretto.launch.messages import Failed
 from stretto.launch.plan import Plan, cache_folder, digest, make_plan
 from stretto.launch.process import RoleProcess
 from stretto.launch.recipe import load_recipe
+from stretto.launch.stopping import Stopped
 from stretto.launch.supervised_role import (
     FROM_SUPERVISED,
     Demonstrations,
@@ -94,7 +96,7 @@ async def _follow(
         try:
             message = await channel.receive("to learn from the demonstrations", max(0.0, end - loop.time()))
         except RoleDied:
-            raise RoleDied("warm start", await process.ended(), str(process.log)) from None
+            raise RoleDied("warm start", await process.last_words(), str(process.log)) from None
         match message:
             case Learning():
                 on_learning(message)
@@ -110,13 +112,21 @@ def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnL
     Raises:
         UserError: the recipe has no warm start, or something it names is not what it should be.
         RoleError: the process that trains failed.
+        SystemExit: a signal ended it; nothing is left.
     """
     recipe = load_recipe(recipe_path, overrides)
     if recipe.warm_start is None:
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     if out.exists():
         raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
-    asyncio.run(fine_tune_to(make_plan(recipe), out, out.with_name(f"{out.name}.log"), on_learning))
+    asyncio.run(_sft(make_plan(recipe), out, on_learning))
+
+
+async def _sft(plan: Plan, out: Path, on_learning: OnLearning) -> None:
+    stopped = Stopped()
+    await stopped.unless(fine_tune_to(plan, out, out.with_name(f"{out.name}.log"), on_learning))
+    if stopped.requested:
+        sys.exit(stopped.exit_code)
 
 
 def copy_policy(source: Path, target: Path) -> None:

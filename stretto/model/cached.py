@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.layout import Packing, pack
 from stretto.model.packed import packed_attention
-from stretto.model.shelves import CacheLayout, Shelf, Shelves
+from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
 
 CACHED_ATTENTION = "stretto_cached"
 Ints = npt.NDArray[np.int64]
@@ -88,16 +88,20 @@ def cached_attention(
     *,
     scaling: float,
     stretto_step: StepPlan,
-    **_: object,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+
+    Raises:
+        ModelFolderError: the layer asks for attention that is not plain causal attention (seen with its first context).
+    """
     layer = cast(int, module.layer_idx)
     q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
     parts = [shelf.attend(layer, q_THD, k_TKD, v_TKD, scaling) for shelf in stretto_step.shelves]
     if stretto_step.contexts is not None:
         packing = stretto_step.contexts
         q, k, v = (x[:, :, : packing.tokens] for x in (query, key, value))
-        parts.insert(0, packed_attention(module, q, k, v, None, packing=packing, scaling=scaling)[0][0])
+        parts.insert(0, packed_attention(module, q, k, v, None, packing=packing, scaling=scaling, **rest)[0][0])
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
@@ -157,31 +161,33 @@ class CachedPolicy:
         order = np.concatenate([np.asarray(shelf.owners, dtype=np.int64) for shelf in used])
         carried = [context for context in contexts if len(context.token_ids)]
         tokens = np.concatenate([context.token_ids for context in carried] + [newest[order]])
-        positions = np.concatenate([np.arange(len(context.token_ids)) for context in carried] + [lengths[order] - 1])
+        newest_places = lengths[order] - 1
+        positions = np.concatenate([np.arange(len(context.token_ids)) for context in carried] + [newest_places])
         logits: Tensor = self.model(
             input_ids=self._tensor(tokens)[None],
             position_ids=self._tensor(positions)[None],
             use_cache=False,
             logits_to_keep=len(order),
-            stretto_step=self._plan(used, lengths, carried),
+            stretto_step=self._plan(used, newest_places, carried),
         ).logits[0]
         return order, logits.float()
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:
         for shelf in self._shelves.used():
-            owners = [owner for owner in shelf.owners if owner >= 0]
-            for row in (row for row in owners if lengths[row] > shelf.length):
+            rows = np.asarray(shelf.owners)
+            for row in rows[(rows != HOLE) & (lengths[rows] > shelf.length)].tolist():
                 self._shelves.stretch(row, int(lengths[row]))
         for row in (row for context in contexts for row in context.rows):
             self._shelves.place(row, int(lengths[row]))
         self._shelves.close_holes()
 
-    def _plan(self, used: Sequence[Shelf], lengths: Ints, carried: Sequence[Context]) -> StepPlan:
+    def _plan(self, used: Sequence[Shelf], newest_places: Ints, carried: Sequence[Context]) -> StepPlan:
         sizes = [len(context.token_ids) for context in carried]
         start, writes = sum(sizes), self._context_writes(carried)
         shelves: list[ShelfStep] = []
-        for shelf in used:
-            shelves.append(self._shelf_step(shelf, start, lengths, writes.get(shelf.length, [])))
+        ends = np.cumsum([len(shelf.owners) for shelf in used])[:-1]
+        for shelf, places in zip(used, np.split(newest_places, ends), strict=True):
+            shelves.append(self._shelf_step(shelf, start, places, writes.get(shelf.length, [])))
             start = shelves[-1].stop
         return StepPlan(pack(sizes, self.layout.device) if carried else None, tuple(shelves))
 
@@ -198,14 +204,11 @@ class CachedPolicy:
             start += size
         return writes
 
-    def _shelf_step(self, shelf: Shelf, start: int, lengths: Ints, writes: list[Ints]) -> ShelfStep:
-        rows = len(shelf.owners)
-        newest = lengths[np.asarray(shelf.owners)] - 1
+    def _shelf_step(self, shelf: Shelf, start: int, newest: Ints, writes: list[Ints]) -> ShelfStep:
+        rows = len(newest)
         positions = self._tensor(newest)
         behind = self._places_L[: int(newest.max()) + 1] > positions[:, None]
-        bias = torch.zeros(behind.shape, dtype=self.layout.dtype, device=self.layout.device).masked_fill_(
-            behind, -torch.inf
-        )
+        bias = positions.new_zeros(behind.shape, dtype=self.layout.dtype).masked_fill_(behind, -torch.inf)
         sources: Tensor | slice = slice(start, start + rows)
         slots = self._places_L[:rows]
         if writes:

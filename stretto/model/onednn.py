@@ -58,6 +58,8 @@ class OneDnnLinear(nn.Linear):
         plain = x.device.type != "cpu" or x.dtype != torch.float32 or self.weight.dtype != torch.float32
         if plain or tokens < FEWEST_TOKENS or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
+        if not torch.is_grad_enabled():  # spares the bookkeeping of autograd, which counts in a decode step
+            return _product(x, self.weight, self.bias)
         y = _Linear.apply(x.reshape(tokens, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
         return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
 

@@ -6,6 +6,7 @@ Every mistake of the file is reported with its line, the first twenty of them in
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +73,7 @@ def _lines(path: Path) -> list[str]:
     if not path.exists():
         raise DataError([Problem(str(path), "no such file", "task.file is relative to the recipe's folder")])
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        return path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise DataError([Problem(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
 
@@ -95,22 +96,26 @@ def _question(line: str, place: str, number: str, task: JsonlTask) -> Question:
     if demonstration is not None:
         demonstration = _text(demonstration, f"{place}: {task.demonstration_field}")
     answer = row[task.answer_field]
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         answer = str(answer)
     answer = _text(answer, f"{place}: {task.answer_field}")
-    return Question(id=number, text=text, answer=answer, demonstration=demonstration, messages=messages)
+    return Question(id=number, text=text, answer=answer, demonstration=demonstration, messages=messages, place=place)
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
     if len(line) > _LARGEST_ROW:
         raise _Mistake(place, f"a row of {len(line):,} characters", f"at most {_LARGEST_ROW:,} are allowed")
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        row = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, or a number of thousands of digits
         raise _Mistake(place, f"broken JSON ({error})", "one object a line is needed") from None
     if not isinstance(row, dict):
         raise _Mistake(place, f"{_shown(row)} in place of an object", "one object a line is needed")
     return row
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _prompt(prompt: object, place: str) -> tuple[str, tuple[dict[str, str], ...]]:

@@ -11,7 +11,8 @@ from typing import Protocol
 class Question:
     """Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
 
-    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it.
+    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it. `place` is
+    the file and the line that it was read from.
     """
 
     id: str
@@ -19,6 +20,7 @@ class Question:
     answer: str
     demonstration: str | None = None
     messages: tuple[dict[str, str], ...] = ()
+    place: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
-class OptimizerConfig(BaseModel, extra="forbid", frozen=True):
+class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """AdamW, its learning rate over the steps, and how much is computed at once."""
 
     learning_rate: float = Field(2e-5, gt=0, description="the highest learning rate")

@@ -68,9 +68,6 @@ class Command:
         (pid,) = self.processes(f"stretto.launch.{name}_role")
         return pid
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
     def end(self, seconds: float = _PATIENCE) -> Ended:
         """Wait until it has ended."""
         try:
@@ -84,7 +81,7 @@ class Command:
     def stop(self, number: signal.Signals) -> tuple[Ended, float]:
         """Send a signal; how it ended, and after how many seconds."""
         start = time.monotonic()
-        self.signal(number)
+        self.process.send_signal(number)
         ended = self.end(30)
         return ended, time.monotonic() - start
 

@@ -20,7 +20,7 @@ from stretto.core.records import State
 from stretto.launch.recipe import load_recipe
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 
-INSPECTION = {
+INSPECTION: dict[str, type | list[str]] = {
     "steps": int,
     "version": int,
     "wall_seconds": float,

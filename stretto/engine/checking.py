@@ -1,0 +1,53 @@
+"""What an engine refuses before it does anything: requests that cannot be served, weights of another model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from stretto.core.errors import RefusedRequest, TornPublication
+from stretto.core.records import GenerateRequest
+
+
+def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
+    """Refuse what cannot be generated from.
+
+    Raises:
+        RefusedRequest: with the first field that is wrong.
+    """
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    outside = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token < vocab_size]
+    wrong_seeds = [seed for seed in request.seeds if not 0 <= seed < 1 << 64]
+    if not prompt:
+        raise RefusedRequest("prompt_token_ids", "no token", "at least one")
+    if len(prompt) >= context_length:
+        allowed = f"at most {context_length - 1}, so that the context of {context_length} has room for an answer"
+        raise RefusedRequest("prompt_token_ids", f"{len(prompt)} tokens", allowed)
+    if outside:
+        field = "prompt_token_ids" if outside[0] in prompt else "sampling.stop_token_ids"
+        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+    if not request.seeds or wrong_seeds:
+        found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
+        raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
+    if sampling.max_tokens < 1:
+        raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        raise RefusedRequest("sampling.temperature", str(sampling.temperature), "0 or a positive number")
+
+
+def check_tensors(version: int, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not exactly those of the model.
+
+    Raises:
+        TornPublication: a name is missing or unknown, or a shape differs.
+    """
+    missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+    if missing or unknown:
+        found = f"lacks {sorted(missing)[:3]}, has unknown {sorted(unknown)[:3]}"
+        raise TornPublication(f"version {version} is not of this model: it {found}")
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}"
+            raise TornPublication(f"version {version} is not of this model: {name} is {shapes}")

@@ -1,0 +1,80 @@
+"""Promises: the client loads no torch; a stream of bytes that is no HTTP, or no engine's, is a named error."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import EngineLost, WireError
+from stretto.engine.client import HttpEngine
+
+
+def test_the_client_loads_no_torch() -> None:
+    program = "import sys, stretto.engine.client; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@asynccontextmanager
+async def answering(path: Path, reply: bytes) -> AsyncIterator[HttpEngine]:
+    """A client of something that answers every request with `reply` and hangs up."""
+    answered: list[asyncio.Task[None] | None] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answered.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_unix_server(answer, path)
+    client = HttpEngine("engine-0", f"unix:{path}", health_seconds=5)
+    try:
+        yield client
+    finally:
+        await client.close()
+        server.close()
+        await asyncio.gather(*(task for task in answered if task is not None))
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "message"),
+    [
+        (b"", EngineLost, "broke off"),
+        (b"SSH-2.0-OpenSSH\r\n", EngineLost, "broke off"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhalf", EngineLost, "broke off"),
+        (
+            b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\noops",
+            WireError,
+            "a reply that no engine of ours sends",
+        ),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\noops", WireError, "a reply that no engine of ours sends"),
+    ],
+)
+def test_a_reply_that_is_none_is_a_named_error(
+    tmp_path: Path, reply: bytes, error: type[Exception], message: str
+) -> None:
+    async def main() -> None:
+        async with answering(tmp_path / "e.sock", reply) as client:
+            with pytest.raises(error, match=message):
+                await client.health()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_was_closed_meanwhile_is_not_used_again(tmp_path: Path) -> None:
+    reply = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\x90"
+
+    async def main() -> None:
+        async with answering(tmp_path / "e.sock", reply) as client:
+            for _ in range(3):
+                assert await client.spans() == []
+                await asyncio.sleep(0.02)  # the far end hangs up
+
+    asyncio.run(main())

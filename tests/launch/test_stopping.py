@@ -1,0 +1,148 @@
+"""Ctrl-C, SIGTERM and worse, at every stage of a run.
+
+- A requested stop ends within 10 seconds, with a checkpoint if a step was done, and leaves nothing behind.
+- A stopped and a killed run go on by --resume, and the law of the ledger holds over all of it.
+- A run folder has one owner; a dead owner's lock is nobody's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.store.checkpoints import Checkpoints
+from tests.launch.running import (
+    TINY,
+    Laboratory,
+    assert_the_law,
+    exported,
+    logs,
+    shared_files,
+    steps_done,
+    wait_for_step,
+    wait_until,
+)
+
+ENDLESS = "trainer.steps=100000"
+SLOW = ("rewards.function=tests.launch.rewards_for_tests:slow", "trainer.checkpoint_every=1000000")
+
+
+def checkpoint_step(run_dir: Path) -> int:
+    checkpoint = Checkpoints(run_dir / "checkpoints").latest()
+    return checkpoint.step if checkpoint is not None else 0
+
+
+def test_a_stopped_run_has_a_checkpoint_and_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS, *SLOW) as command:
+        wait_for_step(command, 3)
+        another = laboratory.run("train", TINY, "--run-dir", run_dir)
+        another.refused(f"{run_dir}: is in use by process {command.process.pid}", "another --run-dir")
+        ended, seconds = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert seconds < 10
+        assert "Traceback" not in ended.err, ended.err
+        command.assert_nothing_is_left()
+    first = checkpoint_step(run_dir)
+    assert first == assert_the_law(run_dir).steps >= 3
+
+    laboratory.run("train", TINY, "--run-dir", run_dir).refused(f"{run_dir}: holds another run", "--resume")
+    changed = laboratory.run("train", TINY, *SLOW, "--run-dir", run_dir, "--resume", "seed=2", "engine.slots=9")
+    changed.refused("seed: was 1 and is 2", "engine.slots: was 8 and is 9", "may change only trainer.steps")
+
+    with laboratory.train(run_dir, ENDLESS, *SLOW, "--resume") as command:
+        wait_until(lambda: steps_done(run_dir) > first, "a step more", command)
+        ended, seconds = command.stop(signal.SIGTERM)
+        assert ended.code == 143, ended.err
+        assert seconds < 10
+        command.assert_nothing_is_left()
+    second = checkpoint_step(run_dir)
+    assert second > first
+
+    laboratory.trained(run_dir, f"trainer.steps={second + 1}", *SLOW, "--resume")
+    found = assert_the_law(run_dir)
+    assert found.steps == second + 1
+    assert found.trajectories.trained == found.steps * 2 * 4
+    assert {t["reason"] for t in exported(laboratory, run_dir) if t["state"] == "failed"} == {"run ended"}
+
+
+def test_a_killed_conductor_takes_its_roles_along_and_its_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS) as command:
+        wait_for_step(command, 3)
+        os.kill(command.process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_until(lambda: not command.processes(), "the end of all roles")
+        assert time.monotonic() - killed < 5
+    before = checkpoint_step(run_dir)
+    assert before >= 2
+    laboratory.trained(run_dir, f"trainer.steps={before + 3}", "--resume")
+    assert list(shared_files(run_dir, command.process.pid)) == [], "the killed run's weights are still in memory"
+    found = assert_the_law(run_dir)
+    assert found.steps == before + 3
+    trained = [t["trained_step"] for t in exported(laboratory, run_dir) if t["state"] == "trained"]
+    assert sorted(trained) == [step for step in range(1, before + 4) for _ in range(2 * 4)]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS, "trainer.checkpoint_every=1000000") as command:
+        wait_for_step(command, 2)
+        os.kill(command.process.pid, signal.SIGKILL)
+        wait_until(lambda: not command.processes(), "the end of all roles")
+    assert checkpoint_step(run_dir) == 0
+    laboratory.trained(run_dir, "trainer.steps=2", "trainer.checkpoint_every=1000000", "--resume")
+    assert assert_the_law(run_dir).steps == 2
+
+
+def test_a_stop_while_the_roles_start_leaves_a_run_that_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=1") as command:
+        wait_until(lambda: bool(command.processes("engine_role")), "an engine's process", command)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert seconds < 10
+        assert "Traceback" not in ended.err, ended.err
+        command.assert_nothing_is_left()
+    laboratory.trained(run_dir, "trainer.steps=1", "--resume")
+    assert assert_the_law(run_dir).steps == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_during_the_warm_start_leaves_nothing_half_done(
+    laboratory: Laboratory, tmp_path: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    long = tmp_path / "long.toml"
+    long.write_text(TINY.read_text() + "\n[warm_start]\nsteps = 100000\n")
+    with laboratory.train(run_dir, recipe=long) as command:
+        wait_until(
+            lambda: "warm start" in (run_dir / "log.txt").read_text() if (run_dir / "log.txt").exists() else False,
+            "the warm start",
+            command,
+        )
+        ended, seconds = command.stop(number)
+        assert ended.code == 128 + number, ended.err
+        assert seconds < 10
+        assert "Traceback" not in ended.err, ended.err
+        command.assert_nothing_is_left()
+    assert not list((laboratory.cache / "warm-starts").glob("*"))
+    assert not list((laboratory.cache / "warm-starts").glob(".*"))
+    assert list((run_dir / "policy").iterdir()) == []
+    assert "Traceback" not in logs(run_dir)
+
+
+def test_a_second_signal_ends_the_run_at_once(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS) as command:
+        wait_for_step(command, 1)
+        command.process.send_signal(signal.SIGINT)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert seconds < 10
+        assert "Traceback" not in ended.err, ended.err
+        command.assert_nothing_is_left()

@@ -1,0 +1,141 @@
+"""Promises of ``beyond_bound = "wait"``, whatever happens in whatever order (the proof is in docs/staleness.md):
+
+- the invariant: with b batches taken, at most (d - b + 1) * B untrained groups are due by d, for every d >= b - 1;
+- it is always possible: as soon as the B oldest untrained groups are finished, there is a batch.
+
+Groups are admitted at the version that the slowest engine has loaded, finish in any order, and may fail at any time.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.records import (
+    Completion,
+    Outcome,
+    Prompt,
+    Sampling,
+    StopReason,
+    Trajectory,
+    Verdict,
+    trajectory_id,
+)
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.prompts import PromptStream
+from stretto.simulator.accounts import Accounts
+
+PROMPTS = [Prompt(id=str(i), token_ids=(i,), text="?", answer="!") for i in range(50)]
+
+
+class Story:
+    """A controller, and what happens to it; one method for each thing that can happen."""
+
+    def __init__(self, batch_size: int, max_staleness: int) -> None:
+        config = RolloutConfig(
+            batch_size=batch_size,
+            group_size=1,
+            max_in_flight=1_000,
+            max_staleness=max_staleness,
+            beyond_bound="wait",
+            max_failures_in_a_row=10_000,
+        )
+        stream = PromptStream(PROMPTS, seed=1)
+        self.control = Controller(config, stream, Accounts(), Sampling(max_tokens=1), seed=1)
+        self.batch_size, self.max_staleness = batch_size, max_staleness
+        self.in_flight: list[Ticket] = []
+        self.finished: list[Ticket] = []
+        self.taken = 0
+        self.training: int | None = None
+
+    def admit(self, choice: int) -> None:
+        if (ticket := self.control.admit()) is not None:
+            self.in_flight.append(ticket)
+
+    def finish(self, choice: int) -> None:
+        if self.in_flight:
+            ticket = self._leave_flight(choice)
+            self.control.finish(ticket, [answer(ticket)])
+            self.finished.append(ticket)
+
+    def fail(self, choice: int) -> None:
+        if self.in_flight:
+            self.control.fail(self._leave_flight(choice), "bad luck")
+
+    def _leave_flight(self, choice: int) -> Ticket:
+        """Nearly always the newest, so that old ones become stragglers."""
+        return self.in_flight.pop(-1 if choice else 0)
+
+    def take(self, choice: int) -> None:
+        if self.training is not None:
+            return
+        batch = self.control.take()
+        assert batch is not None or not self.oldest_are_finished()
+        if batch is not None:
+            trained = {group.id for group in batch.groups}
+            self.finished = [ticket for ticket in self.finished if ticket.group_id not in trained]
+            self.taken, self.training = self.taken + 1, batch.version + 1
+
+    def publish(self, choice: int) -> None:
+        if self.training is not None:
+            self.control.publish(self.training)
+            self.training = None
+
+    def load(self, choice: int) -> None:
+        """The slowest engine has loaded some version that is published."""
+        self.control.load(choice % (self.control.published + 1))
+
+    def oldest_are_finished(self) -> bool:
+        """Are there B untrained groups, the B oldest of which are finished?"""
+        untrained = sorted([*self.in_flight, *self.finished], key=lambda ticket: ticket.order)
+        oldest = untrained[: self.batch_size]
+        return len(oldest) == self.batch_size and all(ticket in self.finished for ticket in oldest)
+
+    def check(self) -> None:
+        dues = [ticket.admitted_version + self.max_staleness for ticket in [*self.in_flight, *self.finished]]
+        for d in range(self.taken - 1, self.taken + self.max_staleness + 1):
+            assert sum(due <= d for due in dues) <= (d - self.taken + 1) * self.batch_size
+
+
+def answer(ticket: Ticket) -> Trajectory:
+    """One token, sampled by the version at which the group was admitted: the oldest that it can be."""
+    completion = Completion(
+        request=ticket.group_id,
+        member=0,
+        token_ids=(1,),
+        behavior_logprobs=(-0.1,),
+        versions=(ticket.admitted_version,),
+        stop_reason=StopReason.STOP,
+    )
+    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    return Trajectory(id=trajectory_id(ticket.group_id, 0), completion=completion, verdict=verdict, text="")
+
+
+EVENTS = [
+    Story.fail,
+    Story.admit,
+    Story.admit,
+    Story.admit,
+    Story.finish,
+    Story.finish,
+    Story.finish,
+    Story.take,
+    Story.take,
+    Story.publish,
+    Story.publish,
+    Story.load,
+]
+
+
+@given(
+    batch_size=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
+    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 30)), min_size=60, max_size=200),
+)
+def test_no_batch_breaks_the_bound_and_there_is_one_when_the_oldest_are_finished(
+    batch_size: int, max_staleness: int, events: list[tuple[object, int]]
+) -> None:
+    story = Story(batch_size, max_staleness)
+    for event, choice in events:
+        assert callable(event)
+        event(story, choice)
+        story.check()
