@@ -188,14 +188,26 @@ class EmbeddedEngine:
             shared = not begun and first_siblings.setdefault(request, row) != row
             costs[row] = 1 if shared else int(answers.lengths[row])
         taken = scheduler.take_pending(costs, self._config.max_prefill_tokens)
-        again = [Context(answers.context(row), (row,)) for row in taken if self._begun(row)]
+        again = self._interrupted_contexts([row for row in taken if self._begun(row)])
         prompts: dict[str, list[int]] = {}
         for row in (row for row in taken if not self._begun(row)):
             prompts.setdefault(scheduler.member(row).request.id, []).append(row)
         new = [Context(answers.context(rows[0]), tuple(rows)) for rows in prompts.values()]
-        self._recomputed += sum(len(context.token_ids) for context in again)
+        self._recomputed += sum(len(context.own) for context in again)
         self._prefilled += sum(len(context.token_ids) + 1 for context in new)
         return again + new, bool(again)
+
+    def _interrupted_contexts(self, rows: list[int]) -> list[Context]:
+        """What interrupted rows have to compute again; of siblings, the first computes the prompt for all."""
+        contexts: list[Context] = []
+        lenders: dict[str, int] = {}
+        for row in rows:
+            tokens = self._answers.context(row)
+            lender = lenders.setdefault(self._scheduler.member(row).request.id, len(contexts))
+            # A context has a token of its own, even one that is nothing but the prompt.
+            shared = min(int(self._answers.prompts[row]), len(tokens) - 1) if lender < len(contexts) else 0
+            contexts.append(Context(tokens, (row,), lender, shared))
+        return contexts
 
     def _begun(self, row: int) -> bool:
         """Whether the row has tokens of its answer."""

@@ -112,10 +112,12 @@ class Conductor:
     async def _answer(self, ticket: Ticket) -> None:
         try:
             trajectories = await self._workflow(ticket)
-        except (EngineLost, RefusedRequest) as loss:
+        except EngineLost as loss:
             if _being_cancelled():  # a connection that is cut off by a cancellation looks like a lost engine
                 raise asyncio.CancelledError from loss
-            self._controller.fail(ticket, str(loss))
+            self._controller.lose(ticket, str(loss))
+        except RefusedRequest as refusal:
+            self._controller.fail(ticket, str(refusal))
         else:
             self._controller.finish(ticket, trajectories)
             self._recorder.answered(trajectories)

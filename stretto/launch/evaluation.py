@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from stretto.core.records import GenerateRequest, Outcome, Prompt, Record, Sampling, derive_seed
+from stretto.core.errors import EngineLost
+from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Record, Sampling, derive_seed
 from stretto.rollout.protocols import Detokenize, Generate, Score
 
 _AT_ONCE = 256
+_LOSSES = 3
 
 
 class Evaluation(Record, frozen=True):
@@ -63,6 +66,17 @@ class Evaluator:
             tokens=sum(tokens for _, _, tokens in answers),
         )
 
+    async def _completion(self, request: GenerateRequest) -> Completion:
+        """An engine that is lost in mid-answer is replaced, and asked again."""
+        for _ in range(_LOSSES):
+            with contextlib.suppress(EngineLost):
+                return await self._asked(request)
+        return await self._asked(request)
+
+    async def _asked(self, request: GenerateRequest) -> Completion:
+        (completion,) = [completion async for completion in self.generate(request)]
+        return completion
+
     async def _answer(self, prompt: Prompt, room: asyncio.Semaphore) -> tuple[Outcome, int, int]:
         request = GenerateRequest(
             id=f"evaluation.{prompt.id}",
@@ -71,6 +85,6 @@ class Evaluator:
             sampling=self.sampling,
         )
         async with room:
-            (completion,) = [completion async for completion in self.generate(request)]
+            completion = await self._completion(request)
         (verdict,) = await self.score(prompt.text, [self.detokenize(completion.token_ids)], prompt.answer)
         return verdict.outcome, completion.versions[-1], len(completion.token_ids)

@@ -14,7 +14,7 @@ from stretto.launch.fleet import Fleet
 from stretto.launch.plan import Plan, digest, make_plan
 from stretto.launch.recipe import Recipe, override, parse_recipe, validate
 from stretto.launch.run import engine_spec, socket_folder
-from stretto.launch.stopping import Stopped, together
+from stretto.launch.stopping import Stopped, beside, together
 from stretto.rewards.pool import RewardPool
 
 
@@ -59,7 +59,7 @@ async def _examine(plan: Plan) -> Evaluation:
             rewards.score_group,
             plan.tokenizer.decode,
         )
-        evaluation = await stopped.unless(evaluate())
+        evaluation = await stopped.unless(beside(fleet.supervise(), evaluate()))
     finally:
         await asyncio.gather(fleet.stop(1.0), rewards.close())
         shutil.rmtree(folder, ignore_errors=True)

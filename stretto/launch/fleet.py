@@ -8,6 +8,7 @@ supervise()         an engine that dies leaves the routing, comes back with the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from stretto.launch.process import RoleProcess
 from stretto.launch.stopping import together
 from stretto.rollout.routing import Router
 
+ENGINE_ROLE = "stretto.launch.engine_role"
 _RETRY_SECONDS = 0.05
 
 
@@ -37,7 +39,9 @@ class Member:
     client: HttpEngine
     version: int = -1
     restarts: int = 0
+    starting: bool = False
     publication: asyncio.Event = field(default_factory=asyncio.Event)
+    suspected: asyncio.Event = field(default_factory=asyncio.Event)
     health: EngineHealth | None = None
     busy_before: float = 0.0  # seconds of work of its predecessors
 
@@ -45,8 +49,11 @@ class Member:
 class Fleet:
     """See the module."""
 
-    def __init__(self, specs: Sequence[EngineSpec], logs: Path, deadlines: DeadlinesConfig) -> None:
-        self._members = [self._member(spec, logs, deadlines) for spec in specs]
+    def __init__(
+        self, specs: Sequence[EngineSpec], logs: Path, deadlines: DeadlinesConfig, role: str = ENGINE_ROLE
+    ) -> None:
+        """`role` is the module that plays an engine; another make of engine has another one."""
+        self._members = [self._member(spec, logs, deadlines, role) for spec in specs]
         self._deadlines = deadlines
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
@@ -56,8 +63,8 @@ class Fleet:
         self._past: list[EngineHealth] = []  # last words of engines that died
 
     @staticmethod
-    def _member(spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig) -> Member:
-        process = RoleProcess(spec.name, "stretto.launch.engine_role", logs / f"{spec.name}.txt")
+    def _member(spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str) -> Member:
+        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt")
         client = HttpEngine(spec.name, spec.address, answer_seconds=deadlines.answer, load_seconds=deadlines.load)
         return Member(spec, process, client)
 
@@ -80,11 +87,15 @@ class Fleet:
         await together(*(self._start(member) for member in self._members))
 
     async def _start(self, member: Member) -> None:
+        member.starting = True
         await member.process.start(member.spec, member.spec.threads)
-        name = member.spec.name
-        async with deadline("conductor", f"{name} to be ready", self._deadlines.start):
+        async with deadline("conductor", f"{member.spec.name} to be ready", self._deadlines.start):
             member.version = (await self._first_answer(member)).version
-        self._router.join(name)
+        member.starting = False
+        self._join(member)
+
+    def _join(self, member: Member) -> None:
+        self._router.join(member.spec.name)
         self._joined.set()
         self._on_load(self.live)
         member.publication.set()  # something may have been published while it started
@@ -114,8 +125,17 @@ class Fleet:
         try:
             async for completion in member.client.generate(request):
                 yield completion
+        except EngineLost:
+            self._suspect(member)
+            raise
         finally:
             self._router.finish(name, answers)
+
+    def _suspect(self, member: Member) -> None:
+        """An engine that broke off gets nothing more to do until it is replaced, or turns out to be well."""
+        if member.spec.name in self._router.up:
+            self._router.leave(member.spec.name)
+        member.suspected.set()
 
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine shall load it."""
@@ -149,8 +169,12 @@ class Fleet:
         """Return when every engine serves `version` or a newer one; loads it where needed."""
         self._published = max(self._published, version)
         for member in self._members:
-            if member.version < version:
-                member.version = await member.client.update(version)
+            async with deadline("conductor", f"{member.spec.name} to serve version {version}", self._deadlines.start):
+                while member.version < version:
+                    with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
+                        member.version = await member.client.update(version)
+                        break
+                    await asyncio.sleep(_RETRY_SECONDS)
 
     async def supervise(self) -> NoReturn:
         """Replace engines that die, for as long as the run goes on.
@@ -158,8 +182,24 @@ class Fleet:
         Raises:
             RoleDied: one engine died more often than `deadlines.engine_restarts`.
         """
-        await together(*(self._supervise(member) for member in self._members))
+        watchers = [watch(member) for member in self._members for watch in (self._supervise, self._reinstate)]
+        await together(*watchers)
         raise AssertionError("a watcher never ends by itself")
+
+    async def _reinstate(self, member: Member) -> NoReturn:
+        """A suspected engine whose process goes on and answers gets work again."""
+        while True:
+            await member.suspected.wait()
+            member.suspected.clear()
+            await asyncio.sleep(_RETRY_SECONDS)
+            try:
+                await member.client.health()
+            except EngineLost:
+                if member.process.running:
+                    member.suspected.set()
+                continue
+            if member.spec.name not in self._router.up and member.process.running and not member.starting:
+                self._join(member)
 
     async def _supervise(self, member: Member) -> NoReturn:
         while True:

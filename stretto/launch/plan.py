@@ -62,13 +62,14 @@ def make_plan(recipe: Recipe) -> Plan:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     shown = questions.demonstrations if recipe.warm_start is not None else ()
+    prompts = encode_prompts([*questions.training, *held_out], tokenizer, room)
     return Plan(
         recipe=recipe,
         base=base,
         tokenizer=tokenizer,
         sampling=recipe.sampling.record(tokenizer.eos_token_ids),
-        training=encode_prompts(questions.training, tokenizer, room),
-        held_out=encode_prompts(held_out, tokenizer, room),
+        training=prompts[: len(questions.training)],
+        held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
     )
 

@@ -86,13 +86,13 @@ def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         RecipeError: the file cannot be read or parsed, or an override is not of its form.
     """
     tree = _parse(path)
-    override(tree, overrides)
     _resolve_paths(tree, path.parent)
+    override(tree, overrides)
     return tree
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Replace values of the tables by ``section.key=value``.
+    """Replace values of the tables by ``section.key=value``; paths are relative to the folder one is in.
 
     Raises:
         RecipeError: an override is not of its form.
@@ -100,6 +100,7 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     problems = [problem for text in overrides if (problem := _override(tree, text)) is not None]
     if problems:
         raise RecipeError(problems)
+    _resolve_paths(tree, Path.cwd())
 
 
 def validate(tree: Mapping[str, Any], place: str) -> Recipe:
@@ -161,7 +162,16 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     for section, key in (("model", "path"), ("task", "file"), ("task", "held_out_file")):
         part = tree.get(section)
         if isinstance(part, dict) and isinstance(part.get(key), str):
-            part[key] = str((folder / Path(part[key]).expanduser()).resolve())
+            part[key] = str(_absolute(part[key], folder, f"{section}.{key}"))
+
+
+def _absolute(text: str, folder: Path, place: str) -> Path:
+    try:
+        path = (folder / Path(text).expanduser()).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, the home of nobody
+        raise RecipeError([Problem(place, f"{text!r}"[:80], f"is no path: {error}")]) from None
+    return path
 
 
 def _problem(place: str, details: ErrorDetails) -> Problem:

@@ -24,7 +24,7 @@ from stretto.launch.keeper import ConductorState, Examiner, Keeper, read_conduct
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recorder import Clock, Past, Recorder, Work
 from stretto.launch.stage import Stage
-from stretto.launch.stopping import Stopped, together
+from stretto.launch.stopping import Stopped, beside, together
 from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.trainer_role import TrainerSpec
 from stretto.launch.warm_start import copy_policy, warm_start
@@ -144,7 +144,7 @@ async def _train(
     crew.fleet.report_to(stage.say)
     if recorder.initial_accuracy is None:
         stage.say("measuring the held-out accuracy of version 0")
-        await stopped.unless(examiner.examine(beginning.version))
+        await stopped.unless(beside(crew.fleet.supervise(), examiner.examine(beginning.version)))
     if not stopped.requested:
         recorder.spans(await crew.look())
         recorder.rl_begins()
@@ -157,9 +157,13 @@ async def _train(
         await keeper.save_policy(controller.published)
     if not stopped.requested:
         stage.say("measuring the held-out accuracy of the last version")
-        await crew.fleet.reach(controller.published)
-        await stopped.unless(examiner.examine(controller.published))
+        await stopped.unless(beside(crew.fleet.supervise(), _examine_last(crew.fleet, examiner, controller.published)))
     recorder.conclude()
+
+
+async def _examine_last(fleet: Fleet, examiner: Examiner, version: int) -> None:
+    await fleet.reach(version)
+    await examiner.examine(version)
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -56,6 +56,16 @@ class Stopped:
         self._event.set()
         for on_stop in self._calls:
             on_stop()
+
+
+async def beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:
+    """The result of `work`, while `watch` goes on beside it; if that fails first, its error is raised."""
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        return await (task if task.done() else watcher)
+    finally:
+        await put_away([task, watcher])
 
 
 async def put_away(tasks: list[asyncio.Future[Any]]) -> None:

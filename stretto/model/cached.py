@@ -17,6 +17,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -39,10 +40,21 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens before the newest one, to be cached for one row or for several siblings: ``token_ids`` [C], C may be 0."""
+    """Tokens before the newest one, to be cached for one row or for several siblings: ``token_ids`` [C], C may be 0.
+
+    The first `shared` of them are also the first of the context at place `lender` of the same step, which shares
+    nothing itself; they are computed there. At least one token must be the context's own.
+    """
 
     token_ids: Ints
     rows: tuple[int, ...]
+    lender: int = 0
+    shared: int = 0
+
+    @property
+    def own(self) -> Ints:
+        """The tokens that this context brings into the step."""
+        return self.token_ids[self.shared :]
 
 
 @dataclass(frozen=True)
@@ -159,10 +171,11 @@ class CachedPolicy:
         self._make_room(lengths, contexts)
         used = self._shelves.used()
         order = np.concatenate([np.asarray(shelf.owners, dtype=np.int64) for shelf in used])
-        carried = [context for context in contexts if len(context.token_ids)]
-        tokens = np.concatenate([context.token_ids for context in carried] + [newest[order]])
+        carried = _without_empty(contexts)
+        tokens = np.concatenate([context.own for context in carried] + [newest[order]])
         newest_places = lengths[order] - 1
-        positions = np.concatenate([np.arange(len(context.token_ids)) for context in carried] + [newest_places])
+        places = [np.arange(context.shared, len(context.token_ids)) for context in carried]
+        positions = np.concatenate([*places, newest_places])
         logits: Tensor = self.model(
             input_ids=self._tensor(tokens)[None],
             position_ids=self._tensor(positions)[None],
@@ -183,25 +196,27 @@ class CachedPolicy:
 
     def _plan(self, used: Sequence[Shelf], newest_places: Ints, carried: Sequence[Context]) -> StepPlan:
         sizes = [len(context.token_ids) for context in carried]
-        start, writes = sum(sizes), self._context_writes(carried)
+        borrowed = [(context.lender, context.shared) for context in carried]
+        start, writes = sum(len(context.own) for context in carried), self._context_writes(carried)
         shelves: list[ShelfStep] = []
         ends = np.cumsum([len(shelf.owners) for shelf in used])[:-1]
         for shelf, places in zip(used, np.split(newest_places, ends), strict=True):
             shelves.append(self._shelf_step(shelf, start, places, writes.get(shelf.length, [])))
             start = shelves[-1].stop
-        return StepPlan(pack(sizes, self.layout.device) if carried else None, tuple(shelves))
+        return StepPlan(pack(sizes, self.layout.device, borrowed) if carried else None, tuple(shelves))
 
     def _context_writes(self, carried: Sequence[Context]) -> dict[int, list[Ints]]:
         """Per length of shelf, the (packed token, slot, position) triples [3, W] of context that enters the cache."""
         writes: dict[int, list[Ints]] = {}
-        start = 0
-        for context in carried:
-            size = len(context.token_ids)
+        ends = np.cumsum([len(context.own) for context in carried])
+        starts = ends - [len(context.own) for context in carried]
+        for context, start, end in zip(carried, starts, ends, strict=True):
+            lent = starts[context.lender] + np.arange(context.shared)
+            sources = np.concatenate([lent, np.arange(start, end)])
             for row in context.rows:
                 shelf, slot = self._shelves.place_of(row)
-                triple = np.stack([np.arange(start, start + size), np.full(size, slot), np.arange(size)])
+                triple = np.stack([sources, np.full(len(sources), slot), np.arange(len(sources))])
                 writes.setdefault(shelf.length, []).append(triple)
-            start += size
         return writes
 
     def _shelf_step(self, shelf: Shelf, start: int, newest: Ints, writes: list[Ints]) -> ShelfStep:
@@ -210,7 +225,7 @@ class CachedPolicy:
         behind = self._places_L[: int(newest.max()) + 1] > positions[:, None]
         bias = positions.new_zeros(behind.shape, dtype=self.layout.dtype).masked_fill_(behind, -torch.inf)
         sources: Tensor | slice = slice(start, start + rows)
-        slots = self._places_L[:rows]
+        slots = torch.arange(rows, device=self.layout.device)
         if writes:
             own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
             sources, slots, positions = self._tensor(np.concatenate([*writes, own], axis=1)).unbind(0)
@@ -218,6 +233,16 @@ class CachedPolicy:
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.layout.device)
+
+
+def _without_empty(contexts: Sequence[Context]) -> list[Context]:
+    """The contexts that hold tokens; lenders keep their meaning, since nobody borrows from an empty one."""
+    places = {place: at for at, place in enumerate(k for k, c in enumerate(contexts) if len(c.token_ids))}
+    return [
+        dataclasses.replace(context, lender=places.get(context.lender, 0))
+        for context in contexts
+        if len(context.token_ids)
+    ]
 
 
 def cache_layout(model: PreTrainedModel) -> CacheLayout:

@@ -156,8 +156,14 @@ class Controller:
         del self._in_flight[ticket.group_id]
         return group
 
+    def lose(self, ticket: Ticket, reason: str) -> None:
+        """The group's engine was lost, which says nothing about the prompt: it is asked again, however often."""
+        self._settle_unanswered(ticket, State.FAILED, reason)
+        del self._in_flight[ticket.group_id]
+        self._prompts.give_back(ticket.draw)
+
     def fail(self, ticket: Ticket, reason: str) -> None:
-        """The group could not be answered (a lost engine, a refused request); its prompt is asked again."""
+        """The group could not be answered (a refused request); its prompt is asked again, but not for ever."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 NOT_CALLABLE = 3
@@ -19,25 +18,13 @@ def slow(prompt: str, completion: str, answer: str) -> float:
     return length(prompt, completion, answer)
 
 
-def raising(prompt: str, completion: str, answer: str) -> float:
-    raise RuntimeError("no idea")
-
-
 def hanging(prompt: str, completion: str, answer: str) -> float:
     while True:
         time.sleep(1)
 
 
-def dying(prompt: str, completion: str, answer: str) -> float:
-    os._exit(3)
-
-
 def not_a_number(prompt: str, completion: str, answer: str) -> float:
     return float("nan")
-
-
-def a_text(prompt: str, completion: str, answer: str) -> str:
-    return "right"
 
 
 def now_and_then(prompt: str, completion: str, answer: str) -> float:

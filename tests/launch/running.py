@@ -1,10 +1,13 @@
-"""The real command line in processes of its own, and what is left of it: for the system tests.
+"""The real command line, and what is left of it: for the system tests.
 
-Every process of a run inherits a mark in its environment, so that orphans are found wherever they have gone.
+Commands run in a process of their own where they are to be stopped or killed, else in this one, which is quicker;
+their roles are processes either way. Every process inherits a mark in its environment, so that orphans are found
+wherever they have gone.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,11 +18,14 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from stretto.cli.main import main
 from stretto.launch.plan import digest
 from stretto.store.inspection import Inspection, inspect_run
 
@@ -57,7 +63,6 @@ class Command:
     mark: str
     temporary: Path
     run_dir: Path | None = None
-    seen: set[int] = field(default_factory=set)
 
     def processes(self, module: str = "") -> list[int]:
         """The living processes of this command, those whose command line names `module`."""
@@ -97,7 +102,7 @@ class Command:
             time.sleep(0.02)
         assert list(self.temporary.iterdir()) == []
         if self.run_dir is not None:
-            assert list(shared_files(self.run_dir, self.process.pid)) == []
+            assert list(shared_files(self.run_dir)) == []
 
 
 def with_no_fuss(pid: int) -> None:
@@ -108,10 +113,15 @@ def with_no_fuss(pid: int) -> None:
         return
 
 
-def shared_files(run_dir: Path, conductor: int) -> Iterator[Path]:
-    """What the run of process `conductor` has in shared memory."""
-    names = (digest(run_dir.resolve(), conductor), digest(run_dir.resolve()))
-    return (path for name in names for path in Path("/dev/shm").glob(f"stretto-{name}-*"))
+def shared_files(run_dir: Path) -> Iterator[Path]:
+    """What a run has in shared memory."""
+    return Path("/dev/shm").glob(f"stretto-{digest(run_dir.resolve())}-*")
+
+
+def children() -> list[int]:
+    """The living child processes of this process."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for text in lists for pid in text.read_text().split()]
 
 
 def _marked(mark: str) -> Iterator[int]:
@@ -176,18 +186,23 @@ class Laboratory:
         return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir)
 
     def run(self, *arguments: str | Path) -> Ended:
-        """Run a command to its end; it leaves no process and no temporary file."""
-        with self.start(*arguments) as command:
-            ended = command.end()
-            command.assert_nothing_is_left()
-        return ended
+        """Run a command in this process; it leaves no other process behind."""
+        out, err, code, before = io.StringIO(), io.StringIO(), None, children()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setenv("STRETTO_CACHE", str(self.cache))
+            patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code
+        assert children() == before
+        return Ended(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
 
     def trained(self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY) -> Ended:
-        """Train to the end, successfully."""
-        with self.train(run_dir, *arguments, recipe=recipe) as command:
-            ended: Ended = command.end()
-            assert ended.code == 0, ended.out + ended.err + logs(run_dir)
-            command.assert_nothing_is_left()
+        """Train to the end in this process, successfully."""
+        ended = self.run("train", recipe, *arguments, "--run-dir", run_dir)
+        assert ended.code == 0, ended.out + ended.err + logs(run_dir)
+        assert list(shared_files(run_dir)) == []
         return ended
 
 
@@ -218,6 +233,12 @@ def wait_for_step(command: Command, step: int) -> None:
 
 def logs(run_dir: Path) -> str:
     return "\n".join(f"--- {path}\n{path.read_text()}" for path in sorted((run_dir / "logs").glob("*.txt")))
+
+
+def said(run_dir: Path) -> str:
+    """What the run has said so far."""
+    log = run_dir / "log.txt"
+    return log.read_text() if log.exists() else ""
 
 
 def exported(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,161 @@
+"""What the other commands do when all is well, and how a run deals with rewards that are not.
+
+- `sft` writes a folder that transformers loads; `eval` of one folder gives one accuracy; `inspect` and `export` read
+  any run.
+- An undecided answer is failed with its reason and is never a zero; rewards that decide nothing end the run.
+- recipes/from_hf.toml trains a Hugging Face folder of any make on questions from a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from stretto.launch.plan import make_plan
+from stretto.launch.recipe import load_recipe
+from stretto.store.inspection import inspect_run
+from tests.launch.running import ROOT, TINY, Ended
+
+Door = Callable[..., Ended]
+FROM_HF = ROOT / "recipes" / "from_hf.toml"
+WORD_PROBLEMS = ROOT / "recipes" / "data" / "word_problems.jsonl"
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """Byte-level, made on the spot from the questions."""
+    backend = ByteLevelBPETokenizer()
+    backend.train([str(WORD_PROBLEMS)], vocab_size=400, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    backend.save(str(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"))
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=backend._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    whole.chat_template = CHAT_TEMPLATE
+    return whole
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(LlamaConfig, tokenizer, tmp_path_factory.mktemp("llama") / "policy")
+
+
+def saved(kind: type[LlamaConfig] | type[Qwen2Config], tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    """A tiny model of another make, as its author would save it."""
+    config = kind(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def accuracy(ended: Ended) -> float:
+    assert ended.code == 0, ended.err
+    return float(json.loads(ended.out)["accuracy"])
+
+
+def test_sft_writes_a_folder_and_eval_measures_it_twice_alike(door: Door, tmp_path: Path) -> None:
+    out = tmp_path / "policy"
+    ended = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16")
+    assert ended.code == 0, ended.err
+    assert f"policy written to {out}" in ended.out
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == len(AutoTokenizer.from_pretrained(out))
+    measured = [accuracy(door("eval", out, "--task", TINY, "--json")) for _ in range(2)]
+    assert measured[0] == measured[1] > 0
+    assert accuracy(door("eval", out, "--task", TINY, "--json", "rewards.function=exact_match")) < measured[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "policy.log"]
+
+
+def test_eval_asks_all_rows_of_a_file_and_says_it_in_words(door: Door, llama: Path) -> None:
+    ended = door("eval", llama, "--task", WORD_PROBLEMS, "sampling.max_tokens=16")
+    assert ended.code == 0, ended.err
+    assert "of 240 right" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("hanging", "timeout after 0.1 s"),
+        ("not_a_number", "the reward returned nan"),
+    ],
+)
+def test_a_reward_that_decides_nothing_ends_with_its_reason(
+    door: Door, tmp_path: Path, function: str, reason: str
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = ["rewards.timeout=0.1", "rewards.max_consecutive_undecided=4"]
+    function = f"rewards.function=tests.launch.rewards_for_tests:{function}"
+    ended = door("train", TINY, function, *settings, "--run-dir", run_dir)
+    ended.refused("rewards.function: the last 4 answers were undecided", reason, "max_consecutive_undecided")
+    assert "failed: rewards.function" in (run_dir / "log.txt").read_text()
+
+
+def test_an_undecided_answer_is_failed_and_never_a_zero(door: Door, tmp_path: Path) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "out.jsonl"
+    function = "rewards.function=tests.launch.rewards_for_tests:now_and_then"
+    ended = door("train", TINY, function, "rewards.max_consecutive_undecided=1000", "--run-dir", run_dir)
+    assert ended.code == 0, ended.err
+    assert door("export", run_dir, file).code == 0
+    trajectories = [json.loads(line) for line in file.read_text().splitlines()]
+    undecided = [t for t in trajectories if t["verdict"] == "undecided"]
+    assert undecided
+    assert all(t["state"] == "failed" and t["reward"] is None for t in undecided)
+    assert {t["reason"] for t in undecided} == {"the reward raised ValueError: a length divisible by five"}
+    assert all(len(t["text"]) % 5 for t in trajectories if t["state"] == "trained")
+    assert inspect_run(run_dir).trajectories.failed == len(undecided)
+
+
+def test_any_hugging_face_folder_is_trained_on_questions_from_a_file(door: Door, llama: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    # A model that knows nothing is never right; its answers are told apart by something else.
+    reward = "rewards.function=tests.launch.rewards_for_tests:length"
+    small = ["trainer.steps=2", "sampling.max_tokens=12", "evaluation.prompts=8", "rollout.batch_size=2"]
+    ended = door("train", FROM_HF, f"model.path={llama}", reward, *small, "--run-dir", run_dir)
+    assert ended.code == 0, ended.err
+    assert inspect_run(run_dir).steps == 2
+    trained = AutoModelForCausalLM.from_pretrained(run_dir / "policy" / "v000002")
+    assert trained.config.model_type == "llama"
+    before = AutoModelForCausalLM.from_pretrained(llama)
+    assert any((a != b).any() for a, b in zip(trained.parameters(), before.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(run_dir / "policy" / "v000002").chat_template == CHAT_TEMPLATE
+
+
+def test_chats_are_rendered_by_the_folders_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    folder = saved(Qwen2Config, tokenizer, tmp_path / "qwen")
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "How many?"}], "answer": 3}
+    rows.write_text(f"{json.dumps(row)}\n" * 2)
+    overrides = [f"model.path={folder}", f"task.file={rows}", "task.held_out=1"]
+    plan = make_plan(load_recipe(FROM_HF, overrides))
+    assert plan.tokenizer.decode(plan.training[0].token_ids) == "<user>How many?<assistant>"
+
+
+def test_the_recipe_without_a_model_says_what_is_needed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/nowhere")
+    ended = door("train", FROM_HF, "--dry-run")
+    ended.refused("/nowhere/models/policy: no such folder; a Hugging Face model folder is needed")
+
+
+def test_paths_on_the_command_line_are_relative_to_where_one_is(
+    door: Door, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(llama.parent)
+    ended = door("train", FROM_HF, "model.path=policy", "--dry-run")
+    assert ended.code == 0, ended.err
+    assert f"{llama}: LlamaForCausalLM" in ended.out
+    assert "176 for training, 64 held out" in ended.out

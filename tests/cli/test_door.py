@@ -1,0 +1,148 @@
+"""The door: what each command answers when nothing, or the wrong thing, is asked of it.
+
+- --help is quick, because nothing heavy is imported for it.
+- A mistake ends with exit code 2 and one message, without a traceback; nothing is started and nothing is written.
+- --dry-run checks everything, starts nothing and writes no run folder.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import TINY, Ended, with_sections
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ["train", "sft", "eval", "inspect", "export"]
+HEAVY = ["torch", "transformers", "matplotlib", "numpy", "asyncio", "rich.table"]  # pydantic is typer's own
+HELP_SECONDS = 0.6  # of processor time; the promise is 0.3 on a quiet machine
+
+Door = Callable[..., Ended]
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=["stretto", *COMMANDS])
+def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom stretto.cli.main import main\n"
+        f"sys.argv = ['stretto', *{arguments!r}, '--help']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "Usage: stretto" in done.stdout
+    assert done.stderr == "[]\n"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < HELP_SECONDS
+
+
+def test_help_lists_every_command(door: Door) -> None:
+    told = door("--help")
+    assert told.code == 0
+    assert not [command for command in COMMANDS if command not in told.out]
+
+
+def test_the_module_can_be_run_as_well() -> None:
+    command = [sys.executable, "-m", "stretto.cli.main", "inspect", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "stretto: nowhere: does not exist; give a run folder\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train"], "Missing argument 'RECIPE.toml'"),
+        (["trian"], "No such command 'trian'"),
+        (["train", str(TINY), "--run-folder", "x"], "No such option: --run-folder"),
+        (["eval", "model"], "Missing option '--task'"),
+        (["export", "run"], "Missing argument 'FILE.jsonl'"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(door: Door, arguments: list[str], expected: str) -> None:
+    door(*arguments).refused(expected)
+
+
+def test_a_broken_recipe_is_refused_with_its_place(door: Door, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = 1\n[model\n")
+    for arguments in (["train", broken], ["train", broken, "--dry-run"], ["sft", broken, tmp_path / "out"]):
+        door(*arguments).refused(f"stretto: {broken}: broken TOML", "line 2, column 7")
+    door("eval", tmp_path, "--task", broken).refused(f"stretto: {broken}: broken TOML")
+    door("train", tmp_path / "nowhere.toml").refused("nowhere.toml: no such file", "did you mean 'broken.toml'?")
+
+
+def test_all_mistakes_of_a_recipe_come_together(door: Door) -> None:
+    told = door("train", TINY, "trainer.step=3", "engine.slots=0", "rollout.beyond_bound=drop")
+    told.refused("trainer.step: unknown key; did you mean 'steps'?", "engine.slots: 0", "beyond_bound: 'drop'")
+    assert len(told.err.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.steps"], "'trainer.steps': not of the form section.key=value"),
+        (["sampling.max_tokens=96"], "the model's context has 96 tokens"),
+        (["task.operands_min=20", "task.operands_max=30"], "a prompt of "),
+        (["model.build.alphabet=0123456789"], "cannot be encoded"),
+        (["rewards.function=nowhere:reward"], "cannot import 'nowhere'"),
+        (["rewards.function=tests.launch.rewards_for_tests:NOT_CALLABLE"], "cannot be called"),
+        (["trainer.minibatches=9"], "trainer.minibatches = 9 is more than the 8 answers"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    door: Door, tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    run_dir = tmp_path / "run"
+    door("train", TINY, *overrides, "--run-dir", run_dir).refused(expected)
+    assert not run_dir.exists()
+
+
+def test_a_broken_dataset_is_refused_with_its_lines(door: Door, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="\n{"prompt": null, "answer": "2"}\n')
+    section = f'[task]\nkind = "jsonl"\nfile = "{rows}"\nheld_out = 1\n'
+    task = ("[task]", "kind", "operands", "prompts = 64", "held_out", "demonstrations")
+    recipe = with_sections(TINY, tmp_path / "recipe.toml", section, without=task)
+    told = door("train", recipe, "--run-dir", tmp_path / "run")
+    told.refused(f"stretto: {rows}:2: broken JSON", f"{rows}:3: prompt: null; a text is needed")
+
+
+def test_a_model_folder_that_cannot_be_loaded_is_refused(door: Door, tmp_path: Path) -> None:
+    door("eval", tmp_path / "nowhere", "--task", TINY).refused("nowhere: no such folder")
+    door("eval", tmp_path, "--task", TINY).refused("config.json: no such file", "holds no weights")
+
+
+def test_a_run_folder_that_cannot_be_is_refused(door: Door, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    door("train", TINY, "--run-dir", file / "run").refused("cannot be made: Not a directory")
+    door("train", TINY, "--run-dir", tmp_path / "full").refused("is not empty and holds no run (thesis.tex, ...)")
+    door("train", TINY, "--resume").refused("--resume: without --run-dir")
+    door("train", TINY, "--resume", "--run-dir", tmp_path / "new").refused("new: does not exist")
+    door("inspect", tmp_path / "full").refused("holds no run")
+    door("export", tmp_path / "full", tmp_path / "out.jsonl").refused("holds no run")
+    assert not (tmp_path / "full" / "recipe.toml").exists()
+
+
+def test_a_dry_run_says_everything_and_starts_nothing(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = door("train", TINY, "rewards.function=final_answer", "--dry-run")
+    assert told.code == 0
+    assert not [part for part in ("6 steps of 2 groups", "Qwen3ForCausalLM", "held out", "GiB") if part not in told.out]
+    assert told.out.endswith("all is well; nothing was started\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> None:
+    door("sft", TINY, tmp_path / "out").refused("warm_start: missing", "`stretto sft` runs this section")
+    door("sft", TINY, tmp_path, "warm_start.steps=1").refused(f"{tmp_path}: exists already; give a new folder")

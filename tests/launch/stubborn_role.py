@@ -1,0 +1,32 @@
+"""A role that does as its spec says: ``python -m tests.launch.stubborn_role SPEC``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import msgspec
+
+from stretto.core.records import Record
+
+
+class StubbornSpec(Record, frozen=True):
+    """Ignore SIGTERM or not; then end with `code` after `seconds`."""
+
+    ignores: bool = False
+    seconds: float = 60.0
+    code: int = 0
+
+
+def main() -> int:
+    spec = msgspec.json.decode(sys.argv[1], type=StubbornSpec)
+    if spec.ignores:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("up", flush=True)
+    time.sleep(spec.seconds)
+    return spec.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

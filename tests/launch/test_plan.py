@@ -1,0 +1,221 @@
+"""Everything that can be known before a process starts.
+
+- A question, a model folder, a reward, a port that is not what it should be is named with its place.
+- What is read is what is asked: prompts by the tokenizer, demonstrations that end with the end.
+- The memory estimate grows with what needs memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from stretto.core.errors import UserError
+from stretto.launch.plan import Plan, available_memory, base_folder, estimate_memory, make_plan, warnings
+from stretto.launch.recipe import validate
+from stretto.model.build import BuildConfig, build_policy
+from stretto.model.tokenizer import load_tokenizer
+
+BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
+GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}
+REWARDS = "tests.launch.rewards_for_tests"
+
+Tree = dict[str, Any]
+Planner = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    build_policy(BUILD, folder, seed=1)
+    return folder
+
+
+@pytest.fixture
+def plan_for(policy: Path, tmp_path: Path) -> Planner:
+    """A plan of rows and settings: ``plan_for([row, ...], rewards={"function": ...})``."""
+
+    def plan(rows: list[Tree] | None = None, **sections: Any) -> Plan:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in (rows or [GOOD] * 4)))
+        tree = {
+            "model": {"path": str(policy)},
+            "task": {"kind": "jsonl", "file": str(file), "held_out": 1},
+            "trainer": {},
+            "sampling": {"max_tokens": 16},
+            "rollout": {"batch_size": 2},
+        }
+        return make_plan(validate(tree | sections, "recipe.toml"))
+
+    return plan
+
+
+def message(plan_for: Planner, rows: list[Tree] | None = None, **sections: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        plan_for(rows, **sections)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_prompts_are_read_by_the_models_tokenizer(plan_for: Planner, policy: Path) -> None:
+    plan = plan_for(warm_start={})
+    assert [prompt.token_ids for prompt in plan.training] == [load_tokenizer(policy).encode("3+8=")] * 3
+    assert [prompt.id for prompt in plan.held_out] == ["4"]
+    assert plan.longest_prompt == 4
+    assert plan.sampling.stop_token_ids == (1,)
+    assert {shown.answer_ids for shown in plan.demonstrations} == {(3, 3, 1)}
+
+
+def test_a_demonstrated_answer_does_not_begin_with_what_begins_a_text(
+    plan_for: Planner, policy: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "with-beginning"
+    shutil.copytree(policy, folder)
+    tokenizer = load_tokenizer(folder)._whole
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    tokenizer.save_pretrained(folder)
+    plan = plan_for(warm_start={}, model={"path": str(folder)})
+    assert {shown.prompt_ids[0] for shown in plan.demonstrations} == {0}
+    assert {shown.answer_ids for shown in plan.demonstrations} == {(3, 3, 1)}
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_its_line(plan_for: Planner, tmp_path: Path) -> None:
+    fits, long = GOOD | {"prompt": "1" * 16}, GOOD | {"prompt": "1" * 17}
+    assert plan_for([fits, fits]).longest_prompt == 16
+    told = message(plan_for, [fits, long, fits, long])
+    remedy = "at most 16 fit (the model's context less sampling.max_tokens)"
+    place = f"{tmp_path}/rows.jsonl"
+    assert told.splitlines() == [f"{place}:{line}: a prompt of 17 tokens; {remedy}" for line in (2, 4)]
+
+
+def test_a_character_that_the_model_does_not_know_is_named_with_its_line(plan_for: Planner, tmp_path: Path) -> None:
+    told = message(plan_for, [GOOD, GOOD | {"prompt": "3 apples="}, GOOD])
+    assert told.startswith(f"{tmp_path}/rows.jsonl:2: '3 apples='")
+    assert "not in the vocabulary: 'a' 'e' 'l' 'p' 's'" in told
+    told = message(plan_for, [GOOD, GOOD, GOOD | {"demonstration": "elf"}, GOOD], warm_start={})
+    assert told.startswith(f"{tmp_path}/rows.jsonl:3: 'elf'")
+
+
+def test_a_demonstration_beyond_the_context_is_named_with_its_line(plan_for: Planner, tmp_path: Path) -> None:
+    told = message(plan_for, [GOOD | {"demonstration": "1" * 28}, GOOD], warm_start={})
+    assert told == f"{tmp_path}/rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit"
+
+
+def test_more_than_twenty_mistakes_are_counted(plan_for: Planner) -> None:
+    told = message(plan_for, [GOOD | {"prompt": "x"}] * 30)
+    assert told.splitlines()[-1] == "the task: 10 more questions like these"
+
+
+def test_a_chat_needs_a_template(plan_for: Planner) -> None:
+    chat = GOOD | {"prompt": [{"role": "user", "content": "3+8="}]}
+    assert "has no chat template" in message(plan_for, [chat, GOOD])
+
+
+def test_a_warm_start_needs_demonstrations(plan_for: Planner) -> None:
+    row = {"prompt": "3+8=", "answer": "11"}
+    assert "[warm_start]: the task has no demonstrations" in message(plan_for, [row, row], warm_start={})
+
+
+def test_answers_as_long_as_the_context_are_refused(plan_for: Planner) -> None:
+    told = message(plan_for, sampling={"max_tokens": 32})
+    assert "sampling.max_tokens = 32, and the model's context has 32 tokens" in told
+
+
+def test_a_model_folder_that_cannot_be_loaded_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(policy, tmp_path / name))
+
+    bare, cut, empty = copy("bare"), copy("cut"), tmp_path / "empty"
+    (bare / "config.json").unlink()
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    empty.mkdir()
+    assert "config.json: no such file" in message(plan_for, model={"path": str(bare)})
+    assert "model.safetensors: is " in message(plan_for, model={"path": str(cut)})
+    assert "its header says" in message(plan_for, model={"path": str(cut)})
+    assert "holds no weights" in message(plan_for, model={"path": str(empty)})
+    assert "no such folder" in message(plan_for, model={"path": str(tmp_path / "nothing")})
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("final_anser", "did you mean 'final_answer'?"),
+        ("no.such.module:reward", "cannot import 'no.such.module'"),
+        (f"{REWARDS}:missing", "has no 'missing'"),
+        (f"{REWARDS}:NOT_CALLABLE", "which cannot be called"),
+        (f"{REWARDS}:asynchronous", "is asynchronous"),
+        (f"{REWARDS}:of_two_arguments", "has another signature"),
+    ],
+)
+def test_a_reward_that_is_none_is_refused(plan_for: Planner, function: str, expected: str) -> None:
+    told = message(plan_for, rewards={"function": function})
+    assert told.startswith("rewards.function: ")
+    assert expected in told
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("import os; os._exit(7)", "ended while starting: exit status 7"),
+        ("import time; time.sleep(600)", "waited 1 s for"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def reward(", "SyntaxError"),
+    ],
+)
+def test_a_reward_whose_module_hangs_or_exits_is_refused(
+    plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
+) -> None:
+    (tmp_path / "unruly.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert expected in message(plan_for, rewards={"function": "unruly:reward", "start_timeout": 1.0})
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(plan_for: Planner) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engine = {"transport": "tcp", "base_port": port, "count": 1}
+        assert message(plan_for, engine=engine) == f"engine.base_port: port {port} is in use; choose free ports"
+        plan_for(engine=engine | {"transport": "unix"})
+    plan_for(engine=engine)
+
+
+def test_ports_end(plan_for: Planner) -> None:
+    told = message(plan_for, engine={"transport": "tcp", "base_port": 65_535, "count": 2})
+    assert told == "engine.base_port: 65535, and 2 engines need as many ports; ports end at 65535"
+
+
+def test_the_memory_estimate_grows_with_what_needs_memory(plan_for: Planner) -> None:
+    small = estimate_memory(plan_for())
+    assert small.total == small.trainer + small.engines + small.others
+    assert 0 < small.available == pytest.approx(available_memory(), rel=0.2)
+    assert estimate_memory(plan_for(engine={"count": 3})).engines == 3 * small.engines
+    assert estimate_memory(plan_for(engine={"slots": 1024})).engines > small.engines
+    assert estimate_memory(plan_for(trainer={"micro_batch_tokens": 65_536})).trainer > small.trainer
+    assert "GiB; available" in str(small)
+
+
+def test_what_works_but_perhaps_not_as_hoped_is_said(plan_for: Planner) -> None:
+    assert warnings(plan_for(engine={"threads": 1}, rollout={"batch_size": 2, "max_staleness": 0})) == []
+    said = warnings(plan_for(engine={"count": 200}, rollout={"batch_size": 4}, trainer={"threads": 100}))
+    assert any("will slow each other down" in warning for warning in said)
+    assert any("a batch of 4 groups repeats prompts: there are 3" in warning for warning in said)
+
+
+def test_a_model_is_built_once_and_kept(plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    plan = plan_for(model={"build": BUILD.model_dump()})
+    written = (plan.base.path / "model.safetensors").stat().st_mtime_ns
+    assert plan.base.path.is_relative_to(tmp_path / "cache" / "models")
+    assert base_folder(plan.recipe) == plan.base.path
+    assert (plan.base.path / "model.safetensors").stat().st_mtime_ns == written
+    assert base_folder(plan.recipe.model_copy(update={"seed": 2})) != plan.base.path

@@ -1,0 +1,93 @@
+"""Processes that play roles: started with a spec, watched, stopped even if they do not want to be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.launch.process import RoleProcess, describe_exit, environment
+from tests.launch.stubborn_role import StubbornSpec
+
+Work = Callable[[RoleProcess], Coroutine[Any, Any, str]]
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL (out of memory?)"),
+        (-11, "was killed by SIGSEGV"),
+        (-15, "was killed by SIGTERM"),
+    ],
+)
+def test_how_a_process_ended_is_a_sentence(code: int, sentence: str) -> None:
+    assert describe_exit(code) == sentence
+
+
+def played(folder: Path, spec: StubbornSpec, work: Work) -> str:
+    async def main() -> str:
+        role = RoleProcess("stubborn", "tests.launch.stubborn_role", folder / "log.txt")
+        await role.start(spec, threads=1)
+        assert role.running
+        try:
+            async with asyncio.timeout(20):
+                while not role.log.read_text():
+                    await asyncio.sleep(0.01)
+                return await work(role)
+        finally:
+            await role.stop(5)
+            assert not role.running
+
+    return asyncio.run(main())
+
+
+def test_a_role_that_ends_is_heard_of(tmp_path: Path) -> None:
+    spec = StubbornSpec(seconds=0.0, code=7)
+    assert played(tmp_path, spec, lambda role: role.ended()) == "ended with exit code 7"
+    assert (tmp_path / "log.txt").read_text() == "up\n"
+
+
+def test_a_role_is_asked_to_stop_before_it_is_killed(tmp_path: Path) -> None:
+    async def stop(role: RoleProcess) -> str:
+        await role.stop(10)
+        return await role.ended()
+
+    assert played(tmp_path, StubbornSpec(), stop) == "was killed by SIGTERM"
+
+
+def test_a_role_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    async def stop(role: RoleProcess) -> str:
+        start = time.monotonic()
+        await role.stop(0.2)
+        assert 0.2 <= time.monotonic() - start < 5
+        return await role.ended()
+
+    assert played(tmp_path, StubbornSpec(ignores=True), stop) == "was killed by SIGKILL (out of memory?)"
+
+
+def test_a_role_in_a_session_of_its_own_hears_no_ctrl_c_of_the_terminal(tmp_path: Path) -> None:
+    async def session(role: RoleProcess) -> str:
+        assert os.getsid(role.pid) == role.pid != os.getsid(0)
+        os.kill(role.pid, signal.SIGKILL)
+        return await role.last_words()
+
+    assert played(tmp_path, StubbornSpec(), session) == "was killed by SIGKILL (out of memory?)"
+
+
+def test_a_role_that_was_never_started_can_be_stopped(tmp_path: Path) -> None:
+    role = RoleProcess("never", "tests.launch.stubborn_role", tmp_path / "log.txt")
+    asyncio.run(role.stop(1))
+    assert not role.running
+
+
+def test_a_role_gets_its_threads_before_torch_is_imported() -> None:
+    assert environment(3)["OMP_NUM_THREADS"] == environment(3)["MKL_NUM_THREADS"] == "3"
+    assert environment(1)["HF_HUB_OFFLINE"] == "1"

@@ -1,0 +1,230 @@
+"""Recipes.
+
+- Every mistake is one sentence with the place, the value and what is allowed; all mistakes of a file come together.
+- A resolved recipe reads back as itself; differences between two recipes are named by key.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import RecipeError
+from stretto.launch.recipe import Recipe, differences, load_recipe, parse_recipe, to_toml, validate
+
+ROOT = Path(__file__).parents[2]
+SMALL = """
+[model]
+path = "policy"
+[task]
+kind = "jsonl"
+file = "rows.jsonl"
+[trainer]
+steps = 3
+"""
+BROKEN: list[tuple[str, str, Sequence[str]]] = [
+    ("an unknown key", "[trainer]\nstep = 3", ["trainer.step: unknown key", "did you mean 'steps'?"]),
+    ("an unknown section", "[trainor]\nsteps = 3", ["trainor: unknown key", "did you mean 'trainer'?"]),
+    ("an unknown key of a union", '[task]\nkind = "jsonl"\nfile = "x"\nhold_out = 3', ["task.hold_out", "'held_out'"]),
+    ("an unknown key of nothing like it", "[engine]\nzzz = 1", ["engine.zzz", "allowed: base_port, cache_tokens, "]),
+    ("a text for a number", '[trainer]\nsteps = "3"', ["trainer.steps: '3'", "valid integer"]),
+    ("a fraction for a count", "[trainer]\nsteps = 3.5", ["trainer.steps: 3.5", "integer"]),
+    ("a bool for a number", "[trainer]\nsteps = true", ["trainer.steps: True", "valid integer"]),
+    ("a bool as text", '[algorithm]\nentropy = "true"', ["algorithm.entropy: 'true'", "valid boolean"]),
+    ("a value for a section", "engine = 3", ["engine: 3", "dictionary"]),
+    ("out of range", "[trainer]\nlearning_rate = -1.0", ["trainer.learning_rate: -1.0", "greater than 0"]),
+    ("not a number", "[trainer]\nlearning_rate = nan", ["trainer.learning_rate: nan", "finite number"]),
+    ("an infinite deadline", "[deadlines]\nstep = inf", ["deadlines.step: inf", "finite number"]),
+    (
+        "a negative staleness",
+        "[rollout]\nmax_staleness = -1",
+        ["rollout.max_staleness: -1", "greater than or equal to 0"],
+    ),
+    ("half a version", "[rollout]\nmax_staleness = 1.5", ["rollout.max_staleness", "whole number of versions, or inf"]),
+    ("no staleness", "[rollout]\nmax_staleness = nan", ["rollout.max_staleness: nan"]),
+    (
+        "an unknown word",
+        '[rollout]\nbeyond_bound = "drop"',
+        ["beyond_bound: 'drop'", "'train', 'wait', 'mask' or 'expire'"],
+    ),
+    ("an unknown task", '[task]\nkind = "chess"', ["task", "'chess'", "'arithmetic', 'jsonl'"]),
+    ("a task of no kind", "[task]\nfile = 'x'", ["task", "kind"]),
+    ("a missing file name", '[task]\nkind = "jsonl"', ["task.file: missing"]),
+    ("model and build", "[model.build]\nlayers = 1", ["model: give either model.path or [model.build]"]),
+    ("a heads mismatch", "[model]\n[model.build]\nheads = 3\nkv_heads = 2", ["kv_heads = 2 does not divide heads = 3"]),
+    (
+        "more minibatches than answers",
+        "[rollout]\nbatch_size = 1\ngroup_size = 2",
+        ["minibatches = 4 is more than the 2"],
+    ),
+    (
+        "groups of one, filtered",
+        '[rollout]\ngroup_size = 1\nfilter = "zero_variance"',
+        ["group_size = 1", 'filter = "none"'],
+    ),
+    ("groups of one, compared", "[rollout]\ngroup_size = 1", ["every advantage zero", 'advantages = "batch"']),
+    ("too many decided", "[rollout]\nmin_group_size = 9", ["min_group_size = 9 is more than rollout.group_size = 8"]),
+    ("a right worth nothing", "[rewards]\nright = 0.0", ["rewards: right (0) must be greater than wrong (0)"]),
+]
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "recipe.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def merged(text: str) -> str:
+    """`SMALL` with sections replaced or added."""
+    sections = {part.partition("]")[0]: "[" + part for part in SMALL.split("[") if part.strip()}
+    head, *parts = text.split("\n[") if not text.startswith("[") else ["", *("\n" + text).split("\n[")[1:]]
+    keep = [body for name, body in sections.items() if not any(part.startswith(f"{name}]") for part in parts)]
+    return "\n".join([head, *("[" + part for part in parts), *keep])
+
+
+def message(path: Path, overrides: Sequence[str] = ()) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "expected"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_mistake_is_named_with_place_value_and_remedy(tmp_path: Path, text: str, expected: Sequence[str]) -> None:
+    path = write(tmp_path, merged(text))
+    told = message(path)
+    assert told.startswith(f"{path}: ")
+    assert len(told.splitlines()) == 1
+    assert not [part for part in expected if part not in told], told
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    assert message(write(tmp_path, "seed = 1")).splitlines() == [
+        f"{tmp_path}/recipe.toml: {section}: missing" for section in ("model", "task", "trainer")
+    ]
+
+
+def test_all_mistakes_of_a_file_come_together(tmp_path: Path) -> None:
+    told = message(write(tmp_path, merged("[trainer]\nsteps = 0\neps = -1.0\n[engine]\nslot = 3\n")))
+    assert len(told.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"", "is empty"),
+        (b"\n  \n", "is empty"),
+        (b"seed = \xff", "cannot be read"),
+        (b"\x1f\x8b\x08\x00", "cannot be read"),
+        (b"seed = 1\n[model\n", "line 2, column 7"),
+        (b"seed = 1\nseed = 2\n", "broken TOML: Cannot overwrite a value (at line 2"),
+        (b"seed = 1 2", "broken TOML"),
+        (b"a = " + b"[" * 5000, "broken TOML"),
+        (b"# " + b"x" * (1 << 20), "less than 1 MiB"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: bytes, expected: str) -> None:
+    path = write(tmp_path, text)
+    assert message(path).startswith(f"{path}: ")
+    assert expected in message(path)
+
+
+def test_a_recipe_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    write(tmp_path, SMALL)
+    assert message(tmp_path / "recipes.toml") == f"{tmp_path}/recipes.toml: no such file; did you mean 'recipe.toml'?"
+    assert "is a folder" in message(tmp_path)
+
+
+def test_a_byte_order_mark_and_windows_ends_of_lines_do_no_harm(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode()))
+    assert recipe.trainer.steps == 3
+
+
+def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) -> None:
+    overrides = [
+        "trainer.steps=7",
+        "rollout.beyond_bound=wait",
+        "rollout.max_staleness=inf",
+        "trainer.learning_rate=1e-5",
+    ]
+    recipe = load_recipe(write(tmp_path, SMALL), overrides)
+    assert recipe.trainer.steps == 7
+    assert recipe.rollout.beyond_bound == "wait"
+    assert recipe.rollout.max_staleness == float("inf")
+    assert recipe.trainer.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.steps", "'trainer.steps': not of the form section.key=value"),
+        ("=3", "not of the form"),
+        ("trainer..steps=3", "not of the form"),
+        ("trainer.step=3", "trainer.step: unknown key; did you mean 'steps'?"),
+        ("seed.more=3", "seed is a value, not a section"),
+        ("trainer.steps=many", "trainer.steps: 'many'"),
+        ("trainer.steps=", "trainer.steps: ''"),
+        ("algorithm.entropy=True", "algorithm.entropy: 'True'"),
+    ],
+)
+def test_an_override_that_makes_no_sense_is_refused(tmp_path: Path, override: str, expected: str) -> None:
+    path = write(tmp_path, "seed = 1\n" + SMALL)
+    assert expected in message(path, [override])
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALL))
+    assert recipe.model.path == str(tmp_path / "policy")
+    assert recipe.model_dump()["task"]["file"] == str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path, path: Path) -> None:
+    recipe = load_recipe(path)
+    assert load_recipe(write(tmp_path, to_toml(recipe))) == recipe
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1)
+numbers = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
+
+
+@given(path=texts, right=numbers, seed=st.integers(0, 2**63 - 1), staleness=st.just(float("inf")) | st.integers(0, 9))
+def test_any_value_survives_the_way_through_toml(path: str, right: float, seed: int, staleness: float) -> None:
+    tree = {
+        "seed": seed,
+        "model": {"path": path},
+        "task": {"kind": "arithmetic"},
+        "trainer": {},
+        "rewards": {"function": path, "right": right},
+        "rollout": {"max_staleness": staleness},
+    }
+    recipe = validate(tree, "here")
+    assert validate(tomllib.loads(to_toml(recipe)), "there") == recipe
+
+
+def test_differences_are_named_by_key_except_those_that_may_differ(tmp_path: Path) -> None:
+    old = load_recipe(write(tmp_path, SMALL))
+    new = load_recipe(write(tmp_path, SMALL), ["seed=2", "trainer.steps=9", "deadlines.step=5", "engine.count=2"])
+    assert differences(old, new, ("trainer.steps", "deadlines")) == [
+        ("engine.count", "was 1 and is 2"),
+        ("seed", "was 1 and is 2"),
+    ]
+    assert differences(old, old) == []
+
+
+def test_the_tables_of_a_recipe_can_be_had_before_they_are_checked(tmp_path: Path) -> None:
+    tree = parse_recipe(write(tmp_path, SMALL), ["engine.slot=3"])
+    assert tree["engine"] == {"slot": 3}
+    with pytest.raises(RecipeError, match="did you mean 'slots'"):
+        validate(tree, "here")
+
+
+def test_a_recipe_cannot_be_changed(tmp_path: Path) -> None:
+    recipe: Recipe = load_recipe(write(tmp_path, SMALL))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.seed = 3  # type: ignore[misc]

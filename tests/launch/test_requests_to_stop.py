@@ -1,0 +1,117 @@
+"""Signals as requests, and the three ways of doing things together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, TypeVar
+
+import pytest
+
+from stretto.core.errors import EngineLost
+from stretto.launch.stopping import Stopped, beside, together
+
+T = TypeVar("T")
+LOST = EngineLost("engine-0", "is gone")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 10))
+
+
+class Sleeper:
+    """Work without an end that tells whether it was put away."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    async def sleep(self) -> NoReturn:
+        try:
+            while True:
+                await asyncio.sleep(60)
+        finally:
+            self.cancelled = True
+
+
+async def after(seconds: float, value: T) -> T:
+    await asyncio.sleep(seconds)
+    return value
+
+
+async def lost() -> NoReturn:
+    await asyncio.sleep(0)
+    raise LOST
+
+
+@asynccontextmanager
+async def signalled(number: signal.Signals) -> AsyncIterator[Stopped]:
+    """A request that a signal makes while the block runs."""
+    stopped = Stopped()
+    asyncio.get_running_loop().call_later(0.02, os.kill, os.getpid(), number)
+    yield stopped
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_is_a_request_and_ends_what_waits(number: signal.Signals, code: int) -> None:
+    sleeper = Sleeper()
+
+    async def main() -> tuple[object, int]:
+        async with signalled(number) as stopped:
+            assert (stopped.requested, stopped.exit_code) == (False, 0)
+            return await stopped.unless(sleeper.sleep()), stopped.exit_code
+
+    assert run(main()) == (None, code)
+    assert sleeper.cancelled
+
+
+def test_work_that_is_done_first_keeps_its_result() -> None:
+    async def main() -> object:
+        return await Stopped().unless(after(0.01, "done"))
+
+    assert run(main()) == "done"
+
+
+def test_whoever_asks_to_be_called_is_called_once_at_once_if_need_be() -> None:
+    calls: list[str] = []
+
+    async def main() -> None:
+        async with signalled(signal.SIGTERM) as stopped:
+            stopped.call(lambda: calls.append("before"))
+            await stopped.unless(Sleeper().sleep())
+            stopped.call(lambda: calls.append("after"))
+
+    run(main())
+    assert calls == ["before", "after"]
+
+
+def test_a_second_signal_ends_the_task_that_made_the_request() -> None:
+    async def main() -> None:
+        async with signalled(signal.SIGTERM) as stopped:
+            await stopped.unless(Sleeper().sleep())
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(5)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+
+
+def test_the_first_failure_of_many_puts_the_others_away() -> None:
+    sleeper = Sleeper()
+    with pytest.raises(EngineLost):
+        run(together(sleeper.sleep(), lost(), sleeper.sleep()))
+    assert sleeper.cancelled
+
+
+def test_many_that_end_well_end_together() -> None:
+    assert run(together(after(0.0, 1), after(0.01, 2))) is None
+
+
+def test_a_watch_goes_on_beside_the_work_and_its_failure_counts() -> None:
+    sleeper = Sleeper()
+    assert run(beside(sleeper.sleep(), after(0.01, "done"))) == "done"
+    assert sleeper.cancelled
+    with pytest.raises(EngineLost):
+        run(beside(lost(), Sleeper().sleep()))

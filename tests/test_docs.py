@@ -1,0 +1,105 @@
+"""Promises about the documents: what they name is there, and what is there is named.
+
+- every place in the code (`file.py:name`, a path of the repository) exists, and so does every page that is linked;
+- every number that a run writes has its line in docs/metrics.md;
+- the table of docs/staleness.md is the one of the benchmark's committed result.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.staleness import summary
+from stretto.store.inspection import Inspection
+from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.trainer.metrics import _NAMES as MEASURED
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+
+_PLACE = re.compile(r"`([\w./-]+\.(?:py|toml|json|md))(?::([\w.]+))?`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Functions, classes, methods as ``Class.method``, and module constants of a file."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.ClassDef(name=name, body=body):
+                methods = (inner for inner in body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef))
+                found |= {name, *(f"{name}.{inner.name}" for inner in methods)}
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                found.add(name)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_place_that_a_page_names_exists(page: Path) -> None:
+    missing = []
+    for file, name in _PLACE.findall(page.read_text(encoding="utf-8")):
+        if "/" not in file:
+            continue  # a file of the run folder, or of a model
+        path = next((base / file for base in (ROOT / "stretto", ROOT) if (base / file).is_file()), None)
+        if path is None or (name and name not in names_in(path)):
+            missing.append(f"{file}:{name}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_page(page: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def fields(record: type[msgspec.Struct]) -> list[str]:
+    """The fields of a record; those of records inside it as ``outer.inner``."""
+    found: list[str] = []
+    for field in msgspec.structs.fields(record):
+        inside = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+        found += [f"{field.name}.{name}" for name in fields(field.type)] if inside else [field.name]
+    return found
+
+
+@pytest.mark.parametrize("record", [StepMetrics, Evaluation, Inspection], ids=lambda record: record.__name__)
+def test_every_field_of_a_record_has_its_line(record: type[msgspec.Struct]) -> None:
+    assert [name for name in fields(record) if f"| `{name}` |" not in METRICS] == []
+
+
+def test_every_measurement_of_an_update_has_its_line() -> None:
+    keys = {*MEASURED.values(), *written_keys("trainer/metrics.py"), *written_keys("trainer/update.py")}
+    assert {"loss", "tokens"} <= keys
+    assert [key for key in sorted(keys) if f"| `{key}` |" not in METRICS] == []
+
+
+def written_keys(file: str) -> set[str]:
+    """The keys of ``measured[...] = ``, of ``measured = {...}`` and of ``facts = {...}`` in a file."""
+    keys: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / "stretto" / file).read_text(encoding="utf-8"))):
+        match node:
+            case ast.Subscript(value=ast.Name(id="measured"), slice=ast.Constant(value=str(key))):
+                keys.add(key)
+            case (
+                ast.AnnAssign(target=ast.Name(id="measured"), value=ast.Dict(keys=inside))
+                | ast.Assign(targets=[ast.Name(id="facts")], value=ast.Dict(keys=inside))
+            ):
+                keys |= {str(key.value) for key in inside if isinstance(key, ast.Constant)}
+    return keys
+
+
+def test_the_table_of_staleness_is_the_committed_result() -> None:
+    page = (ROOT / "docs" / "staleness.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
+    assert summary(rows, group_size=1, sigma=1.2) in page
+    assert summary(rows, group_size=8, sigma=1.2) in page
