@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-loop bench-trl clean
+.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-loop bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -39,10 +39,14 @@ format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-bench: bench-loop  ## every benchmark
+bench: bench-virtual bench-loop  ## every benchmark; tables on the screen, JSON in benchmarks/results
 
-bench-loop: .venv/ready-run  ## asynchronous against synchronous, and against trl (makes trl's environment)
-	$(RUN) benchmarks.loop
+bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second
+	$(RUN) benchmarks.staleness
+	$(RUN) benchmarks.decisions
+
+bench-loop: .venv/ready-run  ## asynchronous against synchronous, the policies, and trl (makes trl's environment)
+	$(RUN) benchmarks.loop all
 
 bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
 	$(BIN)/python benchmarks/peers/environment.py trl

@@ -146,6 +146,7 @@ class Conductor:
                 return
             self._controller.publish(update.version)
             self._fleet.publish(update.version)
+            self._expire_overdue()
             if update.version == self._steps:
                 await self._look()  # the totals of the last step are those of the run
             self._recorder.updated(batch, update)
@@ -161,8 +162,7 @@ class Conductor:
                     batch = self._controller.take()
                     if batch is not None:
                         return batch
-                    self._expire_overdue()
-                    self._admit()
+                    self._admit()  # what `take` expired has left room
                     self._finished.clear()
                     await self._finished.wait()
         except TimeoutError:
@@ -174,6 +174,7 @@ class Conductor:
         for ticket in self._controller.overdue():
             self._answers[ticket.group_id].cancel()
             self._controller.expire(ticket)
+        self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Answer]) -> Answer | None:
         """The order's answer; None if a requested stop cannot wait for it any longer."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
+from stretto.core.events import Span
 from stretto.core.records import Record, Update
 from stretto.launch.evaluation import Evaluation
 from stretto.launch.recorder import Past, Recorder
@@ -108,7 +110,11 @@ class Examiner:
 
     async def examine(self, step: int) -> None:
         """Evaluate and record."""
-        self._recorder.evaluated(await self._evaluate(), step)
+        start = time.monotonic()
+        evaluation = await self._evaluate()
+        self._recorder.evaluated(evaluation, step)
+        span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
+        self._recorder.spans([span])
 
     def check(self) -> None:
         """Raise what the last evaluation failed of, if it did."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from stretto.launch.stage import Stage
+from stretto.launch.stage import Silent, Stage
 from stretto.launch.supervised_role import Learning
 from stretto.store.metrics import Evaluation, StepMetrics
 
@@ -21,22 +22,28 @@ class Logbook:
 
     def say(self, text: str) -> None:
         self.note(text)
-        self._stage.say(text)
+        self._show(lambda stage: stage.say(text))
 
     def learning(self, progress: Learning) -> None:
         self.note(f"warm start {progress.step}/{progress.steps}: loss {progress.loss:.4f}")
-        self._stage.learning(progress)
+        self._show(lambda stage: stage.learning(progress))
 
     def step(self, metrics: StepMetrics) -> None:
         self.note(
             f"step {metrics.step}: accuracy {metrics.accuracy:.3f}, reward {metrics.reward:.3f}, "
             f"{metrics.trained_tokens} tokens, staleness {metrics.staleness_mean:.2f}"
         )
-        self._stage.step(metrics)
+        self._show(lambda stage: stage.step(metrics))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}")
-        self._stage.evaluated(evaluation)
+        self._show(lambda stage: stage.evaluated(evaluation))
+
+    def _show(self, show: Callable[[Stage], None]) -> None:
+        try:
+            show(self._stage)
+        except (OSError, SystemExit):  # a closed pipe; the terminal's library ends the program for it
+            self._stage = Silent()
 
     def note(self, text: str) -> None:
         """Write it down without showing it."""

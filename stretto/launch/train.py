@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError
 from stretto.launch.logbook import Logbook
-from stretto.launch.plan import Plan, estimate_memory, make_plan, warnings
-from stretto.launch.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.plan import Plan, digest, estimate_memory, make_plan, warnings
+from stretto.launch.recipe import differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
 from stretto.store.checkpoints import Checkpoints
@@ -23,6 +24,8 @@ from stretto.store.run_folder import RunFolder
 
 #: What may be changed when a run is resumed: how long it goes on, and how patient it is.
 _MAY_CHANGE = ("trainer.steps", "trainer.keep_versions", "trainer.checkpoint_every", "evaluation", "deadlines", "store")
+
+_QUESTIONS = "questions"
 
 
 def check(recipe_path: Path, overrides: Sequence[str]) -> None:
@@ -61,7 +64,7 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
         return Prepared(plan, _new(path, plan), Beginning())
     folder = RunFolder.resume(path)
     try:
-        prepared = Prepared(plan, folder, _last_checkpoint(folder, recipe))
+        prepared = Prepared(plan, folder, _last_checkpoint(folder, plan))
         folder.write("recipe.toml", to_toml(recipe))
     except UserError:
         folder.release()
@@ -110,17 +113,34 @@ class Prepared:
 def _new(path: Path, plan: Plan) -> RunFolder:
     folder = RunFolder.create(path)
     folder.write("recipe.toml", to_toml(plan.recipe))
-    Ledger(folder.ledger, plan.recipe.store).close()  # from now on the run can be resumed, whatever becomes of it
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
+        ledger.put(_QUESTIONS, _fingerprint(plan))
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
     return folder
 
 
-def _last_checkpoint(folder: RunFolder, recipe: Recipe) -> Beginning:
+def _fingerprint(plan: Plan) -> str:
+    """Differs when any training prompt does."""
+    return digest(msgspec.json.encode(plan.training))
+
+
+def _check_questions(folder: RunFolder, plan: Plan) -> None:
+    """Positions in a checkpoint mean these questions in this order."""
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        known = ledger.get(_QUESTIONS, str)
+    if known is not None and known != _fingerprint(plan):
+        found = "its training questions were others (the data or the tokenizer has changed)"
+        raise RunFolderError([Problem(str(folder.path), found, "bring them back, or begin a new run")])
+
+
+def _last_checkpoint(folder: RunFolder, plan: Plan) -> Beginning:
+    recipe = plan.recipe
     changes = differences(load_recipe(folder.recipe), recipe, _MAY_CHANGE)
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
+    _check_questions(folder, plan)
     checkpoint = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints).latest()
     if checkpoint is None:
         return Beginning()

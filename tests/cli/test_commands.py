@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,13 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from stretto.launch.plan import make_plan
-from stretto.launch.recipe import load_recipe
+from stretto.launch.recipe import Recipe, load_recipe
+from stretto.launch.warm_start import warm_start
 from stretto.store.inspection import inspect_run
-from tests.launch.running import ROOT, TINY, Ended
+from tests.launch.running import ROOT, TINY, Ended, Laboratory
 
 Door = Callable[..., Ended]
+WARM = "warm_start.steps=2"
 FROM_HF = ROOT / "recipes" / "from_hf.toml"
 WORD_PROBLEMS = ROOT / "recipes" / "data" / "word_problems.jsonl"
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -105,10 +108,14 @@ def test_a_reward_that_decides_nothing_ends_with_its_reason(
     assert "failed: rewards.function" in (run_dir / "log.txt").read_text()
 
 
-def test_an_undecided_answer_is_failed_and_never_a_zero(door: Door, tmp_path: Path) -> None:
+def test_an_undecided_answer_is_failed_and_never_a_zero(
+    door: Door, laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(laboratory.cache))
     run_dir, file = tmp_path / "run", tmp_path / "out.jsonl"
     function = "rewards.function=tests.launch.rewards_for_tests:now_and_then"
-    ended = door("train", TINY, function, "rewards.max_consecutive_undecided=1000", "--run-dir", run_dir)
+    patient = "rewards.max_consecutive_undecided=1000"
+    ended = door("train", TINY, function, patient, WARM, "trainer.steps=3", "--run-dir", run_dir)
     assert ended.code == 0, ended.err
     assert door("export", run_dir, file).code == 0
     trajectories = [json.loads(line) for line in file.read_text().splitlines()]
@@ -118,6 +125,17 @@ def test_an_undecided_answer_is_failed_and_never_a_zero(door: Door, tmp_path: Pa
     assert {t["reason"] for t in undecided} == {"the reward raised ValueError: a length divisible by five"}
     assert all(len(t["text"]) % 5 for t in trajectories if t["state"] == "trained")
     assert inspect_run(run_dir).trajectories.failed == len(undecided)
+    assert_learnt_once(run_dir, load_recipe(TINY, [function, patient, WARM]))
+
+
+def assert_learnt_once(run_dir: Path, recipe: Recipe) -> None:
+    """The warm start of that run is kept: asked for again, it is there at once, and it is version 0."""
+
+    def surprised(learning: object) -> None:
+        raise AssertionError("it was learnt already")
+
+    kept = asyncio.run(warm_start(make_plan(recipe), run_dir / "log.txt", surprised))
+    assert (run_dir / "policy" / "v000000" / "config.json").read_text() == (kept / "config.json").read_text()
 
 
 def test_any_hugging_face_folder_is_trained_on_questions_from_a_file(door: Door, llama: Path, tmp_path: Path) -> None:

@@ -180,6 +180,8 @@ class Laboratory:
             process.kill()
             process.communicate(timeout=30)
             shutil.rmtree(temporary, ignore_errors=True)
+            for path in shared_files(run_dir) if run_dir is not None else ():
+                path.unlink(missing_ok=True)
 
     def train(self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY) -> Any:
         """`start` with ``train RECIPE --run-dir RUN_DIR ARGUMENTS``."""

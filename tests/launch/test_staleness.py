@@ -1,12 +1,13 @@
 """Staleness is a promise of whole runs, held against the exported trajectories.
 
-- 0 is exactly synchronous: each token was sampled by the version that trained on it.
+- 0 is exactly synchronous: each token was sampled by the version that trained on it (over TCP, by the way).
 - With "expire" no token older than the bound is trained on, and what expired is counted (test_whole_run has "mask"
   and "wait").
 """
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ def trained_ages(trajectories: list[dict[str, Any]]) -> list[int]:
 
 def test_a_staleness_of_zero_is_exactly_synchronous(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    laboratory.trained(run_dir, "rollout.max_staleness=0", "rollout.beyond_bound=train", "trainer.steps=4")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    wire = ("engine.transport=tcp", f"engine.base_port={port}")
+    laboratory.trained(run_dir, "rollout.max_staleness=0", "rollout.beyond_bound=train", "trainer.steps=4", *wire)
     found = assert_the_law(run_dir)
     trajectories = exported(laboratory, run_dir)
     assert set(trained_ages(trajectories)) == {0}

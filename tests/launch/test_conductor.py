@@ -1,0 +1,324 @@
+"""The conductor's loops, with the real controller, ledger, recorder and keeper, and players that are toys.
+
+- Every step trains a batch, publishes a version, loads it; the run ends after the last step.
+- A stop ends after the step in progress, or without it when that takes too long.
+- What anybody fails of ends the run with that error; a lost engine does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, RoleDied, StrettoError, TrainingDiverged
+from stretto.core.events import Span
+from stretto.core.records import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    Outcome,
+    Prompt,
+    Sampling,
+    StopReason,
+    Update,
+    Verdict,
+)
+from stretto.launch.conductor import Conductor, Players
+from stretto.launch.config import DeadlinesConfig
+from stretto.launch.evaluation import Evaluation
+from stretto.launch.fleet import Fleet
+from stretto.launch.keeper import Examiner, Keeper, read_conductor_state
+from stretto.launch.recorder import Clock, Past, Recorder, Work
+from stretto.launch.stage import Silent
+from stretto.launch.trainer_link import TrainerLink
+from stretto.rewards.pool import RewardPool
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, TooManyFailures
+from stretto.rollout.prompts import PromptStream
+from stretto.rollout.workflow import SingleTurn
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.config import StoreConfig
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger import Balance, Ledger
+from stretto.store.metrics import read_metrics
+from stretto.store.run_folder import RunFolder
+from stretto.store.spans import read_spans
+from stretto.trainer.config import TrainerConfig
+
+PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(20)]
+OUTCOMES = (Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0))
+
+
+@dataclass
+class ToyFleet:
+    """One engine that answers after `seconds` with the version it has loaded; `ills` go wrong first."""
+
+    seconds: float = 0.001
+    ills: list[Exception] = field(default_factory=list)
+    version: int = 0
+    on_load: Callable[[int], None] = print
+    published: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[str] = field(default_factory=list)
+    cut_off: int = 0
+
+    def listen(self, on_load: Callable[[int], None]) -> None:
+        self.on_load = on_load
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        self.asked.append(request.id)
+        version = self.version
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            raise
+        if self.ills:
+            raise self.ills.pop()
+        for member, _ in enumerate(request.seeds):
+            yield Completion(
+                request=request.id,
+                member=member,
+                token_ids=(1, 2),
+                behavior_logprobs=(-0.1, -0.2),
+                versions=(version, version),
+                stop_reason=StopReason.STOP,
+            )
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.published.set()
+
+    async def keep_loaded(self) -> NoReturn:
+        while True:
+            await self.published.wait()
+            self.published.clear()
+            self.on_load(self.version)
+
+    async def supervise(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(60)
+
+    async def look(self) -> list[Span]:
+        return [Span(role="engine-0", name="generate", start=0.0, end=1.0)]
+
+
+@dataclass
+class ToyTrainer:
+    """Trains after `seconds`; `ill` is raised at the step `ill_at`."""
+
+    seconds: float = 0.002
+    ill: Exception | None = None
+    ill_at: int = 3
+    batches: list[Batch] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+
+    async def train(self, batch: Batch) -> Update:
+        await asyncio.sleep(self.seconds)
+        if self.ill is not None and batch.step == self.ill_at:
+            raise self.ill
+        self.batches.append(batch)
+        return Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={"loss": 0.5})
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        (folder / "state").write_text("whole")
+
+    async def save_policy(self, folder: Path) -> None:
+        self.saved.append(folder.name)
+        folder.mkdir()
+
+    def drain_spans(self) -> list[Span]:
+        return []
+
+
+class ToyRewards:
+    def drain_spans(self) -> list[Span]:
+        return []
+
+
+async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+    """The first is right, the others are wrong."""
+    return [OUTCOMES[min(number, 1)] for number, _ in enumerate(completions)]
+
+
+@dataclass
+class Stage:
+    """A whole run with toys; `conductor` is made within the event loop, by `play`."""
+
+    folder: RunFolder
+    ledger: Ledger
+    fleet: ToyFleet = field(default_factory=ToyFleet)
+    trainer: ToyTrainer = field(default_factory=ToyTrainer)
+    evaluations: int = 0
+
+    async def evaluate(self) -> Evaluation:
+        self.evaluations += 1
+        await asyncio.sleep(0)
+        return Evaluation(version=self.fleet.version, prompts=4, right=2, undecided=0, tokens=8)
+
+    def play(self, stop_after: float | None = None, steps: int = 6, **settings: Any) -> Controller:
+        """Conduct to the end; a stop is requested after so many seconds."""
+        return asyncio.run(asyncio.wait_for(self._play(stop_after, steps, settings), 30))
+
+    async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
+        patience = settings.pop("deadlines", {})
+        every = settings.pop("evaluate_every", 0)
+        defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 1}
+        config = RolloutConfig.model_validate(defaults | settings)
+        stream = PromptStream(PROMPTS, seed=1)
+        controller = Controller(config, stream, self.ledger, Sampling(max_tokens=4), seed=1)
+        past = Past()
+        recorder = Recorder(self.folder, self.ledger, Silent(), Work, config.max_staleness, past, Clock(past))
+        link = cast(TrainerLink, self.trainer)
+        checkpoints = Checkpoints(self.folder.checkpoints)
+        training = TrainerConfig(checkpoint_every=3, keep_versions=1)
+        keeper = Keeper(self.folder, checkpoints, training, link, controller, recorder)
+        players = Players(
+            controller,
+            SingleTurn(self.fleet.generate, score, str),
+            cast(Fleet, self.fleet),
+            link,
+            cast(RewardPool, ToyRewards()),
+            recorder,
+            keeper,
+            Examiner(self.evaluate, recorder, every),
+        )
+        conductor = Conductor(players, steps, DeadlinesConfig.model_validate(patience))
+        if stop_after is not None:
+            asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
+        recorder.rl_begins()
+        await conductor.run()
+        left = {task.get_name() for task in asyncio.all_tasks()} & set(self.fleet.asked)
+        assert not left, "every answer is put away"
+        return controller
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with RunFolder.create(tmp_path / "run") as folder:
+        ledger = Ledger(folder.ledger, StoreConfig())
+        yield Stage(folder, ledger)
+        ledger.close()
+        assert_balanced(ledger.balance(), folder)
+
+
+def assert_balanced(balance: Balance, folder: RunFolder) -> None:
+    found = inspect_run(folder.path).trajectories
+    assert found.issued == balance.issued
+    assert found.trained == balance.trained
+
+
+def test_every_step_trains_a_batch_and_publishes_a_version(stage: Stage) -> None:
+    controller = stage.play()
+    assert [batch.step for batch in stage.trainer.batches] == [1, 2, 3, 4, 5, 6]
+    assert [batch.version for batch in stage.trainer.batches] == [0, 1, 2, 3, 4, 5]
+    assert (controller.published, controller.live, stage.fleet.version) == (6, 6, 6)
+    assert stage.ledger.balance().trained == 6 * 2 * 2
+    steps, _ = read_metrics(stage.folder.metrics)
+    assert [step.version for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert read_spans(stage.folder.spans)[-1].role == "engine-0"
+
+
+def test_checkpoints_and_policies_are_kept_where_they_are_due(stage: Stage) -> None:
+    stage.play()
+    assert Checkpoints(stage.folder.checkpoints).steps() == [3, 6]
+    assert stage.trainer.saved == ["v000003", "v000006"]
+    assert [path.name for path in stage.folder.policies.iterdir()] == ["v000006"]
+
+
+def test_whoever_goes_on_from_a_checkpoint_asks_what_was_not_trained_and_nothing_else(stage: Stage) -> None:
+    stage.play()
+    state = read_conductor_state(stage.folder.checkpoints / "step-000006")
+    assert state.step == 6
+    trained = [group.prompt.id for batch in stage.trainer.batches for group in batch.groups]
+    stream = PromptStream(PROMPTS, seed=1, position=state.position)
+    asked = [stream.take().prompt.id for _ in range(len(PROMPTS) - len(trained))]
+    assert sorted(trained + asked) == sorted(prompt.id for prompt in PROMPTS)
+
+
+def test_evaluations_go_on_beside_the_training(stage: Stage) -> None:
+    stage.play(evaluate_every=2)
+    _, evaluations = read_metrics(stage.folder.metrics)
+    assert stage.evaluations >= 2
+    assert {evaluation.step for evaluation in evaluations} <= {2, 4, 6}
+
+
+def test_a_stop_ends_after_the_step_in_progress(stage: Stage) -> None:
+    stage.trainer.seconds = 0.1
+    stage.fleet.seconds = 0.01
+    controller = stage.play(stop_after=0.05, steps=1000)
+    assert controller.published == 1
+    assert [batch.step for batch in stage.trainer.batches] == [1]
+
+
+def test_a_stop_does_not_wait_for_a_step_for_ever(stage: Stage) -> None:
+    stage.trainer.seconds = 20
+    controller = stage.play(stop_after=0.05, deadlines={"stop": 0.05})
+    assert controller.published == 0
+    assert stage.trainer.batches == []
+
+
+def test_a_stop_cuts_off_the_answers_in_flight(stage: Stage) -> None:
+    stage.fleet.seconds = 20
+    stage.play(stop_after=0.05)
+    assert stage.fleet.cut_off == stage.ledger.balance().in_flight / 2 == 4
+
+
+@pytest.mark.parametrize(
+    "ill", [RoleDied("trainer", "was killed by SIGKILL"), TrainingDiverged(3, 5)], ids=["died", "diverged"]
+)
+def test_what_the_trainer_fails_of_ends_the_run(stage: Stage, ill: StrettoError) -> None:
+    stage.trainer.ill = ill
+    with pytest.raises(type(ill)):
+        stage.play()
+    assert [batch.step for batch in stage.trainer.batches] == [1, 2]
+
+
+def test_what_an_answer_fails_of_ends_the_run(stage: Stage) -> None:
+    stage.fleet.ills = [DeadlineExceeded("the client of engine-0", "the next answer", 600)]
+    with pytest.raises(DeadlineExceeded, match="the next answer"):
+        stage.play()
+
+
+def test_lost_engines_cost_an_attempt_and_nothing_else(stage: Stage) -> None:
+    lost = EngineLost("engine-0", "broke off in the middle of a reply")
+    stage.fleet.ills = [lost] * 60
+    stage.play(max_attempts=1, max_failures_in_a_row=5)
+    assert len(stage.trainer.batches) == 6
+    assert stage.ledger.balance().failed == 60 * 2
+    first = {name.rpartition(".")[0] for name in stage.fleet.asked[:4]}
+    trained = {group.id.rpartition(".")[0] for batch in stage.trainer.batches for group in batch.groups}
+    assert first <= trained, "whoever lost an engine is asked again before anyone new"
+
+
+def test_refused_requests_are_given_up_and_too_many_of_them_end_the_run(stage: Stage) -> None:
+    stage.fleet.ills = [RefusedRequest("prompt_token_ids", "99", "allowed: 0 to 15")] * 60
+    with pytest.raises(TooManyFailures, match="6 groups failed in a row"):
+        stage.play(max_failures_in_a_row=5)
+
+
+def test_a_batch_that_does_not_come_is_a_named_end(stage: Stage) -> None:
+    stage.fleet.seconds = 20
+    expected = r"trainer waited 0\.1 s for a batch at version 0: 4 groups in flight, 0 buffered and gave up"
+    with pytest.raises(DeadlineExceeded, match=expected):
+        stage.play(deadlines={"batch": 0.1})
+
+
+def test_overdue_answers_are_cut_off_and_asked_again(stage: Stage) -> None:
+    class Straggling(ToyFleet):
+        """Its first answer takes for ever."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+            self.seconds = 0.001 if self.asked else 20
+            async for completion in super().generate(request):
+                yield completion
+
+    stage.fleet = Straggling()
+    stage.play(beyond_bound="expire")
+    assert stage.fleet.cut_off >= 1
+    assert stage.ledger.balance().expired >= 2
+    assert f"{stage.fleet.asked[0].rpartition('.')[0]}.1" in stage.fleet.asked

@@ -1,0 +1,138 @@
+"""What `stretto train` checks before it takes a run folder, and before it goes on in one.
+
+- A folder belongs to one run, one recipe and one set of questions.
+- A broken checkpoint is passed over for the one before.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.core.errors import RunFolderError, StoreError
+from stretto.launch.keeper import ConductorState
+from stretto.launch.recorder import Past
+from stretto.launch.train import Prepared, prepare
+from stretto.model.build import BuildConfig, build_policy
+from stretto.rollout.prompts import Position
+from stretto.store.checkpoints import Checkpoints
+
+BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    build_policy(BUILD, tmp_path / "policy", seed=1)
+    rows(tmp_path, 6)
+    text = '[model]\npath = "policy"\n[task]\nkind = "jsonl"\nfile = "rows.jsonl"\nheld_out = 1\n[trainer]\nsteps = 9\n'
+    (tmp_path / "recipe.toml").write_text(text + "[sampling]\nmax_tokens = 8\n")
+    return tmp_path / "recipe.toml"
+
+
+def rows(folder: Path, count: int) -> None:
+    lines = (json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(count))
+    (folder / "rows.jsonl").write_text("".join(lines))
+
+
+def begin(recipe: Path) -> Path:
+    """A run folder as it stands before anything has happened."""
+    run_dir = recipe.parent / "run"
+    prepared = prepare(recipe, [], run_dir, resume=False)
+    prepared.folder.release()
+    return run_dir
+
+
+def go_on(recipe: Path, run_dir: Path, *overrides: str) -> Prepared:
+    prepared = prepare(recipe, overrides, run_dir, resume=True)
+    prepared.folder.release()
+    return prepared
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    state = ConductorState(step=step, position=Position(index=step), past=Past(rl_seconds=3.0))
+
+    def write(folder: Path) -> None:
+        (folder / "conductor.json").write_bytes(msgspec.json.encode(state))
+
+    return Checkpoints(run_dir / "checkpoints").save(step, write)
+
+
+def refusal(recipe: Path, run_dir: Path, *overrides: str) -> str:
+    with pytest.raises(RunFolderError) as caught:
+        go_on(recipe, run_dir, *overrides)
+    return str(caught.value)
+
+
+def test_a_run_that_has_no_checkpoint_begins_at_the_start(recipe: Path) -> None:
+    beginning = go_on(recipe, begin(recipe)).beginning
+    assert (beginning.version, beginning.checkpoint) == (0, None)
+
+
+def test_a_run_goes_on_from_its_last_whole_checkpoint(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 2)
+    newest = checkpoint(run_dir, 4)
+    assert go_on(recipe, run_dir).beginning.version == 4
+    (newest / "conductor.json").write_text("{}")
+    beginning = go_on(recipe, run_dir).beginning
+    assert (beginning.version, beginning.position.index, beginning.past.rl_seconds) == (2, 2, 3.0)
+
+
+def test_a_run_without_any_whole_checkpoint_is_refused_and_named(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    (checkpoint(run_dir, 2) / "manifest.json").unlink()
+    with pytest.raises(StoreError, match=r"no whole checkpoint is left: .*step-000002"):
+        go_on(recipe, run_dir)
+
+
+def test_a_resumed_run_writes_down_what_was_changed(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    go_on(recipe, run_dir, "trainer.steps=12", "deadlines.step=60")
+    assert "steps = 12" in (run_dir / "recipe.toml").read_text()
+
+
+def test_a_changed_recipe_is_refused_with_every_difference(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    told = refusal(recipe, run_dir, "seed=2", "trainer.learning_rate=0.5", "trainer.steps=12")
+    lines = told.splitlines()
+    assert [line.partition("; ")[0] for line in lines] == [
+        f"{run_dir}: seed: was 1 and is 2",
+        f"{run_dir}: trainer.learning_rate: was 2e-05 and is 0.5",
+    ]
+    assert "a resumed run may change only trainer.steps" in lines[0]
+
+
+def test_changed_questions_are_refused(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    rows(recipe.parent, 7)
+    assert "its training questions were others" in refusal(recipe, run_dir)
+    rows(recipe.parent, 6)
+    go_on(recipe, run_dir)
+
+
+def test_fewer_steps_than_were_done_are_refused(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 4)
+    assert f"{run_dir}: trainer.steps: 3, and the run has done 4 steps" in refusal(recipe, run_dir, "trainer.steps=3")
+
+
+def test_a_folder_in_use_names_its_owner_until_it_is_released(recipe: Path) -> None:
+    run_dir = recipe.parent / "run"
+    prepared = prepare(recipe, [], run_dir, resume=False)
+    with pytest.raises(RunFolderError, match=r"is in use by process \d+"):
+        go_on(recipe, run_dir)
+    prepared.folder.release()
+    go_on(recipe, run_dir)
+
+
+def test_a_run_without_a_folder_gets_one_with_its_recipes_name_and_the_time(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    prepared = prepare(recipe, [], None, resume=False)
+    prepared.folder.release()
+    assert prepared.path.parent == Path("runs")
+    assert prepared.path.name.startswith("recipe-20")
