@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import httptools
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import EngineLost
+from stretto.core.errors import EngineLost, WireError
 from stretto.engine.wire import split_address
 
 _CONNECT_SECONDS = 10.0
@@ -137,6 +137,8 @@ class Connections:
                     _, made = await loop.create_unix_connection(protocol, self._path)
                 else:
                     _, made = await loop.create_connection(protocol, self._host, self._port)
-        except OSError as error:
+        except (ConnectionError, FileNotFoundError) as error:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
+        except OSError as error:  # ours, not the engine's: too many open files, for one
+            raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made

@@ -59,6 +59,10 @@ class ConductorEnd(Generic[Received]):
         self.far.close()
         self._reader, self._writer = await asyncio.open_connection(sock=self._near)
 
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None
+
     async def send(self, message: msgspec.Struct) -> None:
         assert self._writer is not None, "open() comes first"
         try:

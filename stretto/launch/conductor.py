@@ -68,6 +68,7 @@ class Conductor:
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._finished = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._conducting = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fleet.listen(self._load)
 
@@ -86,21 +87,24 @@ class Conductor:
             asyncio.ensure_future(self._training()),
             asyncio.ensure_future(self._fleet.keep_loaded()),
             asyncio.ensure_future(self._fleet.supervise()),
+            asyncio.ensure_future(self._trainer.supervise()),
             asyncio.ensure_future(self._observing()),
             self._failure,
         ]
+        self._conducting = True
         self._admit()
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
                 await loop
         finally:
+            self._conducting = False  # answers that end from now on, and engines that join, start nothing
             await put_away([*loops, *self._answers.values()])
 
     # ── admission and answers ────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        while not self.stopping and (ticket := self._controller.admit()) is not None:
+        while self._conducting and not self.stopping and (ticket := self._controller.admit()) is not None:
             task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
             self._answers[ticket.group_id] = task
             task.add_done_callback(self._answered)
@@ -151,7 +155,8 @@ class Conductor:
                 await self._look()  # the totals of the last step are those of the run
             self._recorder.updated(batch, update)
             await self._keeper.after(update)
-            self._examiner.after(update)
+            if update.version < self._steps:  # the last version is measured when training is over
+                self._examiner.after(update)
 
     async def _next_batch(self) -> Batch | None:
         """The next batch; None when the run is to stop."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import EngineLost, RoleDied, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.client import HttpEngine
@@ -32,12 +32,12 @@ _RETRY_SECONDS = 0.05
 
 @dataclass
 class Member:
-    """One engine: its process, its client, and the version that it serves (-1: none yet)."""
+    """One engine: its process, its client, and the version that it serves (None: none at the moment)."""
 
     spec: EngineSpec
     process: RoleProcess
     client: HttpEngine
-    version: int = -1
+    version: int | None = None
     restarts: int = 0
     starting: bool = False
     publication: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +65,13 @@ class Fleet:
     @staticmethod
     def _member(spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str) -> Member:
         process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt")
-        client = HttpEngine(spec.name, spec.address, answer_seconds=deadlines.answer, load_seconds=deadlines.load)
+        client = HttpEngine(
+            spec.name,
+            spec.address,
+            answer_seconds=deadlines.answer,
+            load_seconds=deadlines.load,
+            health_seconds=deadlines.answer,  # an engine replies between two steps, and a step may be long
+        )
         return Member(spec, process, client)
 
     def listen(self, on_load: Callable[[int], None]) -> None:
@@ -78,8 +84,9 @@ class Fleet:
 
     @property
     def live(self) -> int:
-        """The oldest version that any engine serves."""
-        return min(member.version for member in self._members)
+        """The oldest version that any engine serves. One that is being replaced serves none, and will have the
+        newest one before it serves again."""
+        return min((member.version for member in self._members if member.version is not None), default=-1)
 
     async def start(self, version: int) -> None:
         """Start all engines; each loads the newest publication, `version` or later, before it serves."""
@@ -153,7 +160,7 @@ class Fleet:
             await member.publication.wait()
             member.publication.clear()
             version = self._published
-            if member.version >= version or not member.process.running:
+            if member.version is None or member.version >= version or not member.process.running:
                 continue
             try:
                 member.version = await member.client.update(version)
@@ -170,7 +177,7 @@ class Fleet:
         self._published = max(self._published, version)
         for member in self._members:
             async with deadline("conductor", f"{member.spec.name} to serve version {version}", self._deadlines.start):
-                while member.version < version:
+                while member.version is None or member.version < version:
                     with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
                         member.version = await member.client.update(version)
                         break
@@ -194,7 +201,7 @@ class Fleet:
             await asyncio.sleep(_RETRY_SECONDS)
             try:
                 await member.client.health()
-            except EngineLost:
+            except (EngineLost, DeadlineExceeded):
                 if member.process.running:
                     member.suspected.set()
                 continue
@@ -206,6 +213,7 @@ class Fleet:
             how = await member.process.ended()
             if member.spec.name in self._router.up:
                 self._router.leave(member.spec.name)
+            member.version = None
             member.restarts += 1
             if member.health is not None:
                 self._past.append(member.health)
@@ -228,8 +236,8 @@ class Fleet:
             try:
                 member.health = await member.client.health()
                 spans += await member.client.spans()
-            except EngineLost:
-                continue  # supervise() hears of it
+            except (EngineLost, DeadlineExceeded):
+                continue  # no news: a measurement ends no run; supervise() hears of a death
         return spans
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:

@@ -51,19 +51,22 @@ class Keeper:
     ) -> None:
         self._folder, self._checkpoints, self._config = folder, checkpoints, config
         self._trainer, self._controller, self._recorder = trainer, controller, recorder
-        self._saved_step = controller.published
+        self.saved_step = self._saved_policy = controller.published
 
     async def after(self, update: Update) -> None:
         """The step of `update` is published and recorded."""
         due = update.step % self._config.checkpoint_every == 0
-        if self._config.keep_versions == "all" or due:
-            await self.save_policy(update.version)
         if due:
             await self.save_checkpoint()
+        if self._config.keep_versions == "all" or due:
+            await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
         """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays)."""
+        if version == self._saved_policy:
+            return
         await self._trainer.save_policy(self._folder.policy(version))
+        self._saved_policy = version
         if self._config.keep_versions != "all":
             saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
             for path in saved[: max(0, len(saved) - max(1, self._config.keep_versions))]:
@@ -72,17 +75,9 @@ class Keeper:
     async def save_checkpoint(self) -> None:
         """Everything from which the run can go on; nothing to do if this step has one."""
         step = self._controller.published
-        if step == self._saved_step:
+        if step == self.saved_step:
             return
-        totals = self._recorder.totals()
-        past = Past(
-            wall_seconds=totals.wall_seconds,
-            rl_seconds=totals.rl_seconds,
-            generated=totals.generated,
-            recomputed=totals.recomputed,
-            busy=totals.busy,
-            initial_accuracy=totals.initial_accuracy,
-        )
+        past = Past.of(self._recorder.totals())
         state = ConductorState(step=step, position=self._controller.position(), past=past)
         loop = asyncio.get_running_loop()
 
@@ -92,7 +87,7 @@ class Keeper:
             (folder / _CONDUCTOR).write_bytes(msgspec.json.encode(state))
 
         await asyncio.to_thread(self._checkpoints.save, step, write)
-        self._saved_step = step
+        self.saved_step = step
 
 
 class Examiner:

@@ -31,25 +31,34 @@ class Past(Record, frozen=True):
     rl_seconds: float = 0.0
     generated: int = 0
     recomputed: int = 0
+    stopped: int = 0
     busy: Mapping[str, float] = {}
     initial_accuracy: float | None = None
+
+    @classmethod
+    def of(cls, totals: Totals) -> Past:
+        """What the totals say, all work counted, that of steps which are to be done again too."""
+        return cls(**{name: getattr(totals, name) for name in cls.__struct_fields__})
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the roles have done since they were started: tokens sampled and recomputed, seconds of work by role."""
+    """What the roles have done since they were started: tokens sampled, recomputed, and sampled
+    for answers that were stopped; seconds of work by role."""
 
     generated: int = 0
     recomputed: int = 0
+    stopped: int = 0
     busy: Mapping[str, float] | None = None
 
 
 class Clock:
     """Seconds of the whole run and of its reinforcement part, those of its past included."""
 
-    def __init__(self, past: Past) -> None:
+    def __init__(self, past: Past, began: float) -> None:
+        """`began`: when this run was started, by `time.monotonic`."""
         self._past = past
-        self._began = time.monotonic()
+        self._began = began
         self._rl_began: float | None = None
         self._rl_seconds = past.rl_seconds
 
@@ -94,6 +103,7 @@ class Recorder:
             max_staleness=max_staleness,
             generated=past.generated,
             recomputed=past.recomputed,
+            stopped=past.stopped,
             busy=past.busy,
             rl_seconds=past.rl_seconds,
             initial_accuracy=past.initial_accuracy,
@@ -101,6 +111,7 @@ class Recorder:
         self._before = Work()
         self._not_trained_for = 0  # tokens of evaluations
         self._sampled: Counter[Outcome] = Counter()
+        self._accuracy = 0.0
         self._queues: Mapping[str, float] = {}
         self._busy: Mapping[str, float] = {}
         self._busy_then: Mapping[str, float] = {}
@@ -144,12 +155,15 @@ class Recorder:
             if version >= batch.oldest_trainable
         ]
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
-        line = StepMetrics(
+        if decided:  # else two batches left the buffer one after the other: the last accuracy stands
+            self._accuracy = self._sampled[Outcome.RIGHT] / decided
+            self._sampled.clear()
+        return StepMetrics(
             step=update.step,
             version=update.version,
             wall_seconds=totals.wall_seconds,
             rl_seconds=totals.rl_seconds,
-            accuracy=self._sampled[Outcome.RIGHT] / max(1, decided),
+            accuracy=self._accuracy,
             reward=sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
             length_mean=sum(lengths) / len(lengths),
             length_max=max(lengths),
@@ -162,9 +176,6 @@ class Recorder:
             queues=self._queues,
             busy=self._busy,
         )
-        if decided:
-            self._sampled.clear()
-        return line
 
     def looked(self) -> None:
         """The engines' counters are fresh: how busy was everybody since they were fresh before?"""
@@ -177,7 +188,8 @@ class Recorder:
         """Held-out accuracy was measured; the first is the initial one, the last the final one."""
         if self.initial_accuracy is None:
             self.initial_accuracy = evaluation.accuracy
-        self.final_accuracy = evaluation.accuracy
+        if step > 0:
+            self.final_accuracy = evaluation.accuracy
         self._not_trained_for += evaluation.tokens
         line = EvaluationLine(
             step=step,
@@ -204,6 +216,7 @@ class Recorder:
             max_staleness=self._max_staleness,
             generated=work.generated - before.generated + past.generated - self._not_trained_for,
             recomputed=work.recomputed - before.recomputed + past.recomputed,
+            stopped=work.stopped - before.stopped + past.stopped,
             busy=busy,
             wall_seconds=self.clock.wall_seconds,
             rl_seconds=self.clock.rl_now(),

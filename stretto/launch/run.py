@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from stretto.core.events import Span
 from stretto.launch.conductor import Conductor, Players
@@ -33,6 +34,7 @@ from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.rollout.workflow import SingleTurn
 from stretto.store.checkpoints import Checkpoint, Checkpoints
+from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
 from stretto.store.metrics import rewind_metrics
 from stretto.store.run_folder import RunFolder
@@ -54,16 +56,22 @@ class Roles:
         """Ask the engines how they are (`work` counts that); what everybody did since the last look."""
         return [*await self.fleet.look(), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
 
+    async def supervise(self) -> NoReturn:
+        """Replace engines that die, for as long as it is awaited; a trainer that dies is raised."""
+        await together(self.fleet.supervise(), self.trainer.supervise())
+        raise AssertionError("a watcher never ends by itself")
+
     def work(self) -> Work:
         """What everybody has done so far; engines as they were looked at last."""
         busy = self.fleet.busy() | {
             "trainer": self.trainer.busy_seconds,
-            "rewards": self.rewards.busy_seconds,
+            "rewards": self.rewards.busy_seconds / self.rewards.workers,
             "conductor": time.process_time(),
         }
         return Work(
             generated=round(self.fleet.counted(lambda health: health.generated)),
             recomputed=round(self.fleet.counted(lambda health: health.recomputed)),
+            stopped=round(self.fleet.counted(lambda health: health.wasted)),
             busy=busy,
         )
 
@@ -76,11 +84,12 @@ class Beginning:
     position: Position = field(default_factory=Position)
     past: Past = field(default_factory=Past)
     checkpoint: Path | None = None
+    broken: tuple[str, ...] = ()  # what is wrong with newer checkpoints
 
     @classmethod
     def at(cls, checkpoint: Checkpoint) -> Beginning:
         state: ConductorState = read_conductor_state(checkpoint.path)
-        return cls(state.step, state.position, state.past, checkpoint.path)
+        return cls(state.step, state.position, state.past, checkpoint.path, checkpoint.broken)
 
 
 async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage) -> int:
@@ -89,7 +98,7 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
     Raises:
         StrettoError: what the run could not go on from; its folder stays resumable from the last checkpoint.
     """
-    stopped, clock = Stopped(), Clock(beginning.past)
+    stopped, began = Stopped(), time.monotonic()
     if not folder.policy(0).exists():
         source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning))
         if source is None:
@@ -97,20 +106,33 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
         copy_policy(source, folder.policy(0))
     ledger = Ledger(folder.ledger, plan.recipe.store)
     try:
+        for sentence in beginning.broken:
+            stage.say(f"a newer checkpoint is not whole: {sentence}")
+        _forget_what_came_later(plan, folder, beginning.version)
         ledger.abandon()
         if (ledger.last_step() or 0) > beginning.version:
             ledger.rewind(beginning.version)
         rewind_metrics(folder.metrics, beginning.version)
+        totals = ledger.get(TOTALS, Totals)
+        past = beginning.past if totals is None else Past.of(totals)
         ledger.put("seed", plan.recipe.seed)
         async with roles(plan, folder, beginning, stopped) as crew:
             if not stopped.requested:
                 recorder = Recorder(
-                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, beginning.past, clock
+                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, past, Clock(past, began)
                 )
                 await _train(plan, folder, beginning, ledger, crew, recorder, stage, stopped)
         return stopped.exit_code
     finally:
         ledger.close()
+
+
+def _forget_what_came_later(plan: Plan, folder: RunFolder, version: int) -> None:
+    """Policies and broken checkpoints of steps that are to be done again must not pass for the newest ones."""
+    for path in folder.policies.glob("v*"):
+        if path > folder.policy(version):
+            shutil.rmtree(path)
+    Checkpoints(folder.checkpoints, plan.recipe.store.keep_checkpoints).set_aside_after(version)
 
 
 async def _train(
@@ -144,20 +166,22 @@ async def _train(
     crew.fleet.report_to(stage.say)
     if recorder.initial_accuracy is None:
         stage.say("measuring the held-out accuracy of version 0")
-        await stopped.unless(beside(crew.fleet.supervise(), examiner.examine(beginning.version)))
+        await stopped.unless(beside(crew.supervise(), examiner.examine(beginning.version)))
     if not stopped.requested:
         recorder.spans(await crew.look())
         recorder.rl_begins()
         await conductor.run()
-        await stopped.unless(examiner.end())
-        recorder.spans(await crew.look())
-        recorder.rl_ends()
     if crew.trainer.ready:
         await keeper.save_checkpoint()
         await keeper.save_policy(controller.published)
+    else:
+        stage.say(f"the trainer did not finish its step in time; --resume goes on from step {keeper.saved_step}")
+    await stopped.unless(beside(crew.supervise(), examiner.end()))
+    recorder.spans(await crew.look())
+    recorder.rl_ends()
     if not stopped.requested:
         stage.say("measuring the held-out accuracy of the last version")
-        await stopped.unless(beside(crew.fleet.supervise(), _examine_last(crew.fleet, examiner, controller.published)))
+        await stopped.unless(beside(crew.supervise(), _examine_last(crew.fleet, examiner, controller.published)))
     recorder.conclude()
 
 
@@ -196,9 +220,12 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
         await stopped.unless(together(rewards.start(), trainer.start(spec), fleet.start(beginning.version)))
         yield Roles(fleet, trainer, rewards)
     finally:
-        await asyncio.gather(fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
-        remove(mailbox, mailbox_folder)
-        shutil.rmtree(sockets, ignore_errors=True)
+        try:
+            ends = fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close()
+            await asyncio.gather(*ends, return_exceptions=True)
+        finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
+            remove(mailbox, mailbox_folder)
+            shutil.rmtree(sockets, ignore_errors=True)
 
 
 def socket_folder() -> Path:

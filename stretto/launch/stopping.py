@@ -21,6 +21,8 @@ class Stopped:
         self._calls: list[Callable[[], None]] = []
         self._main = asyncio.current_task()
         for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # whoever started us wants it so: nohup, for one
             asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from stretto.launch.messages import (
 )
 from stretto.launch.process import RoleProcess
 from stretto.launch.trainer_role import TrainerSpec
+
+_LAST_ANSWER_SECONDS = 1.0
 
 Answer = TypeVar("Answer", Ready, Trained, Saved)
 
@@ -66,7 +68,7 @@ class TrainerLink:
     async def train(self, batch: Batch) -> Update:
         """Train on the batch; when this returns the next version is published."""
         async with self._turn:
-            await self._channel.send(Train(batch=batch))
+            await self._send(Train(batch=batch))
             trained = await self._receive(Trained, f"to finish step {batch.step}", self._deadlines.step)
         self._keep(trained.spans)
         return trained.update
@@ -81,9 +83,25 @@ class TrainerLink:
 
     async def _save(self, order: SaveCheckpoint | SavePolicy, awaited: str) -> None:
         async with self._turn:
-            await self._channel.send(order)
+            await self._send(order)
             saved = await self._receive(Saved, awaited, self._deadlines.save)
         self._keep([saved.span])
+
+    async def _send(self, order: Train | SaveCheckpoint | SavePolicy) -> None:
+        try:
+            await self._channel.send(order)
+        except RoleDied:
+            raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
+
+    async def supervise(self) -> NoReturn:
+        """Wait until the process ends, which it does only when it should not.
+
+        Raises:
+            RoleDied: it has ended; whoever waits for an answer hears it first, with what the trainer had to say.
+        """
+        how = await self.process.ended()
+        await asyncio.sleep(_LAST_ANSWER_SECONDS)
+        raise RoleDied("trainer", how, str(self.process.log))
 
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         self._abandoned = True
@@ -111,7 +129,7 @@ class TrainerLink:
     @property
     def ready(self) -> bool:
         """Is it there, and is no order under way?"""
-        return self.process.running and not self._turn.locked() and not self._abandoned
+        return self._channel.is_open and self.process.running and not self._turn.locked() and not self._abandoned
 
     async def stop(self, grace: float) -> None:
         """Ask it to end; it is gone when this returns."""

@@ -48,11 +48,12 @@ async def warm_start(plan: Plan, log: Path, on_learning: OnLearning) -> Path:
 
 
 def warm_start_key(plan: Plan) -> str:
-    """Names everything that the result depends on: the base's weights, every demonstration, all settings."""
+    """Names everything that the result depends on: every file of the base, every demonstration, all settings."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     weights = xxhash.xxh3_128()
-    for file in sorted(plan.base.path.glob("*.safetensors")):
+    for file in sorted(path for path in plan.base.path.iterdir() if path.is_file()):
+        weights.update(file.name.encode())
         weights.update(file.read_bytes())
     shown = xxhash.xxh3_128(msgspec.msgpack.encode(plan.demonstrations)).hexdigest()
     return digest(__version__, weights.hexdigest(), shown, recipe.warm_start.model_dump_json(), recipe.seed)

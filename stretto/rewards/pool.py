@@ -59,6 +59,10 @@ class RewardPool:
         self._seconds_per_item = 0.0
         self._undecided_in_a_row = 0
 
+    @property
+    def workers(self) -> int:
+        return len(self._slots)
+
     async def start(self) -> None:
         """Start all workers.
 

@@ -111,6 +111,14 @@ class Checkpoints:
             raise StoreError("no whole checkpoint is left: " + "; ".join(broken))
         return None
 
+    def set_aside_after(self, step: int) -> None:
+        """The run goes on from `step`: later checkpoints, which are broken, keep their bytes and lose their names."""
+        for later in (number for number in self.steps() if number > step):
+            path = self._folder / f"step-{later:06d}"
+            aside = self._folder / f"broken-{path.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
     def _prune(self) -> None:
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self._folder / f"step-{step:06d}", ignore_errors=True)

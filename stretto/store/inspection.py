@@ -26,6 +26,7 @@ class Totals(Record, frozen=True):
 
     max_staleness: float | None  # None (also what JSON makes of an infinity): no bound
     generated: int = 0  # tokens sampled by all engines for training prompts
+    stopped: int = 0  # tokens of answers that were stopped in flight for good
     recomputed: int = 0  # tokens whose KV cache was computed again after an interruption
     busy: Mapping[str, float] = {}  # role: seconds it worked since the first prompt was admitted
     wall_seconds: float = 0.0
@@ -38,7 +39,8 @@ TOTALS = "totals"
 
 
 class Tokens(Record, frozen=True):
-    """Token counts. Wasted: of answers that ended untrained, and masked ones; neither will ever be trained on."""
+    """Token counts. Wasted tokens will never be trained on: of answers that ended untrained or were stopped, and masked
+    ones."""
 
     generated: int
     trained: int
@@ -123,7 +125,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
             generated=totals.generated,
             trained=sum(staleness.histogram.values()),
             recomputed=totals.recomputed,
-            wasted=lost + masked,
+            wasted=lost + masked + totals.stopped,
         ),
         trajectories=_trajectories(connection),
         staleness=staleness,

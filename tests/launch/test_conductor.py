@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,10 @@ class ToyTrainer:
     batches: list[Batch] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
 
+    async def supervise(self) -> NoReturn:
+        await asyncio.Event().wait()  # it never ends
+        raise AssertionError
+
     async def train(self, batch: Batch) -> Update:
         await asyncio.sleep(self.seconds)
         if self.ill is not None and batch.step == self.ill_at:
@@ -172,7 +177,9 @@ class Stage:
         stream = PromptStream(PROMPTS, seed=1)
         controller = Controller(config, stream, self.ledger, Sampling(max_tokens=4), seed=1)
         past = Past()
-        recorder = Recorder(self.folder, self.ledger, Silent(), Work, config.max_staleness, past, Clock(past))
+        recorder = Recorder(
+            self.folder, self.ledger, Silent(), Work, config.max_staleness, past, Clock(past, time.monotonic())
+        )
         link = cast(TrainerLink, self.trainer)
         checkpoints = Checkpoints(self.folder.checkpoints)
         training = TrainerConfig(checkpoint_every=3, keep_versions=1)
