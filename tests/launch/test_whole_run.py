@@ -139,7 +139,7 @@ def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: l
     assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
     assert found.staleness.mean == pytest.approx(sum(within) / len(within))
     assert found.tokens.generated >= on_record
-    assert found.tokens.recomputed > 0
+    assert found.tokens.recomputed > 0 or found.interrupted == 0
 
 
 def test_interruptions_happened_and_are_counted(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
