@@ -1,5 +1,6 @@
 """The whole loop against its alternatives, on this machine, with recipes/arithmetic.toml.
 
+    python -m benchmarks.loop learns         the recipe itself, over five seeds
     python -m benchmarks.loop async-sync     asynchronous (max_staleness 4) against synchronous (0), interleaved
     python -m benchmarks.loop policies       the four beyond_bound policies: seconds to 90 % held-out accuracy
     python -m benchmarks.loop trl            trained trajectories per second against trl's GRPOTrainer
@@ -63,6 +64,27 @@ def spread(values: Sequence[float]) -> str:
     """``"0.962 ± 0.006"``: mean and standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
+
+
+def learns(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
+    """The recipe as it is, one seed after the other: where it starts, where it ends, in which time."""
+    extra = [] if steps is None else [f"trainer.steps={steps}"]
+    rows: list[dict[str, Any]] = []
+    table = Table("seed", "held-out accuracy", "RL seconds", "trained/s", "staleness mean", "largest", "busy")
+    for seed in seeds:
+        row = {"seed": seed} | facts(train([f"seed={seed}", *extra]))
+        rows.append(row)
+        table.add(
+            seed,
+            f"{row['initial_accuracy']:.3f} → {row['final_accuracy']:.3f}",
+            f"{row['rl_seconds']:.1f}",
+            row["trained_per_second"],
+            f"{row['staleness_mean']:.2f}",
+            row["staleness_max"],
+            busy(row),
+        )
+        table.show_last()
+    return {"final_accuracy": spread([row["final_accuracy"] for row in rows]), "rows": rows}
 
 
 def async_sync(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
@@ -193,10 +215,12 @@ def _peer(model: Path, prompts: Path, words: list[str], threads: int, generator:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("async-sync", "policies", "trl", "all"))
+    parser.add_argument("part", choices=("learns", "async-sync", "policies", "trl", "all"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=None, help="training steps (default: the recipe's)")
     words = parser.parse_args()
+    if words.part in ("learns", "all"):
+        save("loop-learns", learns(words.seeds, words.steps))
     if words.part in ("async-sync", "all"):
         save("loop-async-sync", async_sync(words.seeds, words.steps))
     if words.part in ("policies", "all"):

@@ -40,7 +40,7 @@ def reward(prompt, completion, answer):
         os._exit(1)
     return completion == answer
 def garbage(prompt, completion, answer):
-    for fd in range(3, 20):
+    for fd in (int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2):
         try: os.write(fd, b"\\xff" * 64)
         except OSError: pass
     return True
