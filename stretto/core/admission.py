@@ -15,9 +15,6 @@ The paper enforces the first alone. `rollout.batching` shows how the second one 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 #: A version distance. ``math.inf`` means that there is no bound.
 Staleness = float
 
@@ -33,24 +30,6 @@ def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness
     return counted // batch_size <= version + max_staleness
 
 
-def capacity(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> float:
-    """How many more groups equation 3 lets start now: its closed form ``(i + eta + 1) * B - N``, never negative."""
-    return max(0, (version + max_staleness + 1) * batch_size - counted)
-
-
 def due(admitted_version: int, max_staleness: Staleness) -> float:
     """The last version at which a group admitted at `admitted_version` can be trained within the bound."""
     return admitted_version + max_staleness
-
-
-def token_staleness(trained_version: int, sampled_version: int) -> int:
-    """Versions between sampling a token and training on it; 0 is on-policy."""
-    return trained_version - sampled_version
-
-
-def stale_tokens(versions: Sequence[int], trained_version: int, max_staleness: Staleness) -> int:
-    """How many of a trajectory's tokens would be older than the bound if trained at `trained_version`."""
-    if math.isinf(max_staleness) or not versions:
-        return 0
-    oldest = trained_version - max_staleness
-    return sum(version < oldest for version in versions)

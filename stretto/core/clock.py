@@ -1,28 +1,10 @@
-"""Time as something that is handed in: the wall clock of a run and the virtual clock of a simulation."""
+"""Time as something that is handed in: a run has `time.monotonic`, a simulation a clock that jumps."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable
-from typing import Protocol
-
-
-class Clock(Protocol):
-    """Seconds since some fixed moment; never goes back."""
-
-    def now(self) -> float: ...
-
-
-class WallClock:
-    """Monotonic seconds since the clock was made, so that a step of the wall clock expires nothing."""
-
-    def __init__(self) -> None:
-        self._origin = time.monotonic()
-
-    def now(self) -> float:
-        return time.monotonic() - self._origin
 
 
 class VirtualClock:

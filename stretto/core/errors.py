@@ -9,6 +9,7 @@
     │   └── RunFolderError       a run folder that is missing, in use, or of another run
     ├── RoleError                a process of the run
     │   ├── RoleDied             it ended without being asked to
+    │   ├── RoleFailed           it reported an error that it cannot go on from
     │   ├── EngineLost           an engine that cannot be reached, or that broke off in mid-answer
     │   └── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
     ├── WireError                a message or a publication that is not whole
@@ -95,6 +96,17 @@ class RoleDied(RoleError):
 
     def __str__(self) -> str:
         return f"{self.role} {self.how}" + (f"; its last words are in {self.log}" if self.log else "")
+
+
+class RoleFailed(RoleError):
+    """A role reported an error it cannot go on from; `exit_code` is the one of that error."""
+
+    def __init__(self, role: str, problem: str, exit_code: int) -> None:
+        self.role, self.problem, self.exit_code = role, problem, exit_code
+        super().__init__(role, problem, exit_code)
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.problem}"
 
 
 class EngineLost(RoleError):

@@ -16,11 +16,12 @@ part of it except through `rollout.controller`, whose decisions these loops carr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.core.events import Span
 from stretto.core.records import Batch
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.fleet import Fleet
@@ -28,7 +29,6 @@ from stretto.launch.keeper import Examiner, Keeper
 from stretto.launch.recorder import Recorder
 from stretto.launch.stopping import put_away
 from stretto.launch.trainer_link import TrainerLink
-from stretto.rewards.pool import RewardPool
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.workflow import SingleTurn
 
@@ -39,13 +39,13 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Players:
-    """Everyone the conductor conducts."""
+    """Everyone the conductor conducts; `look` tells what all of them have done since it was asked last."""
 
     controller: Controller
     workflow: SingleTurn
     fleet: Fleet
     trainer: TrainerLink
-    rewards: RewardPool
+    look: Callable[[], Awaitable[list[Span]]]
     recorder: Recorder
     keeper: Keeper
     examiner: Examiner
@@ -59,7 +59,7 @@ class Conductor:
         self._workflow = players.workflow
         self._fleet = players.fleet
         self._trainer = players.trainer
-        self._rewards = players.rewards
+        self._look_around = players.look
         self._recorder = players.recorder
         self._keeper = players.keeper
         self._examiner = players.examiner
@@ -202,8 +202,7 @@ class Conductor:
             self._examiner.check()
 
     async def _look(self) -> None:
-        spans = [*await self._fleet.look(), *self._trainer.drain_spans(), *self._rewards.drain_spans()]
-        self._recorder.spans(spans)
+        self._recorder.spans(await self._look_around())
         self._recorder.looked()
 
 

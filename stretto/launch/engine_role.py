@@ -15,7 +15,6 @@ from stretto.core.records import Record
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.server import serve
-from stretto.launch.trainer_role import device
 from stretto.model.cached import CACHED_ATTENTION
 from stretto.model.folder import load_policy
 from stretto.weights.shared_memory import SharedMemorySubscriber
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(spec.parent)
     torch.set_num_threads(spec.threads)
     config = EngineConfig.model_validate_json(spec.config)
-    model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=device(config.device))
+    model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
     engine = EmbeddedEngine(model, config, name=spec.name)
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:

@@ -49,6 +49,7 @@ async def _examine(plan: Plan) -> Evaluation:
     specs = [engine_spec(plan, plan.base.path, mailbox, folder, folder, k, published=False) for k in numbers]
     fleet = Fleet(specs, folder, recipe.deadlines)
     rewards = RewardPool(recipe.rewards)
+    failed = True
     try:
         await stopped.unless(together(rewards.start(), fleet.start(0)))
         evaluate = Evaluator(
@@ -60,7 +61,9 @@ async def _examine(plan: Plan) -> Evaluation:
             plan.tokenizer.decode,
         )
         evaluation = await stopped.unless(beside(fleet.supervise(), evaluate()))
+        failed = False
     finally:
         await asyncio.gather(fleet.stop(1.0), rewards.close())
-        shutil.rmtree(folder, ignore_errors=True)
+        if not failed:  # the message of a failure names a log in this folder
+            shutil.rmtree(folder, ignore_errors=True)
     return evaluation or sys.exit(stopped.exit_code)

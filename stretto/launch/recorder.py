@@ -52,7 +52,7 @@ class Work:
     busy: Mapping[str, float] | None = None
 
 
-class Clock:
+class RunClock:
     """Seconds of the whole run and of its reinforcement part, those of its past included."""
 
     def __init__(self, past: Past, began: float) -> None:
@@ -91,7 +91,7 @@ class Recorder:
         work: Callable[[], Work],
         max_staleness: float,
         past: Past,
-        clock: Clock,
+        clock: RunClock,
     ) -> None:
         self.clock = clock
         self.initial_accuracy = past.initial_accuracy

@@ -23,7 +23,7 @@ from stretto.launch.evaluation import Evaluator
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import ConductorState, Examiner, Keeper, read_conductor_state
 from stretto.launch.plan import Plan, digest
-from stretto.launch.recorder import Clock, Past, Recorder, Work
+from stretto.launch.recorder import Past, Recorder, RunClock, Work
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, beside, together
 from stretto.launch.trainer_link import TrainerLink
@@ -119,7 +119,7 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
         async with roles(plan, folder, beginning, stopped) as crew:
             if not stopped.requested:
                 recorder = Recorder(
-                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, past, Clock(past, began)
+                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, past, RunClock(past, began)
                 )
                 await _train(plan, folder, beginning, ledger, crew, recorder, stage, stopped)
         return stopped.exit_code
@@ -160,10 +160,15 @@ async def _train(
     )
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
     workflow = SingleTurn(crew.fleet.generate, crew.rewards.score_group, plan.tokenizer.decode)
-    players = Players(controller, workflow, crew.fleet, crew.trainer, crew.rewards, recorder, keeper, examiner)
+    players = Players(controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner)
     conductor = Conductor(players, recipe.trainer.steps, recipe.deadlines)
     stopped.call(conductor.request_stop)
-    crew.fleet.report_to(stage.say)
+
+    def report(sentence: str) -> None:
+        stage.say(sentence)
+        ledger.event("engine", sentence)
+
+    crew.fleet.report_to(report)
     if recorder.initial_accuracy is None:
         stage.say("measuring the held-out accuracy of version 0")
         await stopped.unless(beside(crew.supervise(), examiner.examine(beginning.version)))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import msgspec
 import torch
 
-from stretto.core.errors import StrettoError
 from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Record
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import Failed, Stop
-from stretto.launch.trainer_role import device
+from stretto.launch.playing import play
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
 from stretto.trainer.config import SupervisedConfig
@@ -80,27 +78,19 @@ def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     """Load, fine-tune, save."""
     config = SupervisedConfig.model_validate_json(spec.config)
     shown = msgspec.msgpack.decode(Path(spec.demonstrations).read_bytes(), type=Demonstrations)
-    model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=device(config.device))
+    model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
     fine_tune(model, shown.examples, config, seed=spec.seed, progress=Teller(channel))
     save_policy(model, Path(spec.model), Path(spec.out))
     channel.send(Learnt())
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role; an error is told to the conductor, its traceback goes to the log."""
+    """Play the role; see `launch.playing`."""
     spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
     die_with_parent(spec.parent)
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
-    try:
-        learn(spec, channel)
-    except (BrokenPipeError, ConnectionResetError):
-        return 0  # the conductor closed its end first
-    except StrettoError as error:
-        traceback.print_exc()
-        channel.send(Failed(problem=str(error), exit_code=error.exit_code))
-        return error.exit_code
-    return 0
+    return play(lambda: learn(spec, channel), channel.send)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from stretto.core.errors import RoleDied, RoleError
+from stretto.core.errors import RoleDied, RoleError, RoleFailed
 from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.launch.channel import ConductorEnd
@@ -33,17 +33,6 @@ from stretto.launch.trainer_role import TrainerSpec
 _LAST_ANSWER_SECONDS = 1.0
 
 Answer = TypeVar("Answer", Ready, Trained, Saved)
-
-
-class TrainerFailed(RoleError):
-    """The trainer's process reported an error it cannot go on from; `exit_code` is the one of that error."""
-
-    def __init__(self, problem: str, exit_code: int) -> None:
-        self.problem, self.exit_code = problem, exit_code
-        super().__init__(problem, exit_code)
-
-    def __str__(self) -> str:
-        return f"trainer: {self.problem}"
 
 
 class TrainerLink:
@@ -111,7 +100,7 @@ class TrainerLink:
             raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
         self._abandoned = False
         if isinstance(answer, Failed):
-            raise TrainerFailed(answer.problem, answer.exit_code)
+            raise RoleFailed("trainer", answer.problem, answer.exit_code)
         if not isinstance(answer, kind):
             raise RoleDied("trainer", f"answered {type(answer).__name__} in place of {kind.__name__}")
         return answer

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import msgspec
 import torch
 
-from stretto.core.errors import StrettoError
 from stretto.core.events import Span
 from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Record
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
-    Failed,
     Ready,
     SaveCheckpoint,
     Saved,
@@ -27,6 +24,7 @@ from stretto.launch.messages import (
     Train,
     Trained,
 )
+from stretto.launch.playing import play
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
 from stretto.trainer.config import AlgorithmConfig, TrainerConfig
@@ -56,9 +54,7 @@ class TrainerRole:
         config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec = spec
         self._channel = channel
-        model = load_policy(
-            Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=device(config.device)
-        )
+        model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
         self._trainer = Trainer(
             model, config, AlgorithmConfig.model_validate_json(spec.algorithm), temperature=spec.temperature
         )
@@ -94,28 +90,13 @@ class TrainerRole:
         self._channel.send(Saved(folder=folder, span=span))
 
 
-def device(name: str) -> str:
-    """``"auto"`` is the GPU if there is one."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name
-
-
 def main(arguments: list[str]) -> int:
-    """Play the role; an error is told to the conductor, its traceback goes to the log."""
+    """Play the role; see `launch.playing`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     die_with_parent(spec.parent)
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
-    try:
-        TrainerRole(spec, channel).run()
-    except (BrokenPipeError, ConnectionResetError):
-        return 0  # the conductor closed its end first
-    except StrettoError as error:
-        traceback.print_exc()
-        channel.send(Failed(problem=str(error), exit_code=error.exit_code))
-        return error.exit_code
-    return 0
+    return play(lambda: TrainerRole(spec, channel).run(), channel.send)
 
 
 if __name__ == "__main__":

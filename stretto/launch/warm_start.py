@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from stretto import __version__
-from stretto.core.errors import Problem, RecipeError, RoleDied, RunFolderError
+from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed, RunFolderError
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.messages import Failed
 from stretto.launch.plan import Plan, cache_folder, digest, make_plan
@@ -28,7 +28,6 @@ from stretto.launch.supervised_role import (
     Learnt,
     SupervisedSpec,
 )
-from stretto.launch.trainer_link import TrainerFailed
 
 OnLearning = Callable[[Learning], None]
 
@@ -37,7 +36,7 @@ async def warm_start(plan: Plan, log: Path, on_learning: OnLearning) -> Path:
     """The folder of the policy that reinforcement starts from: the base itself if the recipe has no warm start.
 
     Raises:
-        RoleDied, DeadlineExceeded, TrainerFailed: the process that trains failed.
+        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed.
     """
     if plan.recipe.warm_start is None:
         return plan.base.path
@@ -104,7 +103,7 @@ async def _follow(
             case Learnt():
                 return
             case Failed():
-                raise TrainerFailed(message.problem, message.exit_code)
+                raise RoleFailed("warm start", message.problem, message.exit_code)
 
 
 def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning) -> None:

@@ -27,12 +27,13 @@ def load_policy(
     *,
     attention: str = "sdpa",
     dtype: torch.dtype | str = torch.float32,
-    device: torch.device | str = "cpu",
+    device: str = "cpu",
 ) -> PreTrainedModel:
     """The causal language model of a folder, in eval mode, with `attention` as its attention path.
 
     `attention` is `stretto.model.cached.CACHED_ATTENTION`, `stretto.model.packed.PACKED_ATTENTION`, or a name that
-    transformers knows. The module that uses one of ours must have been imported, which registers it.
+    transformers knows. The module that uses one of ours must have been imported, which registers it. The device
+    ``"auto"`` is the GPU if there is one.
 
     Raises:
         ModelFolderError: transformers cannot load the folder, or would make up some of its weights.
@@ -57,8 +58,14 @@ def load_policy(
     if missing := sorted(report["missing_keys"]):
         found = f"lacks the weight {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         raise ModelFolderError([Problem(str(path), found, "copy or download the folder again")])
-    policy: PreTrainedModel = model.to(device).eval()
+    policy: PreTrainedModel = model.to(_device(device)).eval()
     return policy
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
 
 
 def save_policy(model: PreTrainedModel, tokenizer_folder: Path | str, path: Path | str) -> None:

@@ -70,9 +70,6 @@ class Tokenizer:
         """The text of `ids`, without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
-    def decode_many(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        return self._backend.decode_batch(list(sequences), skip_special_tokens=True)
-
     def _unknown(self, text: str, why: str) -> DataError:
         known = self._backend.get_vocab()
         strange = sorted({character for character in text if character not in known})

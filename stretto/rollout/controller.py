@@ -175,8 +175,8 @@ class Controller:
                 f"{self._failures_in_a_row} groups failed in a row, the last one is {ticket.group_id}; "
                 "`stretto export` shows the reason of each (rollout.max_failures_in_a_row)"
             )
-        if ticket.draw.attempt + 1 < self.config.max_attempts:
-            self._prompts.give_back(ticket.draw)
+        if ticket.draw.failures + 1 < self.config.max_attempts:
+            self._prompts.give_back(ticket.draw, failures=1)
 
     def take(self) -> Batch | None:
         """The next batch, trained at `published`, or None while it must wait. Committed to the journal."""

@@ -10,15 +10,28 @@ from stretto.core.records import Prompt, Record, derive_seed
 
 
 class Draw(Record, frozen=True):
-    """One asking of a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``."""
+    """One asking of a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``.
+
+    `failures` of the attempts before it could not be answered or judged; the others were lost, expired or filtered.
+    """
 
     prompt: Prompt
     epoch: int
     attempt: int = 0
+    failures: int = 0
 
     @property
     def group_id(self) -> str:
         return f"{self.epoch}.{self.prompt.id}.{self.attempt}"
+
+
+class Again(Record, frozen=True):
+    """A `Draw` that is to be asked before anything new, its prompt by name."""
+
+    epoch: int
+    prompt_id: str
+    attempt: int
+    failures: int
 
 
 class Position(Record, frozen=True):
@@ -26,7 +39,7 @@ class Position(Record, frozen=True):
 
     epoch: int = 0
     index: int = 0
-    given_back: tuple[tuple[int, str, int], ...] = ()  # (epoch, prompt id, attempt) to be asked before anything new
+    given_back: tuple[Again, ...] = ()
 
 
 class PromptStream:
@@ -49,8 +62,8 @@ class PromptStream:
         self._order = self._shuffled(self._epoch)
         by_id = {prompt.id: prompt for prompt in self._prompts}
         self._given_back = deque(
-            Draw(prompt=by_id[prompt_id], epoch=epoch, attempt=attempt)
-            for epoch, prompt_id, attempt in position.given_back
+            Draw(prompt=by_id[again.prompt_id], epoch=again.epoch, attempt=again.attempt, failures=again.failures)
+            for again in position.given_back
         )
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -69,12 +82,16 @@ class PromptStream:
         self._index += 1
         return draw
 
-    def give_back(self, draw: Draw) -> None:
-        """Ask this prompt again before any new one, under the next attempt's name."""
-        self._given_back.append(Draw(prompt=draw.prompt, epoch=draw.epoch, attempt=draw.attempt + 1))
+    def give_back(self, draw: Draw, failures: int = 0) -> None:
+        """Ask this prompt again before any new one, under the next attempt's name; `failures` more have failed."""
+        self._given_back.append(_next_attempt(draw, failures))
 
     def position(self, unfinished: Sequence[Draw] = ()) -> Position:
         """A position from which nothing is skipped: what is `unfinished` now is asked again, under new names."""
-        again = [(draw.epoch, draw.prompt.id, draw.attempt) for draw in self._given_back]
-        again += [(draw.epoch, draw.prompt.id, draw.attempt + 1) for draw in unfinished]
-        return Position(epoch=self._epoch, index=self._index, given_back=tuple(again))
+        draws = [*self._given_back, *map(_next_attempt, unfinished)]
+        again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in draws)
+        return Position(epoch=self._epoch, index=self._index, given_back=again)
+
+
+def _next_attempt(draw: Draw, failures: int = 0) -> Draw:
+    return Draw(prompt=draw.prompt, epoch=draw.epoch, attempt=draw.attempt + 1, failures=draw.failures + failures)

@@ -145,11 +145,6 @@ class Ledger:
         self._move(id, state, reason, trajectory)
         self._flush_if_due()
 
-    def settle_group(self, group: Group, state: State, reason: str) -> None:
-        """All answers of a group end untrained for one reason."""
-        for trajectory in group.trajectories:
-            self.settle(trajectory.id, state, reason, trajectory)
-
     def commit_batch(self, batch: Batch) -> None:
         """All answers of the batch are trained in its step; on return this is in the file, with everything before."""
         step = step_columns(batch, time.time())

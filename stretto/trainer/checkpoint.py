@@ -4,13 +4,11 @@
     optimizer.pt        AdamW's moments and steps, torch's random state
     trainer.json        version, bad steps in a row
 
-Written into a sibling folder that is renamed when it is whole.
+Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.checkpoints`.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -30,22 +28,21 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save(folder: Path, learner: Learner, version: int) -> None:
-    """Write the checkpoint and switch it in; an older one of the same name is replaced."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Write the three files into `folder`.
+
+    Raises:
+        StoreError: the folder cannot be written (disk full, read-only).
+    """
     tensors = {name: parameter.detach().contiguous() for name, parameter in learner.model.named_parameters()}
-    save_file(tensors, partial / "model.safetensors")
     state = {"optimizer": learner.optimizer.state_dict(), "random": _random_state(learner)}
-    torch.save(state, partial / "optimizer.pt")
     position = Position(version=version, bad_steps_in_a_row=learner.bad_steps_in_a_row)
-    (partial / "trainer.json").write_bytes(msgspec.json.encode(position))
-    for path in (*partial.iterdir(), partial):
-        _flush(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    _flush(folder.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors")
+        torch.save(state, folder / "optimizer.pt")
+        (folder / "trainer.json").write_bytes(msgspec.json.encode(position))
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have words of their own for it
+        raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
 
 def load(folder: Path, learner: Learner) -> int:
@@ -84,12 +81,3 @@ def _set_random_state(learner: Learner, states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0].cpu())
     if len(states) > 1 and learner.model.device.type == "cuda":
         torch.cuda.set_rng_state(states[1].cpu(), learner.model.device)
-
-
-def _flush(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

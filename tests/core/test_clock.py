@@ -1,8 +1,8 @@
-"""Promises of the clocks: the virtual one jumps from event to event in order; neither ever goes back."""
+"""Promises of the virtual clock: it jumps from event to event in order, and never goes back."""
 
 import pytest
 
-from stretto.core.clock import VirtualClock, WallClock
+from stretto.core.clock import VirtualClock
 
 
 def test_events_of_one_moment_run_in_the_order_in_which_they_were_asked_for() -> None:
@@ -28,8 +28,3 @@ def test_nothing_is_scheduled_in_the_past() -> None:
     clock.advance()
     with pytest.raises(ValueError, match=r"it is 2\.0 already"):
         clock.call_at(1.0, lambda: None)
-
-
-def test_the_wall_clock_does_not_go_back() -> None:
-    clock = WallClock()
-    assert 0.0 <= clock.now() <= clock.now()

@@ -34,10 +34,9 @@ from stretto.launch.config import DeadlinesConfig
 from stretto.launch.evaluation import Evaluation
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import Examiner, Keeper, read_conductor_state
-from stretto.launch.recorder import Clock, Past, Recorder, Work
+from stretto.launch.recorder import Past, Recorder, RunClock, Work
 from stretto.launch.stage import Silent
 from stretto.launch.trainer_link import TrainerLink
-from stretto.rewards.pool import RewardPool
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, TooManyFailures
 from stretto.rollout.prompts import PromptStream
@@ -140,11 +139,6 @@ class ToyTrainer:
         return []
 
 
-class ToyRewards:
-    def drain_spans(self) -> list[Span]:
-        return []
-
-
 async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
     """The first is right, the others are wrong."""
     return [OUTCOMES[min(number, 1)] for number, _ in enumerate(completions)]
@@ -178,7 +172,7 @@ class Stage:
         controller = Controller(config, stream, self.ledger, Sampling(max_tokens=4), seed=1)
         past = Past()
         recorder = Recorder(
-            self.folder, self.ledger, Silent(), Work, config.max_staleness, past, Clock(past, time.monotonic())
+            self.folder, self.ledger, Silent(), Work, config.max_staleness, past, RunClock(past, time.monotonic())
         )
         link = cast(TrainerLink, self.trainer)
         checkpoints = Checkpoints(self.folder.checkpoints)
@@ -189,7 +183,7 @@ class Stage:
             SingleTurn(self.fleet.generate, score, str),
             cast(Fleet, self.fleet),
             link,
-            cast(RewardPool, ToyRewards()),
+            self.fleet.look,
             recorder,
             keeper,
             Examiner(self.evaluate, recorder, every),

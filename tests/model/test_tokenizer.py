@@ -37,7 +37,6 @@ def test_characters_are_tokens_in_the_order_of_the_alphabet(tokenizer: Tokenizer
 @given(text=st.text(alphabet=ALPHABET, max_size=40))
 def test_text_comes_back_as_it_went_in(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode_many([tokenizer.encode(text), (3, 1)]) == [text, "1"]
 
 
 def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:

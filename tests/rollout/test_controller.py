@@ -136,6 +136,22 @@ def test_a_prompt_is_given_up_after_its_last_attempt() -> None:
     assert following.draw.prompt.id != first.draw.prompt.id
 
 
+def test_a_lost_engine_is_not_a_failure_of_the_prompt() -> None:
+    control, _ = controller(max_attempts=2)
+    ticket = admit_all(control)[0]
+    for attempt in (1, 2, 3):
+        control.lose(ticket, "engine-0 died")
+        again = control.admit()
+        assert again is not None
+        assert again.draw.attempt == attempt
+        assert again.draw.prompt.id == ticket.draw.prompt.id
+        ticket = again
+    control.fail(ticket, "refused")
+    last = control.admit()
+    assert last is not None
+    assert last.draw.failures == 1
+
+
 def test_too_many_failures_in_a_row_stop_the_run() -> None:
     control, _ = controller(max_failures_in_a_row=2)
     tickets = admit_all(control)

@@ -259,7 +259,8 @@ def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str,
                 elif move == "buffer":
                     ledger.buffer(group)
                 elif move in ends:
-                    ledger.settle_group(group, ends[move], move)
+                    for trajectory in group.trajectories:
+                        ledger.settle(trajectory.id, ends[move], move, trajectory)
                 elif move == "train":
                     ledger.commit_batch(make.batch(steps + 1, group))
                     steps += 1

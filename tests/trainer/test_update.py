@@ -226,22 +226,10 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(build: Build, tmp_path: Path) -> 
     assert_same(straight.learner.model, resumed.learner.model)
 
 
-def test_a_checkpoint_is_replaced_whole(build: Build, tmp_path: Path) -> None:
-    trainer = Trainer(build(), CONFIG, ALGORITHM)
-    (tmp_path / "v.partial").mkdir()
-    (tmp_path / "v.partial" / "leftover").touch()
-    trainer.save_checkpoint(tmp_path / "v")
-    trainer.train(batch(0))
-    trainer.save_checkpoint(tmp_path / "v")
-    assert [path.name for path in tmp_path.iterdir()] == ["v"]
-    assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [
-        "model.safetensors",
-        "optimizer.pt",
-        "trainer.json",
-    ]
-    resumed = Trainer(build(), CONFIG, ALGORITHM)
-    resumed.load_checkpoint(tmp_path / "v")
-    assert resumed.version == 1
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence_with_the_place(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"file/v0: the checkpoint cannot be written: .*Not a directory"):
+        Trainer(build(), CONFIG, ALGORITHM).save_checkpoint(tmp_path / "file" / "v0")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer.json"])

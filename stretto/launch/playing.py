@@ -1,0 +1,29 @@
+"""How a role's process ends: well, without its conductor, or with an error that the conductor is told."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+from stretto.core.errors import RoleFailed, StrettoError
+from stretto.launch.messages import Failed
+
+
+def play(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
+    """Run `part`; the exit code of the process. The traceback of an error goes to the role's log."""
+    try:
+        part()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the conductor closed its end first
+    except StrettoError as error:
+        return _failed(str(error), error.exit_code, tell)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _failed(f"{place}{error.strerror or error}", RoleFailed.exit_code, tell)
+    return 0
+
+
+def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None]) -> int:
+    traceback.print_exc()
+    tell(Failed(problem=problem, exit_code=exit_code))
+    return exit_code
