@@ -6,8 +6,9 @@
 Each step rewrites what is left of the chain, so an answer grows with the square of its operands: with 3 to 12 of them
 the median answer has about 12 characters and the longest 132. Every true running value is a digit.
 
-Demonstrations are imperfect on purpose: a step goes wrong with `mistake_rate` and the chain goes on from the wrong
-value. A policy that has learnt from them has the skill and samples the mistakes; reinforcement brings the skill out.
+Demonstrations are imperfect on purpose: with `mistake_rate` one of the steps goes wrong, any of them, and the chain
+goes on from the wrong value. A policy that has learnt from them has the skill and samples the mistakes; reinforcement
+brings the skill out.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
     operands_min: int = Field(3, ge=2, le=64)
     operands_max: int = Field(12, ge=2, le=64)
     decay: float = Field(0.7, gt=0, le=1)
-    mistake_rate: float = Field(0.2, ge=0, lt=1, description="chance that a step of a demonstration is wrong")
+    mistake_rate: float = Field(0.5, ge=0, lt=1, description="share of demonstrations that hold a mistake")
     prompts: int = Field(20_000, ge=1, description="training questions")
     held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
     demonstrations: int = Field(64_000, ge=0)
+    demonstration_decay: float = Field(0.7, gt=0, le=1, description="the decay for demonstrations")
 
     @model_validator(mode="after")
     def _smallest_is_not_above_largest(self) -> Self:
@@ -76,7 +78,8 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
         training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
         held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
-        shown = self._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        longer = self.model_copy(update={"decay": self.demonstration_decay})
+        shown = longer._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
         chance = random.Random(derive_seed(seed, "mistakes"))
         return Questions(
             [self._question(str(row), chain) for row, chain in enumerate(training)],
@@ -111,20 +114,27 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return Chain(tuple(operands), signs)
 
     def demonstration(self, chain: Chain, chance: random.Random) -> str:
-        """The chain worked out, step by step, with a mistake now and then."""
+        """The chain worked out, step by step; with a chance of `mistake_rate`, one of the steps goes wrong."""
+        wrong_step, wrong = self._mistake(chain, chance) if chance.random() < self.mistake_rate else (0, 0)
         value, left = chain.operands[0], []
         for done in range(1, len(chain.operands)):
             value = step(value, chain.signs[done - 1], chain.operands[done])
-            if chance.random() < self.mistake_rate:
-                value = self._mistaken(value, chain.signs[done:], chain.operands[done + 1 :], chance)
+            if done == wrong_step:
+                value = wrong
             left.append(written(value, chain.signs[done:], chain.operands[done + 1 :]))
         return "=".join(left)
 
     @staticmethod
-    def _mistaken(value: int, signs: str, operands: Sequence[int], chance: random.Random) -> int:
-        """Another digit from which the rest of the chain stays among the digits; `value` if there is none."""
-        others = [digit for digit in range(10) if digit != value and _stays_a_digit(digit, signs, operands)]
-        return chance.choice(others) if others else value
+    def _mistake(chain: Chain, chance: random.Random) -> tuple[int, int]:
+        """A step, and a wrong digit for it from which the rest of the chain stays among the digits."""
+        steps = list(range(1, len(chain.operands)))
+        chance.shuffle(steps)
+        for done in steps:
+            right = Chain(chain.operands[: done + 1], chain.signs[:done]).value
+            rest = chain.signs[done:], chain.operands[done + 1 :]
+            if wrong := [digit for digit in range(10) if digit != right and _stays_a_digit(digit, *rest)]:
+                return done, chance.choice(wrong)
+        raise AssertionError("at the last step any other digit will do")
 
     @staticmethod
     def _question(name: str, chain: Chain, demonstration: str | None = None) -> Question:

@@ -51,11 +51,21 @@ def test_every_step_of_a_demonstration_is_a_chain_of_digits(seed: int, rate: flo
 
 
 def test_mistakes_happen_as_often_as_they_should() -> None:
-    task = ArithmeticTask(kind="arithmetic", operands_min=2, operands_max=2, mistake_rate=0.25)
+    task = ArithmeticTask(kind="arithmetic", operands_min=2, operands_max=8, mistake_rate=0.25)
     chance = random.Random(7)
     chains = [task.draw(chance) for _ in range(4000)]
     wrong = sum(int(task.demonstration(chain, chance)) != chain.value for chain in chains)
     assert wrong / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_demonstrations_may_have_a_flatter_tail_than_the_questions() -> None:
+    flatter = TASK.model_copy(update={"demonstration_decay": 1.0, "prompts": 2000, "demonstrations": 2000})
+    questions = flatter.questions(1)
+    asked, shown = (
+        [len(question.text) for question in some] for some in (questions.training, questions.demonstrations)
+    )
+    assert sum(shown) / len(shown) > 1.3 * sum(asked) / len(asked)
+    assert max(asked) <= max(shown)
 
 
 def test_held_out_questions_are_the_same_for_every_seed_and_never_trained_on() -> None:
