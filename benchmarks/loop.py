@@ -179,10 +179,8 @@ def trl(steps: int) -> dict[str, Any]:
         words = ["--group-size", recipe.rollout.group_size, "--answer-marker", "="]
         words += ["--minibatches", recipe.trainer.minibatches, "--max-tokens", recipe.sampling.max_tokens]
         words += ["--learning-rate", recipe.trainer.learning_rate, "--steps", 8]
-        peers: list[dict[str, Any]] = []
-        for groups in (recipe.rollout.batch_size, 32):
-            for threads in (2, 1):
-                peers.append(_peer(model, prompts, [str(word) for word in words], groups, threads))
+        settings = [(groups, threads) for groups in (recipe.rollout.batch_size, 32) for threads in (2, 1)]
+        peers = [_peer(model, prompts, [str(word) for word in words], *setting) for setting in settings]
     ours = facts(run)
     rates = [peer["trajectories_per_second"] for peer in peers if "trajectories_per_second" in peer]
     ratio = ours["trained_per_second"] / max(rates) if rates else None
