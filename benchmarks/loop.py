@@ -2,7 +2,7 @@
 
     python -m benchmarks.loop learns         the recipe itself, over five seeds
     python -m benchmarks.loop async-sync     asynchronous (max_staleness 4) against synchronous (0), interleaved
-    python -m benchmarks.loop policies       the four beyond_bound policies: seconds to 90 % held-out accuracy
+    python -m benchmarks.loop policies       the four beyond_bound policies: seconds to 85 % held-out accuracy
     python -m benchmarks.loop trl            trained trajectories per second against trl's GRPOTrainer
     python -m benchmarks.loop all
 
@@ -37,7 +37,7 @@ SYNCHRONOUS = {
 }
 TRIAL_STEPS = 60
 POLICIES = ("train", "wait", "mask", "expire")
-TARGET = 0.90
+TARGET = 0.85
 
 
 def facts(run: Run) -> dict[str, Any]:
