@@ -48,8 +48,14 @@ class Environment:
     def _stamp(self) -> Path:
         return self.folder / "made-from"
 
+    @property
+    def _alone(self) -> Path:
+        """Packages whose own pins are wrong for this machine, installed last and without what they ask for."""
+        return HERE / f"requirements-{self.peer}-alone.txt"
+
     def _fingerprint(self) -> str:
-        return hashlib.sha256(f"{TORCH}\n{self.requirements.read_text()}".encode()).hexdigest()
+        pins = [path.read_text() for path in (self.requirements, self._alone) if path.exists()]
+        return hashlib.sha256("\n".join([TORCH, *pins]).encode()).hexdigest()
 
     def ready(self) -> bool:
         """Whether the environment is there and was made from the pins as they stand."""
@@ -65,6 +71,8 @@ class Environment:
             _run([sys.executable, "-m", "venv", "--clear", str(self.folder)])
             self._install_torch()
             self._pip("--requirement", str(self.requirements))
+            if self._alone.exists():
+                self._pip("--no-deps", "--requirement", str(self._alone))
             self._stamp.write_text(self._fingerprint())
         return self.python
 

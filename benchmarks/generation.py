@@ -1,0 +1,221 @@
+"""The embedded engine against what a user would pick instead, on this machine, one thread each.
+
+    python -m benchmarks.generation rates                 every size, type and number of sequences
+    python -m benchmarks.generation rates --models 3.4M --dtypes float32 --sequences 1 64
+    python -m benchmarks.generation tail                  long-tailed lengths against static batches of the same engine
+    python -m benchmarks.generation pause                 what an update of the weights costs running answers
+    python -m benchmarks.generation all
+
+The peers: transformers' `generate` and `generate_batch`, and vLLM's CPU build (its own environment, made by the
+benchmark; skipped with a word where it cannot be made). Each system runs alone, one after the other, in this one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.generators import SYSTEMS, prompts
+from benchmarks.peers.environment import HERE as PEERS
+from benchmarks.peers.environment import Environment, PeerUnavailable
+from benchmarks.report import Table, save
+from benchmarks.shapes import SHAPES, make
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.cached import CACHED_ATTENTION
+from stretto.model.folder import load_policy
+
+TOKENS = 192
+SEQUENCES = (1, 16, 64, 128, 256)
+DTYPES = ("float32", "bfloat16")
+TAIL_REQUESTS, TAIL_AT_ONCE, TAIL_MEDIAN, TAIL_LONGEST = 1000, 64, 50, 500
+RUNNING = 64
+SECONDS = 900
+
+
+def rates(models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens per second of each system, model, type and number of sequences."""
+    rows: list[dict[str, Any]] = []
+    table = Table("model", "type", "system", *(f"{count} sequences" for count in sequences))
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        for model in models:
+            path = make(model, Path(folder))
+            for dtype in dtypes:
+                for system in (*SYSTEMS, "vllm"):
+                    row = {"model": model, "dtype": dtype, "system": system} | _rate(system, path, dtype, sequences)
+                    rows.append(row)
+                    cells = [row["rates"].get(str(count), row.get("failed", "")[:40]) for count in sequences]
+                    table.add(model, dtype, system, *cells)
+                    table.show_last()
+    return rows
+
+
+def _rate(system: str, model: Path, dtype: str, sequences: Sequence[int]) -> dict[str, Any]:
+    words = [str(model), "--dtype", dtype, "--tokens", str(TOKENS), "--sequences", *map(str, sequences)]
+    try:
+        rows = _vllm(words) if system == "vllm" else _ours(system, words)
+    except (PeerUnavailable, subprocess.TimeoutExpired) as failure:
+        return {"rates": {}, "failed": str(failure)[-300:]}
+    return {"rates": {str(row["sequences"]): round(row["tokens"] / row["seconds"], 1) for row in rows}}
+
+
+def _vllm(words: list[str]) -> list[dict[str, Any]]:
+    measured = Environment("vllm").measure(PEERS / "vllm_generate.py", *words, threads=1, seconds=SECONDS)
+    rows: list[dict[str, Any]] = measured["rows"]
+    return rows
+
+
+def _ours(system: str, words: list[str]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.generators", system, *words]
+    surroundings = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=SECONDS, env=surroundings, cwd=PEERS.parent.parent
+    )
+    if done.returncode:
+        raise PeerUnavailable(done.stderr.strip()[-300:])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def tail(model: str) -> dict[str, Any]:
+    """Useful tokens per second: continuous batching against batches that wait for their longest answer."""
+    chance = random.Random(3)
+    spread = 2.303 / 3.09  # the longest of 1,000 log-normal lengths is about 10 times their median
+    lengths = [min(TAIL_LONGEST, max(1, round(TAIL_MEDIAN * chance.lognormvariate(0, spread)))) for _ in range(1000)]
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        path = make(model, Path(folder))
+        measured = {"continuous": _tail(path, lengths, TAIL_REQUESTS), "static": _tail(path, lengths, TAIL_AT_ONCE)}
+    table = Table("batching", "tokens/s")
+    for name, rate in measured.items():
+        table.add(name, round(rate, 1))
+    table.show()
+    return {"model": model, "longest": max(lengths), "median": statistics.median(lengths)} | {
+        "tokens_per_second": measured,
+        "ratio": round(measured["continuous"] / measured["static"], 3),
+    }
+
+
+def _tail(model: Path, lengths: Sequence[int], at_once: int) -> float:
+    """All requests are offered in lots of `at_once`, the next lot when the engine is idle."""
+    engine = _engine(model, TAIL_AT_ONCE)
+    asked = prompts(len(lengths), 1024)
+    start = time.perf_counter()
+    for first in range(0, len(lengths), at_once):
+        for number in range(first, min(first + at_once, len(lengths))):
+            sampling = Sampling(max_tokens=lengths[number])
+            engine.add(
+                GenerateRequest(id=str(number), prompt_token_ids=asked[number], seeds=(number,), sampling=sampling)
+            )
+        while not engine.idle:
+            engine.step()
+    return sum(lengths) / (time.perf_counter() - start)
+
+
+def pause(models: Sequence[str]) -> list[dict[str, Any]]:
+    """With 64 running answers: the pause of one update, and tokens per second at one update per second."""
+    rows: list[dict[str, Any]] = []
+    table = Table("model", "load ms", "memory copy ms", "recompute pause ms", "recompute tokens/s", "keep tokens/s")
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        for model in models:
+            path = make(model, Path(folder))
+            load, copy = _load_and_copy(path)
+            row = {"model": model, "load_ms": load, "copy_ms": copy, "pause_ms": _pause(path)}
+            row |= {f"{mode}_tokens_per_second": _updated(path, mode) for mode in ("recompute", "keep")}
+            rows.append(row)
+            table.add(*(round(value, 1) if isinstance(value, float) else value for value in row.values()))
+            table.show_last()
+    return rows
+
+
+def _load_and_copy(model: Path) -> tuple[float, float]:
+    """Milliseconds to load weights into the engine, and to copy as many bytes from memory to memory."""
+    engine = _engine(model, RUNNING)
+    tensors = {name: value.clone() for name, value in load_policy(model).named_parameters()}
+    flat = torch.cat([value.detach().flatten() for value in tensors.values()])
+    target = torch.empty_like(flat)
+    loads = [_milliseconds(lambda version=version: engine.update(version, tensors)) for version in range(1, 8)]
+    copies = [_milliseconds(lambda: target.copy_(flat)) for _ in range(7)]
+    return statistics.median(loads), statistics.median(copies)
+
+
+def _pause(model: Path) -> float:
+    """Milliseconds between two tokens of a running answer across an update that recomputes, less a usual step."""
+    engine = _running(model, "recompute")
+    tensors = dict(load_policy(model).named_parameters())
+    usual = statistics.median(_milliseconds(engine.step) for _ in range(20))
+
+    def interrupted() -> None:
+        engine.update(engine.version + 1, tensors)
+        before = engine.health().running
+        engine.step()
+        assert engine.health().running == before, "all answers go on"
+
+    return statistics.median(_milliseconds(interrupted) for _ in range(5)) - usual
+
+
+def _updated(model: Path, on_update: str) -> float:
+    """Tokens per second over ten seconds with an update every second."""
+    engine = _running(model, on_update)
+    tensors = dict(load_policy(model).named_parameters())
+    before, start = engine.health().generated, time.perf_counter()
+    due = start + 1
+    while (now := time.perf_counter()) < start + 10:
+        if now >= due:
+            engine.update(engine.version + 1, tensors)
+            due += 1
+        engine.step()
+    return (engine.health().generated - before) / (time.perf_counter() - start)
+
+
+def _running(model: Path, on_update: str) -> EmbeddedEngine:
+    """An engine with 64 answers that are 64 tokens long and do not end soon."""
+    engine = _engine(model, RUNNING, on_update)
+    for number, prompt in enumerate(prompts(RUNNING, 1024)):
+        sampling = Sampling(max_tokens=1900)
+        engine.add(GenerateRequest(id=str(number), prompt_token_ids=prompt, seeds=(number,), sampling=sampling))
+    for _ in range(64):
+        engine.step()
+    return engine
+
+
+def _engine(model: Path, slots: int, on_update: str = "recompute") -> EmbeddedEngine:
+    config = EngineConfig.model_validate({"slots": slots, "on_update": on_update, "max_prefill_tokens": 1 << 20})
+    return EmbeddedEngine(load_policy(model, attention=CACHED_ATTENTION), config)
+
+
+def _milliseconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return 1000 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("rates", "tail", "pause", "all"))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--sequences", nargs="+", type=int, default=SEQUENCES)
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    if words.part in ("rates", "all"):
+        save("generation-rates", rates(words.models, words.dtypes, words.sequences))
+    if words.part in ("tail", "all"):
+        save("generation-tail", [tail(model) for model in words.models])
+    if words.part in ("pause", "all"):
+        save("generation-pause", pause(words.models))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""How fast one system generates: a process of its own, so that no system inherits another's threads or memory.
+
+    python -m benchmarks.generators stretto MODEL_DIR --dtype float32 --sequences 1 16 64 --tokens 192
+
+Every answer has the same number of tokens: nobody pads. Prints one JSON line per number of sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.folder import load_policy
+
+PROMPT_TOKENS = 32
+PAGE = 32  # tokens of a page of transformers' continuous cache
+
+Prompts = Sequence[tuple[int, ...]]
+Generator = Callable[[Prompts, int], int]
+
+
+def prompts(count: int, vocabulary: int) -> Prompts:
+    """The same random prompts for every system."""
+    chance = random.Random(7)
+    return [tuple(chance.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+
+def stretto(model: Path, dtype: str, most: int) -> Generator:
+    """The embedded engine, log-probabilities and versions included."""
+    engine = EmbeddedEngine(
+        load_policy(model, attention="stretto_cached", dtype=dtype),
+        EngineConfig.model_validate({"slots": most, "dtype": dtype}),
+    )
+
+    def generate(asked: Prompts, tokens: int) -> int:
+        for number, prompt in enumerate(asked):
+            sampling = Sampling(max_tokens=tokens)
+            engine.add(GenerateRequest(id=str(number), prompt_token_ids=prompt, seeds=(number,), sampling=sampling))
+        done = 0
+        while not engine.idle:
+            done += sum(len(completion.token_ids) for completion in engine.step())
+        return done
+
+    return generate
+
+
+def transformers_generate(model: Path, dtype: str, most: int) -> Generator:
+    """transformers' `generate` with a dynamic cache and sdpa attention; one batch of `most` at the most."""
+    policy: Any = load_policy(model, attention="sdpa", dtype=dtype)  # its generation methods are not typed
+
+    @torch.inference_mode()
+    def generate(asked: Prompts, tokens: int) -> int:
+        ids = torch.tensor(asked)
+        config = _sampled(policy, tokens)
+        out = policy.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return int(out.numel() - ids.numel())
+
+    return generate
+
+
+def transformers_continuous(model: Path, dtype: str, most: int) -> Generator:
+    """transformers' own continuous batching (`generate_batch`), its cache as large as the work needs."""
+    policy: Any = load_policy(model, attention="sdpa", dtype=dtype)  # its generation methods are not typed
+
+    def generate(asked: Prompts, tokens: int) -> int:
+        pages = -(-(PROMPT_TOKENS + tokens) // PAGE)
+        cache = ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=len(asked) * pages, max_batch_tokens=max(512, len(asked)), use_cuda_graph=False
+        )
+        out = policy.generate_batch(
+            [list(prompt) for prompt in asked],
+            generation_config=_sampled(policy, tokens),
+            continuous_batching_config=cache,
+        )
+        return sum(len(answer.generated_tokens) for answer in out.values())
+
+    return generate
+
+
+def _sampled(policy: PreTrainedModel, tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=tokens,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=None,  # no answer ends early
+        pad_token_id=policy.config.pad_token_id,
+    )
+
+
+SYSTEMS = {
+    "stretto": stretto,
+    "transformers generate": transformers_generate,
+    "transformers generate_batch": transformers_continuous,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--threads", type=int, default=1)
+    words = parser.parse_args()
+    torch.set_num_threads(words.threads)
+    vocabulary = json.loads((words.model / "config.json").read_text())["vocab_size"]
+    generate = SYSTEMS[words.system](words.model, words.dtype, max(words.sequences))
+    generate(prompts(2, vocabulary), 8)  # first calls cost more
+    for count in words.sequences:
+        start = time.perf_counter()
+        done = generate(prompts(count, vocabulary), words.tokens)
+        seconds = time.perf_counter() - start
+        print(json.dumps({"sequences": count, "tokens": done, "seconds": round(seconds, 3)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
