@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from benchmarks.staleness import summary
+from benchmarks.summary import rows as summary_rows
 from stretto.store.inspection import Inspection
 from stretto.store.metrics import Evaluation, StepMetrics
 from stretto.trainer.metrics import _NAMES as MEASURED
@@ -103,3 +104,8 @@ def test_the_table_of_staleness_is_the_committed_result() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
     assert summary(rows, group_size=1, sigma=1.2) in page
     assert summary(rows, group_size=8, sigma=1.2) in page
+
+
+def test_the_results_in_the_readme_are_the_committed_ones() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [row for row in summary_rows() if row not in page] == []

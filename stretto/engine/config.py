@@ -22,6 +22,13 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     on_update: Literal["recompute", "keep"] = Field(
         "recompute", description="what becomes of the KV cache of running answers when weights are loaded"
     )
+    load_interval: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        description="seconds that an engine goes on with the answers under way before it is interrupted again; of the "
+        "versions published meanwhile it loads the newest; an engine without answers loads at once",
+    )
     max_prefill_tokens: int = Field(
         4096, ge=1, description="tokens of prompts, or of interrupted answers, computed per step; whole sequences"
     )

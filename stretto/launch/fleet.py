@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ from stretto.rollout.routing import Router
 
 ENGINE_ROLE = "stretto.launch.engine_role"
 _RETRY_SECONDS = 0.05
+_GLANCE_SECONDS = 0.005
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Member:
     process: RoleProcess
     client: HttpEngine
     version: int | None = None
+    loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     restarts: int = 0
     starting: bool = False
     publication: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,11 +54,17 @@ class Fleet:
     """See the module."""
 
     def __init__(
-        self, specs: Sequence[EngineSpec], logs: Path, deadlines: DeadlinesConfig, role: str = ENGINE_ROLE
+        self,
+        specs: Sequence[EngineSpec],
+        logs: Path,
+        deadlines: DeadlinesConfig,
+        role: str = ENGINE_ROLE,
+        load_interval: float = 0.0,
     ) -> None:
-        """`role` is the module that plays an engine; another make of engine has another one."""
+        """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
+        the engine's configuration, in seconds."""
         self._members = [self._member(spec, logs, deadlines, role) for spec in specs]
-        self._deadlines = deadlines
+        self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = Router([])
@@ -144,6 +154,12 @@ class Fleet:
             self._router.leave(member.spec.name)
         member.suspected.set()
 
+    async def _until_due(self, member: Member) -> None:
+        """Leave answers under way alone for `engine.load_interval` seconds after the last load."""
+        due = member.loaded + self._load_interval
+        while self._router.load(member.spec.name) and (early := due - time.monotonic()) > 0:
+            await asyncio.sleep(min(early, _GLANCE_SECONDS))
+
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine shall load it."""
         self._published = version
@@ -158,6 +174,7 @@ class Fleet:
     async def _keep_loaded(self, member: Member) -> NoReturn:
         while True:
             await member.publication.wait()
+            await self._until_due(member)
             member.publication.clear()
             version = self._published
             if member.version is None or member.version >= version or not member.process.running:
@@ -170,6 +187,7 @@ class Fleet:
                 if self._published == version:
                     raise
                 continue  # while it was asked, newer ones have taken the place of this version
+            member.loaded = time.monotonic()
             self._on_load(self.live)
 
     async def reach(self, version: int) -> None:

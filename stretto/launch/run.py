@@ -208,7 +208,7 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
     specs = [
         engine_spec(plan, folder.policy(0), mailbox, mailbox_folder, sockets, k) for k in range(recipe.engine.count)
     ]
-    fleet = Fleet(specs, folder.logs, recipe.deadlines)
+    fleet = Fleet(specs, folder.logs, recipe.deadlines, load_interval=recipe.engine.load_interval)
     rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"))
     spec = TrainerSpec(
         parent=os.getpid(),

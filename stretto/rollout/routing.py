@@ -25,6 +25,10 @@ class Router:
         """The engines that get groups."""
         return frozenset(self._up)
 
+    def load(self, engine: str) -> int:
+        """Answers that the engine has in flight."""
+        return self._load.get(engine, 0)
+
     def start(self, answers: int) -> str | None:
         """The engine that gets a group of so many answers; None while no engine is up."""
         if not self._up:

@@ -1,0 +1,76 @@
+"""The README's table of results, made from the committed JSON: `python -m benchmarks.summary` prints it.
+
+`tests/test_docs.py` holds the README against it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from benchmarks.report import RESULTS
+
+
+def _learns(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    starts = [row["initial_accuracy"] for row in rows]
+    ends = [row["final_accuracy"] for row in rows]
+    seconds = [row["rl_seconds"] for row in rows]
+    return (
+        f"| held-out accuracy of `recipes/arithmetic.toml`, {len(rows)} seeds | {min(starts):.2f} – {max(starts):.2f} → "
+        f"{min(ends):.3f} – {max(ends):.3f}, after {min(seconds):.0f} – {max(seconds):.0f} s of reinforcement |"
+    )
+
+
+def _async_sync(results: dict[str, Any]) -> str:
+    ratios = [row["ratio"] for row in results["rows"]]
+    summary = results["summary"]
+    return (
+        f"| asynchronous (η = 4, {summary['asynchronous']}) against synchronous ({summary['synchronous']}, the fastest of "
+        f"four ways), {len(ratios)} seeds "
+        f"| {median(ratios):.2f} times as fast ({min(ratios):.2f} – {max(ratios):.2f}); accuracy at the end "
+        f"{summary['asynchronous_accuracy']} and {summary['synchronous_accuracy']} |"
+    )
+
+
+def _trl(results: dict[str, Any]) -> str:
+    best = max(peer.get("trajectories_per_second", 0.0) for peer in results["trl"])
+    ours = results["stretto"]["trained_per_second"]
+    return (
+        f"| trained trajectories per second beside trl's `GRPOTrainer`, the best of its four settings | {ours:,.0f} and "
+        f"{best:,.0f}: {results['ratio_to_best']:.1f} times |"
+    )
+
+
+def _policies(results: dict[str, Any]) -> str:
+    def middle(policy: str) -> str:
+        seconds = results["summary"][policy]["seconds_to_target"]
+        reached = sorted(second if second is not None else float("inf") for second in seconds)
+        return f"`{policy}` {median(reached):.1f}"
+
+    shown = ", ".join(middle(policy) for policy in results["summary"])
+    return f"| seconds to {results['target']:.0%} held-out accuracy by `beyond_bound`, median | {shown} |"
+
+
+ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "loop-learns": _learns,
+    "loop-async-sync": _async_sync,
+    "loop-trl": _trl,
+    "loop-policies": _policies,
+}
+
+
+def rows() -> list[str]:
+    """One line of the table for each benchmark of the loop that has a committed result."""
+    made = []
+    for name, row in ROWS.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            made.append(row(json.loads(path.read_text())["results"]))
+    return made
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))
