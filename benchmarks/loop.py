@@ -7,8 +7,8 @@
     python -m benchmarks.loop all
 
 The synchronous system is the same one: a batch is generated, its longest answer awaited, then trained on. It may use
-both cores in both phases, since they never overlap. Of the ways to run either system the fastest one is found first, and
-used.
+both cores in both phases, since they never overlap. Of the ways to run either system the fastest one is found first,
+and used.
 """
 
 from __future__ import annotations

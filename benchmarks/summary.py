@@ -19,8 +19,8 @@ def _learns(results: dict[str, Any]) -> str:
     ends = [row["final_accuracy"] for row in rows]
     seconds = [row["rl_seconds"] for row in rows]
     return (
-        f"| held-out accuracy of `recipes/arithmetic.toml`, {len(rows)} seeds | {min(starts):.2f} – {max(starts):.2f} → "
-        f"{min(ends):.3f} – {max(ends):.3f}, after {min(seconds):.0f} – {max(seconds):.0f} s of reinforcement |"
+        f"| held-out accuracy of `recipes/arithmetic.toml`, {len(rows)} seeds "
+        f"| {min(starts):.2f} – {max(starts):.2f} → {min(ends):.3f} – {max(ends):.3f}, after {min(seconds):.0f} – {max(seconds):.0f} s of reinforcement |"
     )
 
 
@@ -28,8 +28,8 @@ def _async_sync(results: dict[str, Any]) -> str:
     ratios = [row["ratio"] for row in results["rows"]]
     summary = results["summary"]
     return (
-        f"| asynchronous (η = 4, {summary['asynchronous']}) against synchronous ({summary['synchronous']}, the fastest of "
-        f"four ways), {len(ratios)} seeds "
+        f"| asynchronous (η = 4, {summary['asynchronous']}) against synchronous ({summary['synchronous']}, "
+        f"the fastest of four ways), {len(ratios)} seeds "
         f"| {median(ratios):.2f} times as fast ({min(ratios):.2f} – {max(ratios):.2f}); accuracy at the end "
         f"{summary['asynchronous_accuracy']} and {summary['synchronous_accuracy']} |"
     )
@@ -39,8 +39,8 @@ def _trl(results: dict[str, Any]) -> str:
     best = max(peer.get("trajectories_per_second", 0.0) for peer in results["trl"])
     ours = results["stretto"]["trained_per_second"]
     return (
-        f"| trained trajectories per second beside trl's `GRPOTrainer`, the best of its four settings | {ours:,.0f} and "
-        f"{best:,.0f}: {results['ratio_to_best']:.1f} times |"
+        f"| trained trajectories per second beside trl's `GRPOTrainer`, the best of its four settings "
+        f"| {ours:,.0f} and {best:,.0f}: {results['ratio_to_best']:.1f} times |"
     )
 
 
