@@ -20,7 +20,8 @@ def _learns(results: dict[str, Any]) -> str:
     seconds = [row["rl_seconds"] for row in rows]
     return (
         f"| held-out accuracy of `recipes/arithmetic.toml`, {len(rows)} seeds "
-        f"| {min(starts):.2f} – {max(starts):.2f} → {min(ends):.3f} – {max(ends):.3f}, after {min(seconds):.0f} – {max(seconds):.0f} s of reinforcement |"
+        f"| {min(starts):.2f} – {max(starts):.2f} → {min(ends):.3f} – {max(ends):.3f}, "
+        f"after {min(seconds):.0f} – {max(seconds):.0f} s of reinforcement |"
     )
 
 
