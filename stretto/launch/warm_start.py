@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from stretto import __version__
+from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed, RunFolderError
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.messages import Failed
@@ -90,20 +91,20 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
 async def _follow(
     channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
 ) -> None:
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while True:
-        try:
-            message = await channel.receive("to learn from the demonstrations", max(0.0, end - loop.time()))
-        except RoleDied:
-            raise RoleDied("warm start", await process.last_words(), str(process.log)) from None
-        match message:
-            case Learning():
-                on_learning(message)
-            case Learnt():
-                return
-            case Failed():
-                raise RoleFailed("warm start", message.problem, message.exit_code)
+    awaited = "to learn from the demonstrations"
+    async with deadline("conductor", f"warm start {awaited}", seconds):
+        while True:
+            try:
+                message = await channel.receive(awaited, seconds)
+            except RoleDied:
+                raise RoleDied("warm start", await process.last_words(), str(process.log)) from None
+            match message:
+                case Learning():
+                    on_learning(message)
+                case Learnt():
+                    return
+                case Failed():
+                    raise RoleFailed("warm start", message.problem, message.exit_code)
 
 
 def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning) -> None:

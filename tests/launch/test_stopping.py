@@ -68,6 +68,18 @@ def test_a_stopped_run_has_a_checkpoint_and_goes_on(laboratory: Laboratory, tmp_
     assert {t["reason"] for t in exported(laboratory, run_dir) if t["state"] == "failed"} == {"run ended"}
 
 
+def test_a_stop_does_not_wait_for_an_engine_that_does_not_reply(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS) as command:
+        wait_for_step(command, 1)
+        os.kill(command.role("engine"), signal.SIGSTOP)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert seconds < 10
+        command.assert_nothing_is_left()
+    assert checkpoint_step(run_dir) >= 1
+
+
 def test_a_killed_conductor_takes_its_roles_along_and_its_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, ENDLESS) as command:
