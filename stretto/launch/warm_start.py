@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from stretto.launch.messages import Failed
 from stretto.launch.plan import Plan, cache_folder, digest, make_plan
 from stretto.launch.process import RoleProcess
 from stretto.launch.recipe import load_recipe
-from stretto.launch.stopping import Stopped
+from stretto.launch.stopping import Stopped, until_cut_short
 from stretto.launch.supervised_role import (
     FROM_SUPERVISED,
     Demonstrations,
@@ -120,7 +119,12 @@ def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnL
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     if out.exists():
         raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
-    asyncio.run(_sft(make_plan(recipe), out, on_learning))
+    plan = make_plan(recipe)
+    try:
+        until_cut_short(_sft(plan, out, on_learning))
+    except OSError as error:
+        place = str(error.filename or out)
+        raise RunFolderError([Problem(place, f"cannot be written: {error.strerror}", "give another folder")]) from error
 
 
 async def _sft(plan: Plan, out: Path, on_learning: OnLearning) -> None:
