@@ -18,8 +18,7 @@ from stretto.launch.evaluation import Evaluation
 from stretto.launch.stage import Stage
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
-from stretto.store.metrics import Evaluation as EvaluationLine
-from stretto.store.metrics import MetricsLog, StepMetrics
+from stretto.store.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.run_folder import RunFolder
 from stretto.store.spans import SpanLog
 
