@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.store.inspection import Inspection, inspect_run
-from stretto.store.metrics import Evaluation, StepMetrics, read_metrics
+from stretto.store.metrics import EvaluationLine, StepMetrics, read_metrics
 from stretto.store.run_folder import RunFolder
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "arithmetic.toml"
@@ -22,7 +22,7 @@ class Run:
 
     inspection: Inspection
     steps: tuple[StepMetrics, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[EvaluationLine, ...]
 
     @property
     def trained_per_second(self) -> float:

@@ -51,10 +51,17 @@ has_gpu() {
 }
 
 install_torch() {
-    if ! has_gpu && pip_install --constraint requirements/run.txt "torch==$TORCH+cpu" 2>/dev/null; then
-        return
+    if ! has_gpu; then
+        words=$(pip_install --constraint requirements/run.txt "torch==$TORCH+cpu" 2>&1) && return
+        case $words in
+        *"No matching distribution found for torch=="*) ;;
+        *)
+            printf '%s\n' "$words" >&2
+            fail "torch $TORCH could not be installed; pip says why"
+            ;;
+        esac
+        echo "setup: no index in use offers the CPU build of torch $TORCH; taking the standard build"
     fi
-    has_gpu || echo "setup: no index in use offers the CPU build of torch $TORCH; taking the standard build"
     pip_install --constraint requirements/run.txt "torch==$TORCH"
 }
 

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.staleness import summary
 from benchmarks.summary import rows as summary_rows
 from stretto.store.inspection import Inspection
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 from stretto.trainer.metrics import _NAMES as MEASURED
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +73,7 @@ def fields(record: type[msgspec.Struct]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("record", [StepMetrics, Evaluation, Inspection], ids=lambda record: record.__name__)
+@pytest.mark.parametrize("record", [StepMetrics, EvaluationLine, Inspection], ids=lambda record: record.__name__)
 def test_every_field_of_a_record_has_its_line(record: type[msgspec.Struct]) -> None:
     assert [name for name in fields(record) if f"| `{name}` |" not in METRICS] == []
 

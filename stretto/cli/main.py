@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from stretto.core.errors import StrettoError
+from stretto.core.errors import StrettoError, described
 
 app = typer.Typer(
     name="stretto",
@@ -105,12 +105,16 @@ def export(
 
 
 def main() -> None:
-    """Run a command. A user's mistake ends with one message and exit code 2, never with a traceback."""
+    """Run a command. A user's mistake ends with one message and exit code 2, what the system refuses (a full disk)
+    with one message and exit code 1, neither with a traceback."""
     try:
         app()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"stretto: {described(error)}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

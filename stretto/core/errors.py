@@ -172,6 +172,12 @@ class BoundViolated(StrettoError):
     """A promise was about to be broken; the run stops instead."""
 
 
+def described(error: OSError) -> str:
+    """One line: the file, if there is one, and what the system says of it."""
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}"
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """The remedy for an unknown name: the nearest allowed one, or all of them when none is near."""
     names = sorted(allowed)

@@ -14,8 +14,8 @@ import hashlib
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all records: immutable, keyword-only, refuses fields it does not know."""
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all records: immutable, refuses fields it does not know."""
 
 
 class StopReason(enum.StrEnum):

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from stretto.dashboard.style import BLUE, GREEN, INK, ORANGE, RED, SKY, canvas, nothing_yet, saved_as, titled
 from stretto.store.inspection import StalenessSummary
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 
 Series = npt.NDArray[np.float64]
 
@@ -20,8 +20,8 @@ _WINDOWS = 30  # a smooth curve averages over about this fraction of the run
 _NO_STEPS = "no training step yet"
 
 
-def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation]) -> None:
-    """Accuracy of the sampled batches, step by step, and of the held-out prompts."""
+def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationLine]) -> None:
+    """Accuracy of the answers judged before each step, filtered groups included, and of the held-out prompts."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Accuracy", _accuracy_sentence(evaluations), x="training step", y="answers that are right")
@@ -45,7 +45,7 @@ def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequenc
 
 
 def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Mean reward of the sampled batches."""
+    """Mean reward of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Reward", "mean over the answers of each batch", x="training step", y="reward")
@@ -57,7 +57,7 @@ def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Mean and longest answer of the sampled batches."""
+    """Mean and longest answer of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Length of the answers", "logarithmic scale", x="training step", y="tokens")
@@ -127,7 +127,7 @@ def _finish(axes: Axes) -> None:
     axes.legend(loc="best", frameon=False, fontsize=9.5, labelcolor=INK)
 
 
-def _accuracy_sentence(evaluations: Sequence[Evaluation]) -> str:
+def _accuracy_sentence(evaluations: Sequence[EvaluationLine]) -> str:
     if not evaluations:
         return "no held-out evaluation yet"
     first, last = evaluations[0], evaluations[-1]

@@ -11,7 +11,7 @@ from rich.live import Live
 
 from stretto.dashboard.panel import panel
 from stretto.dashboard.snapshot import Lesson, Snapshot, Watcher
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 
 _PANEL_SECONDS = 0.5
 _LINE_SECONDS = 5.0
@@ -32,7 +32,7 @@ class Display(Protocol):
         """One training step is done."""
         ...
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, evaluation: EvaluationLine) -> None:
         """Held-out accuracy was measured."""
         ...
 
@@ -71,7 +71,7 @@ class _Display:
     def step(self, metrics: StepMetrics) -> None:
         self._show(self._watcher.step(metrics))
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, evaluation: EvaluationLine) -> None:
         snapshot = self._watcher.evaluated(evaluation)
         if snapshot is not None:
             self._show(snapshot)

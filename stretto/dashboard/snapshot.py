@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from stretto.core.records import Record
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 
 WARM_START = "warm start"
 TRAINING = "training"
@@ -63,7 +63,7 @@ class Watcher:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._trend: list[float] = []
-        self._held_out: Evaluation | None = None
+        self._held_out: EvaluationLine | None = None
         self._newest: StepMetrics | None = None
         self._trained = 0
         self._counts: deque[tuple[float, int, int]] = deque()  # rl seconds, tokens generated, tokens trained
@@ -81,7 +81,7 @@ class Watcher:
             self._counts.popleft()
         return self._snapshot(metrics)
 
-    def evaluated(self, evaluation: Evaluation) -> Snapshot | None:
+    def evaluated(self, evaluation: EvaluationLine) -> Snapshot | None:
         self._held_out = evaluation
         return None if self._newest is None else self._snapshot(self._newest)
 

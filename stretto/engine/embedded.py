@@ -12,7 +12,8 @@ steps only (AReaL, arXiv 2505.24298, section 4.1).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self, cast
 
@@ -65,6 +66,7 @@ class EmbeddedEngine:
         self.version = version
         self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
         self._busy_seconds = 0.0
+        self._ended: Counter[str] = Counter()  # tokens of ended answers, by request, while others of it go on
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
@@ -99,8 +101,9 @@ class EmbeddedEngine:
 
     def abort(self, request_id: str) -> None:
         """Forget a request and its unfinished answers; an unknown id is no error, its answers may just have ended."""
+        self._wasted += self._ended.pop(request_id, 0)
         for row in self._scheduler.abort(request_id):
-            self._wasted += int(self._answers.lengths[row] - self._answers.prompts[row])
+            self._wasted += self._sampled(row)
             if row in self._policy:
                 self._policy.release(row)
 
@@ -121,6 +124,7 @@ class EmbeddedEngine:
         tokens, logprobs = sample(logits_RV, answers.temperatures[order], answers.seeds[order], places)
         ended = answers.record(order, tokens, logprobs, self.version)
         completions = [answers.close(row, self._end(row)) for row in ended.tolist()]
+        self._tally(completions)
         self._generated += len(order)
         self._spend("recompute" if recomputed else "generate", start)
         return completions
@@ -161,6 +165,7 @@ class EmbeddedEngine:
             wasted=self._wasted,
             updates=self._updates,
             busy_seconds=self._busy_seconds,
+            unfinished=self._ended.total() + sum(map(self._sampled, self._scheduler.rows)),
         )
 
     def drain_spans(self) -> list[Span]:
@@ -211,7 +216,18 @@ class EmbeddedEngine:
 
     def _begun(self, row: int) -> bool:
         """Whether the row has tokens of its answer."""
-        return bool(self._answers.lengths[row] > self._answers.prompts[row])
+        return self._sampled(row) > 0
+
+    def _sampled(self, row: int) -> int:
+        """Tokens of the row's answer."""
+        return int(self._answers.lengths[row] - self._answers.prompts[row])
+
+    def _tally(self, completions: Sequence[Completion]) -> None:
+        """An abort wastes all answers of a request, those that have ended too: a group is judged whole."""
+        for completion in completions:
+            self._ended[completion.request] += len(completion.token_ids)
+            if not self._scheduler.is_open(completion.request):
+                del self._ended[completion.request]
 
     def _end(self, row: int) -> Member:
         self._policy.release(row)

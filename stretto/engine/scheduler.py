@@ -63,6 +63,11 @@ class Scheduler:
         return len(self._members)
 
     @property
+    def rows(self) -> list[int]:
+        """Those that have an answer."""
+        return list(self._members)
+
+    @property
     def idle(self) -> bool:
         return not self._open
 
@@ -129,6 +134,10 @@ class Scheduler:
             self._leave(row)
         self._open.pop(request, None)
         return rows
+
+    def is_open(self, request: str) -> bool:
+        """Is any answer of it still to end?"""
+        return request in self._open
 
     @property
     def running(self) -> list[int]:

@@ -56,9 +56,10 @@ class EngineHealth(Record, frozen=True):
     prefilled: int  # prompt tokens computed, once per group that enters together
     recomputed: int  # tokens computed again because an update dropped their keys and values
     interrupted: int  # answers stopped in mid-sentence by an update, counted at each update
-    wasted: int  # tokens sampled for answers that were aborted
+    wasted: int  # tokens sampled for requests that were aborted, those of answers that had ended included
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading
+    unfinished: int = 0  # tokens sampled for requests that are open, those of answers that have ended included
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:

@@ -33,6 +33,7 @@ from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.workflow import SingleTurn
 
 _LOOK_SECONDS = 1.0
+_SILENT_BATCHES = 4  # so many batches' worth of filtered groups, and none for a batch, are said aloud
 
 Answer = TypeVar("Answer")
 
@@ -123,8 +124,12 @@ class Conductor:
         except RefusedRequest as refusal:
             self._controller.fail(ticket, str(refusal))
         else:
+            before = self._controller.filtered
             self._controller.finish(ticket, trajectories)
             self._recorder.answered(trajectories)
+            filtered = self._controller.filtered
+            if filtered > before and filtered % (_SILENT_BATCHES * self._controller.config.batch_size) == 0:
+                self._recorder.filtered(filtered)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         del self._answers[task.get_name()]
@@ -152,7 +157,8 @@ class Conductor:
             self._fleet.publish(update.version)
             self._expire_overdue()
             if update.version == self._steps:
-                await self._look()  # the totals of the last step are those of the run
+                # The totals of the last step are those of the run.
+                await self._before_the_stop_ends(self._look())
             self._recorder.updated(batch, update)
             await self._keeper.after(update)
             if update.version < self._steps:  # the last version is measured when training is over
@@ -171,7 +177,8 @@ class Conductor:
                     self._finished.clear()
                     await self._finished.wait()
         except TimeoutError:
-            state = f"{self._controller.in_flight} groups in flight, {self._controller.buffered} buffered"
+            queues = self._controller
+            state = f"{queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
             raise DeadlineExceeded("trainer", f"a batch at version {version}: {state}", self._deadlines.batch) from None
         return None
 

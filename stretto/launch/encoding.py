@@ -71,6 +71,7 @@ def _place(question: Question) -> str:
 
 
 def _raise(problems: Sequence[Problem]) -> None:
+    problems = list(dict.fromkeys(problems))  # a file may hold both the training questions and the held-out ones
     if len(problems) > _SHOWN:
         more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")
         raise DataError([*problems[:_SHOWN], more])

@@ -15,6 +15,7 @@ from stretto.core.records import Record
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.server import serve
+from stretto.launch.playing import play
 from stretto.model.cached import CACHED_ATTENTION
 from stretto.model.folder import load_policy
 from stretto.weights.shared_memory import SharedMemorySubscriber
@@ -53,11 +54,15 @@ def await_publication(subscriber: SharedMemorySubscriber, owner: str, seconds: f
         time.sleep(_LOOK_SECONDS)
 
 
-def main(arguments: list[str]) -> None:
-    """Play the role until the conductor ends it."""
+def main(arguments: list[str]) -> int:
+    """Play the role until the conductor ends it; see `launch.playing`. What it fails of is the log's last line."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     die_with_parent(spec.parent)
     torch.set_num_threads(spec.threads)
+    return play(lambda: _serve(spec), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr))
+
+
+def _serve(spec: EngineSpec) -> None:
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
     engine = EmbeddedEngine(model, config, name=spec.name)
@@ -71,4 +76,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

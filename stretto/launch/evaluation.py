@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -44,7 +44,10 @@ class Evaluation(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Asks engines and rewards like the training loop does, beside it or alone."""
+    """Asks engines and rewards like the training loop does, beside it or alone.
+
+    `tally` is told the tokens of each answer as it comes: also of an evaluation that is cut short later.
+    """
 
     prompts: Sequence[Prompt]
     sampling: Sampling
@@ -52,6 +55,7 @@ class Evaluator:
     generate: Generate
     score: Score
     detokenize: Detokenize
+    tally: Callable[[int], None] = lambda tokens: None
 
     async def __call__(self) -> Evaluation:
         """Answer and judge every prompt; each wait inside has its own deadline."""
@@ -86,5 +90,6 @@ class Evaluator:
         )
         async with room:
             completion = await self._completion(request)
+            self.tally(len(completion.token_ids))
         (verdict,) = await self.score(prompt.text, [self.detokenize(completion.token_ids)], prompt.answer)
         return verdict.outcome, completion.versions[-1], len(completion.token_ids)

@@ -14,7 +14,7 @@ from stretto.launch.fleet import Fleet
 from stretto.launch.plan import Plan, digest, make_plan
 from stretto.launch.recipe import Recipe, override, parse_recipe, validate
 from stretto.launch.run import engine_spec, socket_folder
-from stretto.launch.stopping import Stopped, beside, together
+from stretto.launch.stopping import Stopped, beside, together, until_cut_short
 from stretto.rewards.pool import RewardPool
 
 
@@ -26,7 +26,7 @@ def examine(model: Path, task: Path, overrides: Sequence[str]) -> Evaluation:
         RoleError: an engine or a reward worker failed.
         SystemExit: a signal ended it.
     """
-    return asyncio.run(_examine(make_plan(_recipe(model, task, overrides))))
+    return until_cut_short(_examine(make_plan(_recipe(model, task, overrides))))
 
 
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
@@ -38,6 +38,8 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
         tree = parse_recipe(task, overrides)
     tree["model"] = {"path": str(model)}
     tree.pop("warm_start", None)
+    if isinstance(tree.get("trainer"), dict):
+        tree["trainer"].pop("device", None)  # nothing is trained
     return validate(tree, str(task))
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
@@ -107,7 +109,7 @@ class Fleet:
         member.starting = True
         await member.process.start(member.spec, member.spec.threads)
         async with deadline("conductor", f"{member.spec.name} to be ready", self._deadlines.start):
-            member.version = (await self._first_answer(member)).version
+            member.version = await self._newest(member)
         member.starting = False
         self._join(member)
 
@@ -117,14 +119,26 @@ class Fleet:
         self._on_load(self.live)
         member.publication.set()  # something may have been published while it started
 
-    async def _first_answer(self, member: Member) -> EngineHealth:
+    async def _newest(self, member: Member) -> int:
+        """The version of an engine that has started, once it serves everything that was published meanwhile: groups
+        are admitted at the live version, so nothing older may answer them."""
         while True:
             if not member.process.running:
                 raise RoleDied(member.spec.name, await member.process.ended(), str(member.process.log))
+            wanted = self._published
             try:
-                return await member.client.health()
+                version = (await member.client.health()).version
+                if version < wanted:
+                    version = await member.client.update(wanted)
             except EngineLost:
                 await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            except WireError:
+                if self._published == wanted:
+                    raise
+                continue  # while it was asked, newer ones have taken the place of this version
+            if version >= self._published:
+                return version
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         """Answers from the least-loaded engine (satisfies `rollout.protocols.Generate`).
@@ -234,7 +248,7 @@ class Fleet:
             member.version = None
             member.restarts += 1
             if member.health is not None:
-                self._past.append(member.health)
+                self._past.append(_last_words(member.health))
                 member.busy_before += member.health.busy_seconds
             member.health = None
             if member.restarts > self._deadlines.engine_restarts:
@@ -245,16 +259,18 @@ class Fleet:
             except RoleDied:
                 continue  # it has died again, which is counted
 
-    async def look(self) -> list[Span]:
-        """Ask every engine how it is (kept for `counted`), and take its spans."""
+    async def look(self, patience: float | None = None) -> list[Span]:
+        """Ask every engine how it is (kept for `counted`), and take its spans; one that does not reply in `patience`
+        seconds (None: `deadlines.answer`) stays as it was looked at last."""
         spans: list[Span] = []
         for member in self._members:
             if member.spec.name not in self._router.up:
                 continue
             try:
-                member.health = await member.client.health()
-                spans += await member.client.spans()
-            except (EngineLost, DeadlineExceeded):
+                async with asyncio.timeout(patience):
+                    member.health = await member.client.health()
+                    spans += await member.client.spans()
+            except (EngineLost, DeadlineExceeded, TimeoutError):
                 continue  # no news: a measurement ends no run; supervise() hears of a death
         return spans
 
@@ -274,3 +290,8 @@ class Fleet:
         """End all engines; returns when they are gone."""
         await asyncio.gather(*(member.client.close() for member in self._members))
         await asyncio.gather(*(member.process.stop(grace) for member in self._members))
+
+
+def _last_words(health: EngineHealth) -> EngineHealth:
+    """The counters of an engine that is dead: what it had begun is wasted."""
+    return msgspec.structs.replace(health, wasted=health.wasted + health.unfinished, unfinished=0)

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.deadlines import deadline
 from stretto.core.events import Span
 from stretto.core.records import Record, Update
+from stretto.launch.config import DeadlinesConfig
 from stretto.launch.evaluation import Evaluation
 from stretto.launch.recorder import Past, Recorder
+from stretto.launch.stopping import put_away
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import Position
@@ -48,10 +51,12 @@ class Keeper:
         trainer: TrainerLink,
         controller: Controller,
         recorder: Recorder,
+        deadlines: DeadlinesConfig,
     ) -> None:
         self._folder, self._checkpoints, self._config = folder, checkpoints, config
         self._trainer, self._controller, self._recorder = trainer, controller, recorder
-        self.saved_step = self._saved_policy = controller.published
+        self._deadlines = deadlines
+        self.saved_step = controller.published
 
     async def after(self, update: Update) -> None:
         """The step of `update` is published and recorded."""
@@ -63,13 +68,12 @@ class Keeper:
 
     async def save_policy(self, version: int) -> None:
         """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays)."""
-        if version == self._saved_policy:
+        if self._folder.policy(version).exists():  # which appears whole
             return
         await self._trainer.save_policy(self._folder.policy(version))
-        self._saved_policy = version
         if self._config.keep_versions != "all":
             saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
-            for path in saved[: max(0, len(saved) - max(1, self._config.keep_versions))]:
+            for path in saved[: -self._config.keep_versions]:
                 shutil.rmtree(path)
 
     async def save_checkpoint(self) -> None:
@@ -82,11 +86,13 @@ class Keeper:
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:
-            # The deadline is the order's own; this thread waits for an order that always ends.
+            # An order that always ends, because it has a deadline of its own.
             asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder), loop).result()
             (folder / _CONDUCTOR).write_bytes(msgspec.json.encode(state))
 
-        await asyncio.to_thread(self._checkpoints.save, step, write)
+        # As much again for the disk as the trainer has for writing.
+        async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 2 * self._deadlines.save):
+            await asyncio.to_thread(self._checkpoints.save, step, write)
         self.saved_step = step
 
 
@@ -120,3 +126,8 @@ class Examiner:
         """Wait for the evaluation under way; each of its waits has a deadline."""
         if self._running is not None:
             await self._running
+
+    async def close(self) -> None:
+        """Put the evaluation under way away, if there is one."""
+        if self._running is not None:
+            await put_away([self._running])

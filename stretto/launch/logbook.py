@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stretto.launch.stage import Silent, Stage
 from stretto.launch.supervised_role import Learning
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 
 
 class Logbook:
@@ -35,7 +35,7 @@ class Logbook:
         )
         self._show(lambda stage: stage.step(metrics))
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, evaluation: EvaluationLine) -> None:
         self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}")
         self._show(lambda stage: stage.evaluated(evaluation))
 

@@ -34,7 +34,6 @@ class Ready(Record, frozen=True, tag=True):
     """The role is up and has published (trainer) its version."""
 
     version: int
-    parameters: int
 
 
 class Trained(Record, frozen=True, tag=True):

@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import AutoConfig
+
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.recipe import Recipe
 from stretto.model.build import build_policy
-from stretto.model.folder import ModelFolder, inspect_model_folder
+from stretto.model.cached import refuse_unsupported
+from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import BUILT_IN
@@ -53,7 +57,9 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     _check_reward(recipe.rewards)
     _check_ports(recipe.engine)
+    _check_devices(recipe)
     base = inspect_model_folder(base_folder(recipe))
+    _check_attention(base)
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
     questions = recipe.task.questions(recipe.seed)
@@ -105,6 +111,25 @@ def _check_ports(config: EngineConfig) -> None:
     taken = [port for port in ports if not is_free(port)]
     if taken:
         raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def _check_devices(recipe: Recipe) -> None:
+    """Whoever shall work on a GPU has one."""
+    sections = {"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start}
+    wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
+    if wanted and not torch.cuda.is_available():
+        found, remedy = "'cuda', and torch finds no GPU that it can use", "'auto' takes one if there is one"
+        raise RecipeError(Problem(f"{name}.device", found, remedy) for name in wanted)
+
+
+def _check_attention(base: ModelFolder) -> None:
+    """The engine can serve the model, as far as its config tells."""
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(base.path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelFolderError([Problem(str(base.path), f"cannot be loaded: {error}")]) from error
+    refuse_unsupported(config)
 
 
 def is_free(port: int) -> bool:

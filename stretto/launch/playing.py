@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-from stretto.core.errors import RoleFailed, StrettoError
+from stretto.core.errors import RoleFailed, StrettoError, described
 from stretto.launch.messages import Failed
 
 
@@ -18,8 +18,7 @@ def play(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
     except StrettoError as error:
         return _failed(str(error), error.exit_code, tell)
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        return _failed(f"{place}{error.strerror or error}", RoleFailed.exit_code, tell)
+        return _failed(described(error), RoleFailed.exit_code, tell)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded
 
 _END_SECONDS = 10.0
+_REAP_SECONDS = 5.0
 
 
 class RoleProcess:
@@ -71,7 +73,11 @@ class RoleProcess:
             return "closed its connection and went on running"
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL to its whole process group after `grace` seconds; returns when it is gone."""
+        """SIGTERM, then SIGKILL to its whole process group after `grace` seconds; returns when it is gone.
+
+        Raises:
+            DeadlineExceeded: the kernel does not let go of it (a disk or a device that does not answer).
+        """
         if self._process is None:
             return
         if self.running:
@@ -81,11 +87,13 @@ class RoleProcess:
                     await self._process.wait()
             except DeadlineExceeded:
                 self.kill()
-        await self._process.wait()
+        async with deadline("conductor", f"{self.name} to end after SIGKILL", _REAP_SECONDS):
+            await self._process.wait()
 
     def kill(self) -> None:
         if self.running:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been waited for yet
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ Every mistake of a file is reported at once, each with its place, the value foun
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
@@ -112,7 +112,7 @@ def validate(tree: Mapping[str, Any], place: str) -> Recipe:
     try:
         return Recipe.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise RecipeError(_problem(place, details) for details in error.errors()) from None
+        raise RecipeError(_problems(place, error.errors())) from None
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -174,13 +174,23 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
     return path
 
 
+def _problems(place: str, errors: Sequence[ErrorDetails]) -> Iterator[Problem]:
+    """One for each key: pydantic reports a value that no member of a union takes once for each of them."""
+    problems: dict[str, Problem] = {}
+    for problem in (_problem(place, details) for details in errors):
+        if (other := problems.get(problem.place)) is not None:
+            remedy = f"{other.remedy} or {problem.remedy.removeprefix('input should be ')}"
+            problem = Problem(problem.place, other.found, remedy)
+        problems[problem.place] = problem
+    yield from problems.values()
+
+
 def _problem(place: str, details: ErrorDetails) -> Problem:
-    # The discriminator of a union shows up in the location ("task.jsonl.file"), which is no key of the file.
-    keys = [str(part) for i, part in enumerate(details["loc"]) if not (i == 1 and details["loc"][0] == "task")]
+    keys, beside = _keys(details["loc"])
     where = f"{place}: {'.'.join(keys)}" if keys else place
     match details["type"]:
         case "extra_forbidden":
-            return Problem(where, "unknown key", nearest(keys[-1], _keys_beside(details["loc"])))
+            return Problem(where, "unknown key", nearest(keys[-1], beside))
         case "missing":
             return Problem(where, "missing")
         case "value_error":
@@ -188,14 +198,21 @@ def _problem(place: str, details: ErrorDetails) -> Problem:
     return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
 
 
-def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
-    """The keys that are allowed where an unknown one was found."""
-    model: type[BaseModel] = Recipe
-    for part in location[:-1]:
-        choices = _models(model.model_fields[str(part)].annotation) if str(part) in model.model_fields else []
-        by_kind = [choice for choice in choices if _kind(choice) == str(location[1])]
-        model = (by_kind or choices or [model])[0]
-    return list(model.model_fields)
+def _keys(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """The keys of the file in a location of pydantic's, without its labels of a union's members
+    ("task.jsonl.file"); and the keys that are allowed where the last of them is."""
+    keys: list[str] = []
+    models: list[type[BaseModel]] = [Recipe]
+    beside = list(Recipe.model_fields)
+    for part in map(str, location):
+        if labelled := [model for model in models if _kind(model) == part]:
+            models = labelled
+        elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
+            keys.append(part)
+            beside = list(models[0].model_fields) if models else beside
+            fields = [model.model_fields[part] for model in models if part in model.model_fields]
+            models = _models(fields[0].annotation) if fields else []
+    return keys, beside
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -18,8 +18,7 @@ from stretto.launch.evaluation import Evaluation
 from stretto.launch.stage import Stage
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
-from stretto.store.metrics import Evaluation as EvaluationLine
-from stretto.store.metrics import MetricsLog, StepMetrics
+from stretto.store.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.run_folder import RunFolder
 from stretto.store.spans import SpanLog
 
@@ -65,14 +64,14 @@ class RunClock:
     def rl_begins(self) -> None:
         self._rl_began = time.monotonic()
 
-    def rl_now(self) -> float:
-        """Reads the clock; `rl_seconds` stays at the last reading, so that it ends with the last update."""
+    def updated(self) -> None:
+        """An update is done."""
         if self._rl_began is not None:
             self._rl_seconds = self._past.rl_seconds + time.monotonic() - self._rl_began
-        return self._rl_seconds
 
     @property
     def rl_seconds(self) -> float:
+        """Until the last update."""
         return self._rl_seconds
 
     @property
@@ -109,7 +108,7 @@ class Recorder:
             initial_accuracy=past.initial_accuracy,
         )
         self._before = Work()
-        self._not_trained_for = 0  # tokens of evaluations
+        self._examined = self._not_trained_for = 0  # tokens of evaluations: now, and when the engines were looked at
         self._sampled: Counter[Outcome] = Counter()
         self._accuracy = 0.0
         self._queues: Mapping[str, float] = {}
@@ -121,13 +120,16 @@ class Recorder:
         """The first prompt is about to be admitted; what was done before (the first evaluation) does not count."""
         self._before = self._work()
         self._busy_then, self._looked = self._before.busy or {}, time.monotonic()
-        self._not_trained_for = 0
+        self._examined = self._not_trained_for = 0
         self.clock.rl_begins()
 
     def rl_ends(self) -> None:
         """The roles were looked at for the last time: what they had done by now counts, up to the last update."""
+        self._not_trained_for = self._examined
         totals = self.totals()
-        self.latest = msgspec.structs.replace(self.latest, generated=totals.generated, recomputed=totals.recomputed)
+        self.latest = msgspec.structs.replace(
+            self.latest, generated=totals.generated, recomputed=totals.recomputed, stopped=totals.stopped
+        )
 
     def answered(self, trajectories: Sequence[Trajectory]) -> None:
         """A group was judged, whether or not it will be trained on."""
@@ -140,6 +142,7 @@ class Recorder:
     def updated(self, batch: Batch, update: Update) -> None:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
         self._ledger.record_update(update)
+        self.clock.updated()
         self.latest = totals = self.totals()
         self._metrics.append(metrics := self._line(batch, update, totals))
         self._ledger.put(TOTALS, totals)
@@ -178,11 +181,27 @@ class Recorder:
         )
 
     def looked(self) -> None:
-        """The engines' counters are fresh: how busy was everybody since they were fresh before?"""
+        """The engines' counters are fresh: how busy was everybody since they were fresh before?
+
+        This happens once a second: the ledger writes what it holds back.
+        """
         now, busy = time.monotonic(), self._work().busy or {}
         elapsed = now - self._looked
-        self._busy = {role: (seconds - self._busy_then.get(role, 0.0)) / elapsed for role, seconds in busy.items()}
-        self._looked, self._busy_then = now, busy
+        self._busy = {
+            # Work is counted a little later than it is done, so a second may have more or less than all of it.
+            role: min(1.0, max(0.0, (seconds - self._busy_then.get(role, 0.0)) / elapsed))
+            for role, seconds in busy.items()
+        }
+        self._looked, self._busy_then, self._not_trained_for = now, busy, self._examined
+        self._ledger.flush()
+
+    def filtered(self, groups: int) -> None:
+        """So many groups were filtered since the last batch: a run that may never come to a batch must say so."""
+        self._stage.say(f"{groups} groups were filtered since the last batch (rollout.filter)")
+
+    def examined(self, tokens: int) -> None:
+        """An answer of an evaluation has ended; its tokens are not for training."""
+        self._examined += tokens
 
     def evaluated(self, evaluation: Evaluation, step: int) -> None:
         """Held-out accuracy was measured; the first is the initial one, the last the final one."""
@@ -190,7 +209,6 @@ class Recorder:
             self.initial_accuracy = evaluation.accuracy
         if step > 0:
             self.final_accuracy = evaluation.accuracy
-        self._not_trained_for += evaluation.tokens
         line = EvaluationLine(
             step=step,
             version=evaluation.version,
@@ -206,7 +224,7 @@ class Recorder:
         self._spans.append(spans)
 
     def totals(self) -> Totals:
-        """Everything up to now; the reinforcement clock is read."""
+        """Everything up to now; the reinforcement clock stands at the last update."""
         work, before, past = self._work(), self._before, self._past
         busy = {
             role: seconds - (before.busy or {}).get(role, 0.0) + past.busy.get(role, 0.0)
@@ -219,7 +237,7 @@ class Recorder:
             stopped=work.stopped - before.stopped + past.stopped,
             busy=busy,
             wall_seconds=self.clock.wall_seconds,
-            rl_seconds=self.clock.rl_now(),
+            rl_seconds=self.clock.rl_seconds,
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
         )

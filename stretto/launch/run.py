@@ -23,6 +23,7 @@ from stretto.launch.evaluation import Evaluator
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import ConductorState, Examiner, Keeper, read_conductor_state
 from stretto.launch.plan import Plan, digest
+from stretto.launch.recipe import Recipe
 from stretto.launch.recorder import Past, Recorder, RunClock, Work
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, beside, together
@@ -41,6 +42,7 @@ from stretto.store.run_folder import RunFolder
 from stretto.weights.shared_memory import remove, shared_folder
 
 _STOP_GRACE = 1.0
+_LAST_LOOK_SECONDS = 1.0
 _LONGEST_SOCKET_FOLDER = 70
 
 
@@ -52,9 +54,15 @@ class Roles:
     trainer: TrainerLink
     rewards: RewardPool
 
-    async def look(self) -> list[Span]:
-        """Ask the engines how they are (`work` counts that); what everybody did since the last look."""
-        return [*await self.fleet.look(), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
+    async def look(self, patience: float | None = None) -> list[Span]:
+        """Ask the engines how they are (`work` counts that), each for `patience` seconds at most; what everybody did
+        since the last look."""
+        return [*await self.fleet.look(patience), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
+
+    async def look_unless(self, stopped: Stopped) -> list[Span]:
+        """`look`; but a requested stop waits no longer than a second for an engine that does not reply."""
+        spans = None if stopped.requested else await stopped.unless(self.look())
+        return await self.look(_LAST_LOOK_SECONDS) if spans is None else spans
 
     async def supervise(self) -> NoReturn:
         """Replace engines that die, for as long as it is awaited; a trainer that dies is raised."""
@@ -149,7 +157,7 @@ async def _train(
     stream = PromptStream(plan.training, recipe.seed, beginning.position)
     controller = Controller(recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version)
     checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
-    keeper = Keeper(folder, checkpoints, recipe.trainer, crew.trainer, controller, recorder)
+    keeper = Keeper(folder, checkpoints, recipe.trainer, crew.trainer, controller, recorder, recipe.deadlines)
     evaluator = Evaluator(
         plan.held_out,
         plan.sampling,
@@ -157,23 +165,35 @@ async def _train(
         crew.fleet.generate,
         crew.rewards.score_group,
         plan.tokenizer.decode,
+        recorder.examined,
     )
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
     workflow = SingleTurn(crew.fleet.generate, crew.rewards.score_group, plan.tokenizer.decode)
     players = Players(controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner)
-    conductor = Conductor(players, recipe.trainer.steps, recipe.deadlines)
-    stopped.call(conductor.request_stop)
 
     def report(sentence: str) -> None:
         stage.say(sentence)
         ledger.event("engine", sentence)
 
     crew.fleet.report_to(report)
+    try:
+        await _conduct(recipe, players, crew, stage, stopped)
+    finally:
+        await examiner.close()
+    recorder.conclude()
+
+
+async def _conduct(recipe: Recipe, players: Players, crew: Roles, stage: Stage, stopped: Stopped) -> None:
+    """Evaluate, train, save, evaluate."""
+    controller, recorder, keeper, examiner = players.controller, players.recorder, players.keeper, players.examiner
+    conductor = Conductor(players, recipe.trainer.steps, recipe.deadlines)
+    stopped.call(conductor.request_stop)
     if recorder.initial_accuracy is None:
         stage.say("measuring the held-out accuracy of version 0")
-        await stopped.unless(beside(crew.supervise(), examiner.examine(beginning.version)))
+        await stopped.unless(beside(crew.supervise(), examiner.examine(controller.published)))
     if not stopped.requested:
-        recorder.spans(await crew.look())
+        await keeper.save_policy(controller.published)  # a run that was killed may have come as far as its checkpoint
+        recorder.spans(await crew.look_unless(stopped))
         recorder.rl_begins()
         await conductor.run()
     if crew.trainer.ready:
@@ -182,12 +202,11 @@ async def _train(
     else:
         stage.say(f"the trainer did not finish its step in time; --resume goes on from step {keeper.saved_step}")
     await stopped.unless(beside(crew.supervise(), examiner.end()))
-    recorder.spans(await crew.look())
+    recorder.spans(await crew.look_unless(stopped))
     recorder.rl_ends()
     if not stopped.requested:
         stage.say("measuring the held-out accuracy of the last version")
         await stopped.unless(beside(crew.supervise(), _examine_last(crew.fleet, examiner, controller.published)))
-    recorder.conclude()
 
 
 async def _examine_last(fleet: Fleet, examiner: Examiner, version: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from stretto.launch.supervised_role import Learning
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 
 
 class Stage(Protocol):
@@ -23,7 +23,7 @@ class Stage(Protocol):
         """One training step is done."""
         ...
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, evaluation: EvaluationLine) -> None:
         """Held-out accuracy was measured."""
         ...
 
@@ -37,4 +37,4 @@ class Silent:
 
     def step(self, metrics: StepMetrics) -> None: ...
 
-    def evaluated(self, evaluation: Evaluation) -> None: ...
+    def evaluated(self, evaluation: EvaluationLine) -> None: ...

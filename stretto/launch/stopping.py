@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+_CUT_SHORT = 128 + signal.SIGINT
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -58,6 +59,18 @@ class Stopped:
         self._event.set()
         for on_stop in self._calls:
             on_stop()
+
+
+def until_cut_short(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, in an event loop of its own.
+
+    Raises:
+        SystemExit: with 130; a second signal has cut it short, and everything was put away.
+    """
+    try:
+        return asyncio.run(work)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise SystemExit(_CUT_SHORT) from None
 
 
 async def beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:

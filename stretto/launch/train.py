@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,12 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError
+from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError, described
 from stretto.launch.logbook import Logbook
 from stretto.launch.plan import Plan, digest, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
+from stretto.launch.stopping import until_cut_short
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger import Ledger
 from stretto.store.provenance import library_versions, machine
@@ -100,11 +100,14 @@ class Prepared:
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
             try:
-                code = asyncio.run(run(self.plan, self.folder, self.beginning, logbook))
-            except (asyncio.CancelledError, KeyboardInterrupt):
-                code = 130  # a second signal: everything was put away, and the last checkpoint stands
+                code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook))
+            except SystemExit as end:
+                code = int(end.code or 0)  # the last checkpoint stands
             except StrettoError as error:
                 logbook.note(f"failed: {error}")
+                raise
+            except OSError as error:
+                logbook.note(f"failed: {described(error)}")
                 raise
             logbook.note(f"ends with exit code {code}")
             return code

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -40,8 +41,9 @@ class TrainerLink:
 
     def __init__(self, log: Path, deadlines: DeadlinesConfig) -> None:
         self.process = RoleProcess("trainer", "stretto.launch.trainer_role", log)
-        self.busy_seconds = 0.0
         self._spans: list[Span] = []
+        self._spanned = 0.0  # seconds
+        self._began: float | None = None  # when the order under way was given
         self._deadlines = deadlines
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(log))
         self._turn = asyncio.Lock()
@@ -56,10 +58,10 @@ class TrainerLink:
 
     async def train(self, batch: Batch) -> Update:
         """Train on the batch; when this returns the next version is published."""
-        async with self._turn:
+        async with self._order():
             await self._send(Train(batch=batch))
             trained = await self._receive(Trained, f"to finish step {batch.step}", self._deadlines.step)
-        self._keep(trained.spans)
+            self._keep(trained.spans)
         return trained.update
 
     async def save_checkpoint(self, folder: Path) -> None:
@@ -71,10 +73,19 @@ class TrainerLink:
         await self._save(SavePolicy(folder=str(folder)), f"to write policy {folder.name}")
 
     async def _save(self, order: SaveCheckpoint | SavePolicy, awaited: str) -> None:
-        async with self._turn:
+        async with self._order():
             await self._send(order)
             saved = await self._receive(Saved, awaited, self._deadlines.save)
-        self._keep([saved.span])
+            self._keep([saved.span])
+
+    @contextlib.asynccontextmanager
+    async def _order(self) -> AsyncIterator[None]:
+        async with self._turn:
+            self._began = time.monotonic()
+            try:
+                yield
+            finally:
+                self._began = None
 
     async def _send(self, order: Train | SaveCheckpoint | SavePolicy) -> None:
         try:
@@ -108,7 +119,12 @@ class TrainerLink:
     def _keep(self, spans: Iterable[Span]) -> None:
         for span in spans:
             self._spans.append(span)
-            self.busy_seconds += span.end - span.start
+            self._spanned += span.end - span.start
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of its spans; the order under way, which has none yet, counts from when it was given."""
+        return self._spanned + (time.monotonic() - self._began if self._began is not None else 0.0)
 
     def drain_spans(self) -> list[Span]:
         """The spans since the last call."""

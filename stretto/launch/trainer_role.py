@@ -66,8 +66,7 @@ class TrainerRole:
         """Publish the first version, then carry out orders until `Stop` or until the conductor is gone."""
         self._trainer.publish(self._publisher)
         self._trainer.drain_spans()
-        parameters = sum(p.numel() for p in self._trainer.learner.model.parameters())
-        self._channel.send(Ready(version=self._trainer.version, parameters=parameters))
+        self._channel.send(Ready(version=self._trainer.version))
         while (order := self._channel.receive()) is not None:
             match order:
                 case Train():

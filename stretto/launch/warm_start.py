@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
@@ -13,13 +12,14 @@ import msgspec
 import xxhash
 
 from stretto import __version__
+from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed, RunFolderError
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.messages import Failed
 from stretto.launch.plan import Plan, cache_folder, digest, make_plan
 from stretto.launch.process import RoleProcess
 from stretto.launch.recipe import load_recipe
-from stretto.launch.stopping import Stopped
+from stretto.launch.stopping import Stopped, until_cut_short
 from stretto.launch.supervised_role import (
     FROM_SUPERVISED,
     Demonstrations,
@@ -90,20 +90,20 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
 async def _follow(
     channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
 ) -> None:
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while True:
-        try:
-            message = await channel.receive("to learn from the demonstrations", max(0.0, end - loop.time()))
-        except RoleDied:
-            raise RoleDied("warm start", await process.last_words(), str(process.log)) from None
-        match message:
-            case Learning():
-                on_learning(message)
-            case Learnt():
-                return
-            case Failed():
-                raise RoleFailed("warm start", message.problem, message.exit_code)
+    awaited = "to learn from the demonstrations"
+    async with deadline("conductor", f"warm start {awaited}", seconds):
+        while True:
+            try:
+                message = await channel.receive(awaited, seconds)
+            except RoleDied:
+                raise RoleDied("warm start", await process.last_words(), str(process.log)) from None
+            match message:
+                case Learning():
+                    on_learning(message)
+                case Learnt():
+                    return
+                case Failed():
+                    raise RoleFailed("warm start", message.problem, message.exit_code)
 
 
 def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning) -> None:
@@ -119,7 +119,12 @@ def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnL
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     if out.exists():
         raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
-    asyncio.run(_sft(make_plan(recipe), out, on_learning))
+    plan = make_plan(recipe)
+    try:
+        until_cut_short(_sft(plan, out, on_learning))
+    except OSError as error:
+        place = str(error.filename or out)
+        raise RunFolderError([Problem(place, f"cannot be written: {error.strerror}", "give another folder")]) from error
 
 
 async def _sft(plan: Plan, out: Path, on_learning: OnLearning) -> None:

@@ -42,12 +42,11 @@ class RewardPool:
     Example::
 
         async with RewardPool(RewardsConfig(function="final_answer", workers=2)) as pool:
-            [verdict] = await pool.score([ScoreItem(id="0.17.0/3", prompt="3+8=", completion="11", answer="11")])
+            [verdict] = await pool.score([ScoreItem(prompt="3+8=", completion="11", answer="11")])
     """
 
     def __init__(self, config: RewardsConfig, *, log: Path | None = None) -> None:
         self.busy_seconds = 0.0  # seconds of all workers together
-        self.undecided = 0
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
         self._queue: deque[Chunk] = deque()
@@ -236,7 +235,6 @@ class RewardPool:
             if verdict.outcome is not Outcome.UNDECIDED:
                 self._undecided_in_a_row = 0
                 continue
-            self.undecided += 1
             self._undecided_in_a_row += 1
             if self._undecided_in_a_row >= self._config.max_consecutive_undecided:
                 found = f"the last {self._undecided_in_a_row} answers were undecided, the last one: {verdict.reason}"

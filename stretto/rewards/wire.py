@@ -20,15 +20,14 @@ _COUNTER = struct.Struct("<q")
 
 
 class ScoreItem(Record, frozen=True, array_like=True):
-    """One answer to judge; `id` is for the reader of a log, verdicts come back in order.
+    """One answer to judge; verdicts come back in order.
 
-    Example: ``ScoreItem(id="0.17.0/3", prompt="3+8=", completion="11", answer="11")``
+    Example: ``ScoreItem(prompt="3+8=", completion="11", answer="11")``
     """
 
     prompt: str
     completion: str
     answer: str
-    id: str = ""
 
 
 class Worth(Record, frozen=True):

@@ -90,6 +90,7 @@ class Controller:
         self._in_flight: dict[str, Ticket] = {}
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
+        self.filtered = 0  # groups, since the last batch was taken
 
     @property
     def in_flight(self) -> int:
@@ -153,6 +154,7 @@ class Controller:
             bisect.insort(self._buffer, (ticket, group), key=_order_of_admission)
         else:
             self._settle(decided, State.FILTERED, refusal)
+            self.filtered += 1
         del self._in_flight[ticket.group_id]
         return group
 
@@ -193,6 +195,7 @@ class Controller:
         self._assert_bound(batch)
         self._journal.commit_batch(batch)
         self._taken += len(self._leave_buffer(choice.groups))
+        self.filtered = 0
         return batch
 
     def _facts(self) -> Facts:

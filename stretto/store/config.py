@@ -14,6 +14,9 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
         default="all", description="Whose tokens, log-probabilities and text the ledger keeps."
     )
     flush_seconds: float = Field(
-        default=0.25, ge=0, le=60, description="How long the ledger may hold changes back before it writes them."
+        default=0.25,
+        ge=0,
+        le=60,
+        description="The ledger writes with the first change that comes so long after its last writing.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")

@@ -8,8 +8,9 @@ Two promises. *The balance*: issued is the sum of all states, at any moment, aft
 `commit_batch` returns, membership and order of the batch are in the file in one transaction, so that an update is
 never published whose batch is not on record.
 
-Changes are held back up to ``flush_seconds`` and written together: SQLite in WAL mode then costs a few microseconds a
-row, and a kill at any moment loses at most those changes, all of them or none.
+Changes are held back and written together, by the first change that comes ``flush_seconds`` or more after the last
+writing, or by `flush`, which a run calls every second: SQLite in WAL mode then costs a few microseconds a row, and a
+kill at any moment loses at most those changes, all of them or none.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from stretto.store.lines import LineWriter, keep_lines, read_lines
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     """What one training step looked like.
 
-    Lengths and staleness are over the tokens that were trained on; tokens and times of the whole run are cumulative.
-    A value that is not a finite number is written as null.
+    Lengths are of the batch's whole answers, staleness is over the tokens that were trained on, the accuracy is over
+    all answers judged since the step before; tokens and times of the whole run are cumulative (docs/metrics.md). A
+    value that is not a finite number is written as null.
 
     Example: ``StepMetrics(step=12, version=13, wall_seconds=31.2, rl_seconds=20.4, accuracy=0.71, reward=0.71, ...)``
     """
@@ -23,22 +24,22 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     step: int
     version: int  # published by this step
     wall_seconds: float  # since the run started, the warm start included
-    rl_seconds: float  # since the first prompt was admitted
-    accuracy: float  # fraction of right answers in the batch, as sampled
+    rl_seconds: float  # since the first prompt was admitted, until this update
+    accuracy: float  # right among the answers judged since the step before, those of filtered groups included
     reward: float  # mean over the batch's answers
-    length_mean: float  # tokens per answer
+    length_mean: float  # tokens per answer of the batch, masked ones included
     length_max: int
     staleness_mean: float  # versions
     staleness_max: int
     trained_tokens: int  # in this step
     masked_tokens: int = 0
-    generated_tokens: int = 0  # by all engines since the start
+    generated_tokens: int = 0  # by all engines for training prompts, since the start
     trainer: Mapping[str, float | None] = {}  # the update's own measurements (loss, grad_norm, ...)
     queues: Mapping[str, float | None] = {}  # fill when the batch was taken (buffer, in_flight, ...)
     busy: Mapping[str, float | None] = {}  # role: fraction of the last second or so
 
 
-class Evaluation(Record, frozen=True, tag="evaluation", tag_field="kind"):
+class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     """Held-out accuracy of one version: prompts that are never trained on, sampled with a fixed seed."""
 
     step: int
@@ -49,7 +50,7 @@ class Evaluation(Record, frozen=True, tag="evaluation", tag_field="kind"):
     prompts: int
 
 
-MetricsLine = StepMetrics | Evaluation
+MetricsLine = StepMetrics | EvaluationLine
 
 _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
@@ -64,7 +65,7 @@ class MetricsLog:
         self._writer.append([line])
 
 
-def read_metrics(path: Path) -> tuple[list[StepMetrics], list[Evaluation]]:
+def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
     """The steps and the evaluations of a run, in the order in which they happened.
 
     Raises:
@@ -72,7 +73,7 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[Evaluation]]:
     """
     lines = read_lines(path, _DECODER)
     steps = [line for line in lines if isinstance(line, StepMetrics)]
-    return steps, [line for line in lines if isinstance(line, Evaluation)]
+    return steps, [line for line in lines if isinstance(line, EvaluationLine)]
 
 
 def rewind_metrics(path: Path, step: int) -> None:

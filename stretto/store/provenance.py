@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stretto.core.records import Record
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn", "httpx")
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn")
 
 
 class Machine(Record, frozen=True):

@@ -20,8 +20,8 @@ from stretto.core.errors import StoreError
 from stretto.trainer.learner import Learner
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Example: ``Position(version=50, bad_steps_in_a_row=0)``"""
+class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``"""
 
     version: int
     bad_steps_in_a_row: int
@@ -35,7 +35,7 @@ def save(folder: Path, learner: Learner, version: int) -> None:
     """
     tensors = {name: parameter.detach().contiguous() for name, parameter in learner.model.named_parameters()}
     state = {"optimizer": learner.optimizer.state_dict(), "random": _random_state(learner)}
-    position = Position(version=version, bad_steps_in_a_row=learner.bad_steps_in_a_row)
+    position = TrainerPosition(version=version, bad_steps_in_a_row=learner.bad_steps_in_a_row)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors")
@@ -53,7 +53,7 @@ def load(folder: Path, learner: Learner) -> int:
     """
     device = learner.model.device
     try:
-        position = msgspec.json.decode((folder / "trainer.json").read_bytes(), type=Position)
+        position = msgspec.json.decode((folder / "trainer.json").read_bytes(), type=TrainerPosition)
         tensors = load_file(folder / "model.safetensors", device=str(device))
         state = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, msgspec.MsgspecError, SafetensorError) as error:

@@ -39,7 +39,7 @@ class TrainerConfig(OptimizerConfig):
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
-    keep_versions: Literal["all"] | Annotated[int, Field(ge=0)] = Field(
+    keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(
         1, description="policies kept in the run folder: the newest so many, or all"
     )
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")

@@ -19,8 +19,6 @@ class Publisher(Protocol):
         """Make `version` the newest. When this returns, every subscriber can load it, whole."""
         ...
 
-    def close(self) -> None: ...
-
 
 class Subscriber(Protocol):
     """An engine's end."""
@@ -30,12 +28,10 @@ class Subscriber(Protocol):
         ...
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """The tensors of `version` by name, on the CPU; they may be views that end with the next load or close.
+        """The tensors of `version` by name, on the CPU; they may be views that end with the next load.
 
         Raises:
             TornPublication: size, names or checksum do not fit; nothing was loaded.
             WireError: that version is not there (any more).
         """
         ...
-
-    def close(self) -> None: ...

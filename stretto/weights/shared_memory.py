@@ -51,7 +51,7 @@ class SharedMemoryPublisher:
 
         publisher = SharedMemoryPublisher("a1b2", folder)
         publisher.publish(7, model.named_parameters())   # v6 and v7 are there, v5 is gone
-        publisher.close()                                # nothing is left
+        remove("a1b2", folder)                           # nothing is left
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -82,9 +82,6 @@ class SharedMemoryPublisher:
         _unlink(file for _, file in _versions(self._run, self._folder)[:-_KEPT])
         _unlink(self._folder.glob(f"{_prefix(self._run)}*.partial"))
 
-    def close(self) -> None:
-        remove(self._run, self._folder)
-
 
 class SharedMemorySubscriber:
     """An engine's end."""
@@ -111,9 +108,6 @@ class SharedMemorySubscriber:
         except FileNotFoundError:
             raise WireError(f"version {version} is not published; the newest is {self.newest()}") from None
         return publication.read(raw, version).tensors
-
-    def close(self) -> None:
-        """Nothing to give back: mappings end with their tensors."""
 
 
 def _prefix(run: str) -> str:

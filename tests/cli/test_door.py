@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import TINY, Ended, with_sections
+from tests.launch.running import TINY, Ended, Laboratory, with_sections
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "eval", "inspect", "export"]
@@ -130,6 +130,15 @@ def test_a_run_folder_that_cannot_be_is_refused(door: Door, tmp_path: Path) -> N
     door("inspect", tmp_path / "full").refused("holds no run")
     door("export", tmp_path / "full", tmp_path / "out.jsonl").refused("holds no run")
     assert not (tmp_path / "full" / "recipe.toml").exists()
+
+
+def test_what_the_system_refuses_ends_with_one_message(door: Door, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    door("sft", TINY, file / "out", "warm_start.steps=1").refused(f"stretto: {file}", "give another folder")
+    told = Laboratory(tmp_path, file / "cache").run("train", TINY, "--dry-run")
+    assert told.code == 1
+    told.says(f"stretto: {file}", "Not a directory")
 
 
 def test_a_dry_run_says_everything_and_starts_nothing(

@@ -23,7 +23,7 @@ from stretto.dashboard.summary import bar, print_inspection, print_summary
 from stretto.store.config import StoreConfig
 from stretto.store.inspection import TOTALS, Totals, inspect_run
 from stretto.store.ledger import Ledger
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 from stretto.store.run_folder import RunFolder
 
 
@@ -54,7 +54,7 @@ def metrics(step: int) -> StepMetrics:
     )
 
 
-EVALUATION = Evaluation(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.415, prompts=512)
+EVALUATION = EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.415, prompts=512)
 
 
 def play(display: Display) -> None:

@@ -33,7 +33,7 @@ from stretto.dashboard.timeline import Window, busy_fraction, middle_window, plo
 from stretto.store.config import StoreConfig
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
-from stretto.store.metrics import Evaluation, MetricsLog, StepMetrics
+from stretto.store.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.run_folder import RunFolder
 from stretto.store.spans import SpanLog
 
@@ -94,10 +94,10 @@ def test_a_run_is_drawn_completely(tmp_path: Path, bound: float | None) -> None:
         train_once(ledger)
         ledger.put(TOTALS, Totals(max_staleness=bound))
         log = MetricsLog(folder.metrics)
-        log.append(Evaluation(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.4, prompts=512))
+        log.append(EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.4, prompts=512))
         for step in range(1, 30):
             log.append(metrics(step))
-        log.append(Evaluation(step=29, version=29, wall_seconds=40, rl_seconds=29, accuracy=0.9, prompts=512))
+        log.append(EvaluationLine(step=29, version=29, wall_seconds=40, rl_seconds=29, accuracy=0.9, prompts=512))
         SpanLog(folder.spans).append(spans_of(30))
     files = plot_run(tmp_path / "run")
     assert sorted(file.name for file in files) == NAMES == sorted(file.name for file in folder.plots.iterdir())

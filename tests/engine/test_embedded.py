@@ -240,6 +240,24 @@ def test_an_aborted_request_leaves_its_rows_and_counts_as_waste(folder: Path) ->
     assert engine.step() == []
 
 
+def test_every_sampled_token_is_of_an_answered_an_aborted_or_an_open_request(folder: Path) -> None:
+    engine = engine_of(folder, slots=3)
+    engine.add(request("a", seeds=range(4), stop_token_ids=(), max_tokens=5))  # the last one waits
+    engine.add(request("b", stop_token_ids=(), max_tokens=4))
+    answered = 0
+    for _ in range(7):
+        answered += sum(len(completion.token_ids) for completion in engine.step() if completion.request == "b")
+    health = engine.health()
+    assert (health.generated, health.unfinished, answered) == (3 * 5 + 2 + 2, 3 * 5 + 2 + 2, 0)
+    engine.abort("a")
+    health = engine.health()
+    assert (health.wasted, health.unfinished) == (3 * 5 + 2, 2)  # three of its answers had ended
+    answered += sum(len(completion.token_ids) for completion in drain(engine).values())
+    health = engine.health()
+    assert (health.wasted, health.unfinished, answered) == (3 * 5 + 2, 0, 4)
+    assert health.generated == health.wasted + answered
+
+
 def test_counters_add_up(folder: Path) -> None:
     engine = engine_of(folder, slots=16)
     ended = finish(engine, request("a", prompt=9, seeds=range(4)), request("b", prompt=5, seeds=range(2)))

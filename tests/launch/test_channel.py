@@ -20,7 +20,7 @@ from stretto.launch.channel import ConductorEnd, RoleEnd
 from stretto.launch.messages import FROM_TRAINER, TO_TRAINER, FromTrainer, Ready, SavePolicy, Stop, ToTrainer
 
 T = TypeVar("T")
-READY = Ready(version=3, parameters=10)
+READY = Ready(version=3)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -49,7 +49,7 @@ def test_orders_and_answers_arrive_in_order() -> None:
         end: RoleEnd[ToTrainer] = RoleEnd(descriptor, TO_TRAINER)
         while (order := end.receive()) is not None and not isinstance(order, Stop):
             assert isinstance(order, SavePolicy)
-            end.send(Ready(version=int(order.folder), parameters=0))
+            end.send(Ready(version=int(order.folder)))
         end._socket.close()
 
     async def conduct() -> list[int]:

@@ -145,7 +145,7 @@ async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequenc
 
 
 @dataclass
-class Stage:
+class Stage(Silent):
     """A whole run with toys; `conductor` is made within the event loop, by `play`."""
 
     folder: RunFolder
@@ -153,6 +153,10 @@ class Stage:
     fleet: ToyFleet = field(default_factory=ToyFleet)
     trainer: ToyTrainer = field(default_factory=ToyTrainer)
     evaluations: int = 0
+    said: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
     async def evaluate(self) -> Evaluation:
         self.evaluations += 1
@@ -172,12 +176,13 @@ class Stage:
         controller = Controller(config, stream, self.ledger, Sampling(max_tokens=4), seed=1)
         past = Past()
         recorder = Recorder(
-            self.folder, self.ledger, Silent(), Work, config.max_staleness, past, RunClock(past, time.monotonic())
+            self.folder, self.ledger, self, Work, config.max_staleness, past, RunClock(past, time.monotonic())
         )
         link = cast(TrainerLink, self.trainer)
         checkpoints = Checkpoints(self.folder.checkpoints)
         training = TrainerConfig(checkpoint_every=3, keep_versions=1)
-        keeper = Keeper(self.folder, checkpoints, training, link, controller, recorder)
+        deadlines = DeadlinesConfig.model_validate(patience)
+        keeper = Keeper(self.folder, checkpoints, training, link, controller, recorder, deadlines)
         players = Players(
             controller,
             SingleTurn(self.fleet.generate, score, str),
@@ -188,7 +193,7 @@ class Stage:
             keeper,
             Examiner(self.evaluate, recorder, every),
         )
-        conductor = Conductor(players, steps, DeadlinesConfig.model_validate(patience))
+        conductor = Conductor(players, steps, deadlines)
         if stop_after is not None:
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
         recorder.rl_begins()
@@ -304,9 +309,33 @@ def test_refused_requests_are_given_up_and_too_many_of_them_end_the_run(stage: S
 
 def test_a_batch_that_does_not_come_is_a_named_end(stage: Stage) -> None:
     stage.fleet.seconds = 20
-    expected = r"trainer waited 0\.1 s for a batch at version 0: 4 groups in flight, 0 buffered and gave up"
+    expected = r"trainer waited 0\.1 s for a batch at version 0: 4 groups in flight, 0 buffered, 0 filtered and gave up"
     with pytest.raises(DeadlineExceeded, match=expected):
         stage.play(deadlines={"batch": 0.1})
+
+
+def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
+    expected = r"\d+ groups in flight, 0 buffered, \d\d+ filtered and gave up"
+    with pytest.raises(DeadlineExceeded, match=expected):
+        stage.play(group_size=1, filter="zero_variance", deadlines={"batch": 0.2})
+    assert stage.said[:2] == [
+        "8 groups were filtered since the last batch (rollout.filter)",
+        "16 groups were filtered since the last batch (rollout.filter)",
+    ]
+
+
+def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.launch.conductor._LOOK_SECONDS", 0.02)
+    stage.fleet.seconds = 20
+    on_file: list[int] = []
+
+    async def look() -> list[Span]:
+        on_file.append(inspect_run(stage.folder.path).trajectories.in_flight)
+        return []
+
+    monkeypatch.setattr(stage.fleet, "look", look)
+    stage.play(stop_after=0.2)
+    assert on_file[-1] == 4 * 2
 
 
 def test_overdue_answers_are_cut_off_and_asked_again(stage: Stage) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +26,7 @@ from stretto.launch.engine_role import EngineSpec
 from stretto.launch.fleet import Fleet
 from stretto.launch.stopping import beside
 from tests.launch.running import children
-from tests.launch.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT
+from tests.launch.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, UNFINISHED
 
 T = TypeVar("T")
 Work = Callable[[Fleet], Awaitable[T]]
@@ -123,6 +125,59 @@ def test_an_engine_that_dies_is_replaced_with_the_newest_version(folder: Path) -
 
     assert in_fleet(folder, work, count=1) == 4
     assert said == ["engine-0 ended with exit code 9: a new one is started"]
+
+
+def test_an_engine_that_comes_back_serves_what_was_published_while_it_started(folder: Path) -> None:
+    async def work(fleet: Fleet) -> list[int]:
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", DIE))
+        live: list[int] = []
+        fleet.listen(live.append)
+        loading = asyncio.ensure_future(fleet.keep_loaded())
+        fleet.publish(5)  # the replacement will have found version 0
+        await joined(fleet, 2)
+        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
+        loading.cancel()
+        assert {completion.versions for group in groups for completion in group} == {(5,)}
+        return live
+
+    live = in_fleet(folder, work)
+    assert live[-1] == 5
+    assert live == sorted(live)
+
+
+async def joined(fleet: Fleet, count: int) -> None:
+    """Return when so many engines can be looked at."""
+    while True:
+        await fleet.look()
+        if fleet.counted(lambda health: 1) == count:
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_what_a_dead_engine_had_begun_is_wasted(folder: Path) -> None:
+    async def work(fleet: Fleet) -> list[float]:
+        await answers(fleet, request("0"))
+        await fleet.look()
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("1", DIE))
+        await joined(fleet, 2)  # the dead one, and the one in its place
+        return [fleet.counted(lambda health: health.wasted), fleet.counted(lambda health: health.unfinished)]
+
+    assert in_fleet(folder, work, count=1) == [UNFINISHED, UNFINISHED]
+
+
+def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder: Path) -> None:
+    async def work(fleet: Fleet) -> float:
+        await fleet.look()
+        (process,) = children()
+        os.kill(process, signal.SIGSTOP)
+        start = time.monotonic()
+        assert await fleet.look(0.1) == []
+        assert time.monotonic() - start < 1
+        return fleet.counted(lambda health: health.busy_seconds)
+
+    assert in_fleet(folder, work, count=1) == 1.0
 
 
 def test_while_one_engine_is_away_the_other_answers_everything(folder: Path) -> None:

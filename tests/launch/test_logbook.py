@@ -7,7 +7,7 @@ from pathlib import Path
 from stretto.launch.logbook import Logbook
 from stretto.launch.stage import Silent
 from stretto.launch.supervised_role import Learning
-from stretto.store.metrics import Evaluation, StepMetrics
+from stretto.store.metrics import EvaluationLine, StepMetrics
 
 STEP = StepMetrics(
     step=3,
@@ -22,7 +22,7 @@ STEP = StepMetrics(
     staleness_max=2,
     trained_tokens=640,
 )
-EVALUATION = Evaluation(step=3, version=3, wall_seconds=9.0, rl_seconds=4.0, accuracy=0.75, prompts=512)
+EVALUATION = EvaluationLine(step=3, version=3, wall_seconds=9.0, rl_seconds=4.0, accuracy=0.75, prompts=512)
 
 
 class Broken(Silent):

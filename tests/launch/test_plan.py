@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
@@ -187,6 +188,32 @@ def test_a_port_in_use_is_refused_before_anything_starts(plan_for: Planner) -> N
         assert message(plan_for, engine=engine) == f"engine.base_port: port {port} is in use; choose free ports"
         plan_for(engine=engine | {"transport": "unix"})
     plan_for(engine=engine)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(plan_for: Planner) -> None:
+    gpu = {"device": "cuda"}
+    told = message(plan_for, engine=gpu, trainer=gpu, warm_start=gpu)
+    assert [line.partition(":")[0] for line in told.splitlines()] == [
+        "engine.device",
+        "trainer.device",
+        "warm_start.device",
+    ]
+    assert "torch finds no GPU that it can use; 'auto' takes one if there is one" in told
+
+
+def test_an_attention_that_no_engine_computes_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(policy, tmp_path / "latent"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 8}))
+    assert "latent keys and values" in message(plan_for, model={"path": str(folder)})
+
+
+def test_a_row_that_is_asked_in_training_and_held_out_is_named_once(plan_for: Planner, tmp_path: Path) -> None:
+    file = str(tmp_path / "rows.jsonl")
+    task = {"kind": "jsonl", "file": file, "held_out_file": file}
+    told = message(plan_for, [GOOD, GOOD | {"prompt": "3 apples="}], task=task)
+    assert len(told.splitlines()) == 1
 
 
 def test_ports_end(plan_for: Planner) -> None:

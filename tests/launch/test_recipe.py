@@ -69,6 +69,16 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ),
     ("groups of one, compared", "[rollout]\ngroup_size = 1", ["every advantage zero", 'advantages = "batch"']),
     ("too many decided", "[rollout]\nmin_group_size = 9", ["min_group_size = 9 is more than rollout.group_size = 8"]),
+    (
+        "a word where a number or another word may be",
+        '[trainer]\nkeep_versions = "some"',
+        ["recipe.toml: trainer.keep_versions: 'some'; input should be 'all' or a valid integer"],
+    ),
+    (
+        "too few policies",
+        "[trainer]\nkeep_versions = 0",
+        ["trainer.keep_versions: 0; input should be 'all' or greater than or equal to 1"],
+    ),
     ("a right worth nothing", "[rewards]\nright = 0.0", ["rewards: right (0) must be greater than wrong (0)"]),
 ]
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from stretto.core.errors import EngineLost
-from stretto.launch.stopping import Stopped, beside, together
+from stretto.launch.stopping import Stopped, beside, together, until_cut_short
 
 T = TypeVar("T")
 LOST = EngineLost("engine-0", "is gone")
@@ -96,6 +96,19 @@ def test_a_second_signal_ends_the_task_that_made_the_request() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
+
+
+def test_a_second_signal_ends_a_command_with_its_code_and_nothing_more() -> None:
+    async def main() -> None:
+        async with signalled(signal.SIGTERM) as stopped:
+            await stopped.unless(Sleeper().sleep())
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(5)
+
+    with pytest.raises(SystemExit) as end:
+        until_cut_short(main())
+    assert end.value.code == 130
+    assert until_cut_short(after(0.0, 7)) == 7
 
 
 def test_the_first_failure_of_many_puts_the_others_away() -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -68,6 +69,18 @@ def test_a_stopped_run_has_a_checkpoint_and_goes_on(laboratory: Laboratory, tmp_
     assert {t["reason"] for t in exported(laboratory, run_dir) if t["state"] == "failed"} == {"run ended"}
 
 
+def test_a_stop_does_not_wait_for_an_engine_that_does_not_reply(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS) as command:
+        wait_for_step(command, 1)
+        os.kill(command.role("engine"), signal.SIGSTOP)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert seconds < 10
+        command.assert_nothing_is_left()
+    assert checkpoint_step(run_dir) >= 1
+
+
 def test_a_killed_conductor_takes_its_roles_along_and_its_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, ENDLESS) as command:
@@ -78,8 +91,11 @@ def test_a_killed_conductor_takes_its_roles_along_and_its_run_goes_on(laboratory
         assert time.monotonic() - killed < 5
     before = checkpoint_step(run_dir)
     assert before >= 2
+    shutil.rmtree(run_dir / "policy" / f"v{before:06d}", ignore_errors=True)  # as if killed between these two
     laboratory.trained(run_dir, f"trainer.steps={before + 3}", "--resume")
     found = assert_the_law(run_dir)
+    policies = sorted(path.name for path in (run_dir / "policy").iterdir() if not path.name.startswith("."))
+    assert policies == [f"v{version:06d}" for version in range(before + 4)]
     assert found.steps == before + 3
     trained = [t["trained_step"] for t in exported(laboratory, run_dir) if t["state"] == "trained"]
     assert sorted(trained) == [step for step in range(1, before + 4) for _ in range(2 * 4)]

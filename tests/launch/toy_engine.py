@@ -20,6 +20,7 @@ from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.wire import EngineHealth, UpdateReply, UpdateRequest
 
 DIE, HANG_UP, STAY_SILENT, ANSWER = 1, 2, 3, 4
+UNFINISHED = 3  # tokens, it says, always
 
 
 class ToySpec(msgspec.Struct):
@@ -82,7 +83,9 @@ class ToyEngine:
 
     def _health(self) -> EngineHealth:
         counts = dict.fromkeys(("running", "waiting", "prefilled", "recomputed", "interrupted", "wasted", "updates"), 0)
-        return EngineHealth(version=self.version, generated=self.generated, busy_seconds=1.0, **counts)
+        return EngineHealth(
+            version=self.version, generated=self.generated, busy_seconds=1.0, unfinished=UNFINISHED, **counts
+        )
 
 
 async def main() -> None:

@@ -17,7 +17,7 @@ from stretto.rewards.judging import judge, verdict_of
 from stretto.rewards.wire import ScoreItem, Worth
 
 PAPER = Worth(right=5.0, wrong=-5.0)
-ITEM = ScoreItem(id="0.17.0/3", prompt="3+8=", completion="11", answer="11")
+ITEM = ScoreItem(prompt="3+8=", completion="11", answer="11")
 
 
 def test_a_bool_is_worth_what_the_recipe_says() -> None:

@@ -54,7 +54,7 @@ def run(work: Coroutine[None, None, Result]) -> Result:
 
 
 def items(*completions: str, answer: str = "ok") -> list[ScoreItem]:
-    return [ScoreItem(id=f"0.0.0/{k}", prompt="", completion=c, answer=answer) for k, c in enumerate(completions)]
+    return [ScoreItem(prompt="", completion=completion, answer=answer) for completion in completions]
 
 
 def children() -> list[int]:

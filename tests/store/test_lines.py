@@ -16,7 +16,7 @@ import pytest
 from stretto.core.errors import StoreError
 from stretto.core.events import Span
 from stretto.store.lines import LineWriter
-from stretto.store.metrics import Evaluation, MetricsLog, StepMetrics, read_metrics, rewind_metrics
+from stretto.store.metrics import EvaluationLine, MetricsLog, StepMetrics, read_metrics, rewind_metrics
 from stretto.store.spans import SpanLog, read_spans
 
 
@@ -38,7 +38,7 @@ def metrics(step: int) -> StepMetrics:
     )
 
 
-EVALUATION = Evaluation(step=0, version=0, wall_seconds=1.0, rl_seconds=0.0, accuracy=0.41, prompts=512)
+EVALUATION = EvaluationLine(step=0, version=0, wall_seconds=1.0, rl_seconds=0.0, accuracy=0.41, prompts=512)
 
 
 def test_steps_and_evaluations_are_read_back_apart(tmp_path: Path) -> None:

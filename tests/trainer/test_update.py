@@ -263,7 +263,6 @@ def test_what_is_published_is_the_policy_and_spans_tell_the_story(build: Build, 
     trainer.publish(publisher)
     loaded = SharedMemorySubscriber("t", tmp_path).load(1)
     assert all(torch.equal(loaded[name], p) for name, p in trainer.learner.model.named_parameters())
-    publisher.close()
     spans = trainer.drain_spans()
     assert [(span.name, span.version) for span in spans] == [("proximal", 0), ("update", 0), ("publish", 1)]
     assert all(span.start <= span.end for span in spans)

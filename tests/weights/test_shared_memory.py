@@ -35,7 +35,7 @@ def tensors(scale: float = 1.0) -> dict[str, Tensor]:
 def publisher(tmp_path: Path) -> Iterator[SharedMemoryPublisher]:
     publisher = SharedMemoryPublisher("run", tmp_path)
     yield publisher
-    publisher.close()
+    remove("run", tmp_path)
     assert list(tmp_path.glob("stretto-*")) == []
 
 
@@ -225,5 +225,5 @@ def test_a_publisher_killed_in_the_middle_leaves_only_whole_versions(tmp_path: P
     successor = SharedMemoryPublisher("run", tmp_path)
     successor.publish(newest + 1, tensors().items())
     assert not list(tmp_path.glob("*.partial"))
-    successor.close()
+    remove("run", tmp_path)
     assert list(tmp_path.iterdir()) == []

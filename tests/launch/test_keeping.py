@@ -1,0 +1,224 @@
+"""What is kept beside the ledger, and what a run writes about itself.
+
+- Of each checkpoint there is a policy; one that a kill has cost is written when the run goes on.
+- An evaluation that is under way when the run ends is put away.
+- Clocks and counters: the reinforcement clock stands at the last update, evaluations are not for training, a role is
+  busy between nothing and all of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from stretto.core.errors import RoleDied
+from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Update, Verdict
+from stretto.launch.config import DeadlinesConfig
+from stretto.launch.evaluation import Evaluation
+from stretto.launch.keeper import Examiner, Keeper
+from stretto.launch.recorder import Past, Recorder, RunClock, Work
+from stretto.launch.stage import Silent
+from stretto.launch.trainer_link import TrainerLink
+from stretto.rollout.controller import Controller
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.config import StoreConfig
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger import Ledger
+from stretto.store.metrics import read_metrics
+from stretto.store.run_folder import RunFolder
+from stretto.trainer.config import TrainerConfig
+
+PROMPT = Prompt(id="17", token_ids=(5,), text="3+8=", answer="11")
+UPDATE = Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={})
+
+
+def batch() -> Batch:
+    completion = Completion(
+        request="0.17.0",
+        member=0,
+        token_ids=(1, 2),
+        behavior_logprobs=(-0.1, -0.2),
+        versions=(0, 0),
+        stop_reason=StopReason.STOP,
+    )
+    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    trajectory = Trajectory(id="0.17.0/0", completion=completion, verdict=verdict, text="11")
+    return Batch(
+        step=1, version=0, groups=(Group(id="0.17.0", prompt=PROMPT, admitted_version=0, trajectories=(trajectory,)),)
+    )
+
+
+class Counters:
+    """What the roles have done; a test sets it."""
+
+    def __init__(self) -> None:
+        self.work = Work()
+
+    def __call__(self) -> Work:
+        return self.work
+
+
+class Desk:
+    """A recorder with its folder and its ledger."""
+
+    def __init__(self, folder: RunFolder, ledger: Ledger) -> None:
+        self.folder, self.ledger, self.counters = folder, ledger, Counters()
+        clock = RunClock(Past(), time.monotonic())
+        self.recorder = Recorder(folder, ledger, Silent(), self.counters, 1, Past(), clock)
+
+    def one_step(self) -> None:
+        (group,) = batch().groups
+        self.ledger.issue(group.id, PROMPT, 1, 0)
+        self.ledger.buffer(group)
+        self.ledger.commit_batch(batch())
+        self.recorder.updated(batch(), UPDATE)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        yield Desk(folder, ledger)
+
+
+def evaluation(tokens: int = 8) -> Evaluation:
+    return Evaluation(version=1, prompts=4, right=3, undecided=0, tokens=tokens)
+
+
+def test_the_last_evaluation_is_dated_by_the_last_update(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    time.sleep(0.01)
+    desk.one_step()
+    time.sleep(0.05)
+    desk.recorder.rl_ends()
+    desk.recorder.evaluated(evaluation(), 1)
+    desk.recorder.conclude()
+    (step,), (measured,) = read_metrics(desk.folder.metrics)
+    desk.ledger.flush()
+    assert 0.01 <= step.rl_seconds == measured.rl_seconds == inspect_run(desk.folder.path).rl_seconds
+
+
+def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.counters.work = Work(generated=100)
+    desk.recorder.looked()
+    assert desk.recorder.totals().generated == 100
+    desk.recorder.examined(20)  # sampled after that look: not among the 100
+    assert desk.recorder.totals().generated == 100
+    desk.counters.work = Work(generated=130)
+    desk.recorder.looked()
+    assert desk.recorder.totals().generated == 110  # while it goes on, and if it is cut short
+    desk.recorder.evaluated(evaluation(tokens=20), 1)
+    assert desk.recorder.totals().generated == 110
+
+
+def test_tokens_of_answers_that_were_stopped_at_the_end_are_wasted(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.counters.work = Work(generated=2)
+    desk.one_step()
+    desk.counters.work = Work(generated=9, stopped=7)  # the answers in flight were cut off
+    desk.recorder.rl_ends()
+    desk.recorder.conclude()
+    desk.ledger.flush()
+    tokens = inspect_run(desk.folder.path).tokens
+    assert (tokens.generated, tokens.trained, tokens.wasted) == (9, 2, 7)
+
+
+def test_a_role_is_busy_between_nothing_and_all_of_the_time(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.counters.work = Work(busy={"trainer": 100.0, "engine-0": 0.0})
+    desk.recorder.looked()
+    desk.counters.work = Work(busy={"trainer": 99.9, "engine-0": 0.0})
+    desk.one_step()
+    desk.recorder.looked()
+    (step,), _ = read_metrics(desk.folder.metrics)
+    assert step.busy == {"trainer": 1.0, "engine-0": 0.0}
+
+
+class ToyTrainer:
+    """Writes empty policies."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    async def save_policy(self, folder: Path) -> None:
+        self.saved.append(folder.name)
+        folder.mkdir()
+
+
+class Published:
+    """All that a keeper of policies asks of a controller."""
+
+    published = 4
+
+
+def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    trainer = ToyTrainer()
+    keeper = Keeper(
+        desk.folder,
+        Checkpoints(desk.folder.checkpoints),
+        TrainerConfig(keep_versions=1),
+        cast(TrainerLink, trainer),
+        cast(Controller, Published()),
+        desk.recorder,
+        DeadlinesConfig(),
+    )
+
+    async def twice() -> None:
+        await keeper.save_policy(4)
+        await keeper.save_policy(4)
+
+    asyncio.run(twice())
+    assert trainer.saved == ["v000004"]
+
+
+def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
+    cut_off: list[bool] = []
+
+    async def lasting() -> Evaluation:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cut_off.append(True)
+        return evaluation()
+
+    async def broken() -> Evaluation:
+        raise RoleDied("rewards", "was closed")
+
+    async def main() -> list[str]:
+        complaints: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        for evaluate in (lasting, broken):
+            examiner = Examiner(evaluate, desk.recorder, every=1)
+            examiner.after(UPDATE)
+            await asyncio.sleep(0.01)
+            await examiner.close()
+            del examiner
+        return complaints
+
+    assert asyncio.run(main()) == []
+    assert cut_off == [True]
+
+
+def test_an_order_under_way_counts_as_work(tmp_path: Path) -> None:
+    async def main() -> AsyncIterator[float]:
+        link = TrainerLink(tmp_path / "log.txt", DeadlinesConfig())
+        yield link.busy_seconds
+        async with link._order():
+            await asyncio.sleep(0.02)
+            yield link.busy_seconds
+        yield link.busy_seconds
+        link._channel.close()
+
+    async def collected() -> list[float]:
+        return [seconds async for seconds in main()]
+
+    before, under_way, after = asyncio.run(collected())
+    assert (before, after) == (0.0, 0.0)
+    assert 0.02 <= under_way < 1
