@@ -234,7 +234,7 @@ def main() -> None:
     if words.part in ("policies", "all"):
         save("loop-policies", policies(words.seeds, words.steps))
     if words.part in ("trl", "all"):
-        save("loop-trl", trl(words.steps or 60))
+        save("loop-trl", trl(words.steps or 400))
 
 
 if __name__ == "__main__":
