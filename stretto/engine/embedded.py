@@ -180,8 +180,8 @@ class EmbeddedEngine:
         """
         self._scheduler.check_integrity()
         self._policy.check_integrity()
-        if self._policy.rows != set(self._scheduler.running):
-            raise BoundViolated(f"rows {self._policy.rows} are cached, {self._scheduler.running} run")
+        if self._policy.rows != (running := set(self._scheduler.running)):
+            raise BoundViolated(f"rows {self._policy.rows} are cached, {running} run")
 
     def _preempt(self) -> None:
         """Let the running answers grow; where the cache is full, the newest make room and are computed again later."""

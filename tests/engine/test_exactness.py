@@ -33,7 +33,7 @@ VOCABULARY = 40
 PROMPTS = 100
 LENGTHS = (1, 2, 3, 5, 9, 14, 23, 31, 48, 63)
 ANSWER = 24
-ROUNDING = 2e-5  # of logits; the paths differ by some 1e-6
+ROUNDING = 5e-5  # of logits; the paths differ by some 1e-6
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -86,7 +86,7 @@ class Pair:
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest) -> Pair:
     shape = AutoConfig.for_model(request.param, **SHAPE | FAMILIES[request.param])
-    torch.manual_seed(5)
+    torch.manual_seed(9)
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation="eager").eval()
     driven = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation=CACHED_ATTENTION).eval()
     driven.load_state_dict(plain.state_dict())
@@ -95,7 +95,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 def wanted(name: str, prompt: int, seeds: Sequence[int] = (1,), **sampling: Any) -> GenerateRequest:
     tokens = np.random.default_rng([prompt, *name.encode()]).integers(2, VOCABULARY, prompt)
-    settings = {"max_tokens": ANSWER, "stop_token_ids": (EOS,)} | sampling
+    settings: dict[str, Any] = {"max_tokens": ANSWER, "stop_token_ids": (EOS,)} | sampling
     return GenerateRequest(
         id=name, prompt_token_ids=tuple(tokens.tolist()), seeds=tuple(seeds), sampling=Sampling(**settings)
     )
@@ -126,7 +126,7 @@ def test_greedy_answers_are_those_of_generate_on_100_prompts_of_mixed_lengths(pa
     requests = [wanted(f"p{i}", LENGTHS[i % len(LENGTHS)], temperature=0.0) for i in range(PROMPTS)]
     ended = finish(pair.engine(max_prefill_tokens=200), *requests)
     varied = {completion.token_ids for completion in ended.values()}
-    assert len(varied) > 0.7 * PROMPTS
+    assert len(varied) > 0.8 * PROMPTS
     assert len({token for answer in varied for token in answer}) > VOCABULARY / 2
     for start in range(len(LENGTHS)):
         same = requests[start :: len(LENGTHS)]

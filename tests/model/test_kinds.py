@@ -35,7 +35,8 @@ def config(family: str, **special: object) -> PreTrainedConfig:
 
 
 def model(family: str, **special: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(config(family, **special))
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config(family, **special))
+    return made
 
 
 def test_a_model_is_asked_for_the_windows_of_its_layers_and_keeps_its_attention() -> None:
