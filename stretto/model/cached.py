@@ -201,7 +201,7 @@ class CachedPolicy:
         """
         self._make_room(lengths, contexts)
         used = self._shelves.used()
-        order = np.concatenate([np.asarray(shelf.owners, dtype=np.int64) for shelf in used])
+        order = np.concatenate([shelf.rows for shelf in used])
         carried = _without_empty(contexts)
         tokens = np.concatenate([context.own for context in carried] + [newest[order]])
         newest_places = lengths[order] - 1
@@ -218,7 +218,7 @@ class CachedPolicy:
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:
         for shelf in self._shelves.used():
-            rows = np.asarray(shelf.owners)
+            rows = shelf.rows
             for row in rows[(rows != HOLE) & (lengths[rows] > shelf.length)].tolist():
                 self._shelves.stretch(row, int(lengths[row]))
         for row in (row for context in contexts for row in context.rows):

@@ -18,10 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stretto.core.errors import BoundViolated
+
+Ints = npt.NDArray[np.int64]
 
 SHORTEST = 64
 HOLE = -1
@@ -57,7 +61,15 @@ class Shelf:
         self.owners: list[int] = []
         self.holes: list[int] = []
         self._layout = layout
+        self._rows: Ints | None = None
         self._hold(self._zeros(0))
+
+    @property
+    def rows(self) -> Ints:
+        """`owners` as an array, made once for all the steps between two changes."""
+        if self._rows is None:
+            self._rows = np.asarray(self.owners, dtype=np.int64)
+        return self._rows
 
     @property
     def capacity(self) -> int:
@@ -66,6 +78,7 @@ class Shelf:
 
     def take(self, row: int, most_spare: int | None = None) -> int:
         """A slot for `row`: a hole if there is one, else the next slot; at most `most_spare` more come with it."""
+        self._rows = None
         if self.holes:
             slot = self.holes.pop()
             self.owners[slot] = row
@@ -84,12 +97,19 @@ class Shelf:
         self._hold(resized)
 
     def free(self, slot: int) -> None:
+        self._rows = None
         self.owners[slot] = HOLE
         self.holes.append(slot)
 
+    def clear(self) -> None:
+        """Forget all rows; the memory stays."""
+        self._rows = None
+        self.owners.clear()
+        self.holes.clear()
+
     def close_holes(self) -> list[tuple[int, int]]:
         """Move the last rows into the holes; returns the moved ``(row, slot)`` pairs."""
-        moved = []
+        self._rows, moved = None, []
         for hole in sorted(self.holes):
             while self.owners and self.owners[-1] == HOLE:
                 self.owners.pop()
@@ -130,6 +150,7 @@ class Shelves:
         self._most_tokens = most_tokens
         self._shelves: dict[int, Shelf] = {}
         self._places: dict[int, tuple[Shelf, int]] = {}
+        self._placed = False  # since the budget was looked at last
 
     def __len__(self) -> int:
         return len(self._places)
@@ -147,6 +168,7 @@ class Shelves:
     def place(self, row: int, tokens: int) -> tuple[Shelf, int]:
         """Give `row` a slot that holds `tokens` tokens."""
         shelf = self._shelf(tokens)
+        self._placed = True
         self._places[row] = (shelf, shelf.take(row, self._most_spare(shelf)))
         return self._places[row]
 
@@ -165,16 +187,16 @@ class Shelves:
         """Forget all rows; the memory stays."""
         self._places.clear()
         for shelf in self._shelves.values():
-            shelf.owners.clear()
-            shelf.holes.clear()
+            shelf.clear()
 
     def close_holes(self) -> None:
         """Make the used slots of each shelf its first; then keep the budget."""
         for shelf in self._shelves.values():
             if shelf.holes:
                 self._places.update((row, (shelf, slot)) for row, slot in shelf.close_holes())
-        if self._most_tokens is not None and self.tokens_allocated() > self._most_tokens:
+        if self._placed and self._most_tokens is not None:
             self._give_back(self._most_tokens)
+            self._placed = False
 
     def tokens_used(self) -> int:
         """Tokens of the slots that rows hold."""
