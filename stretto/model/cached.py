@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from stretto.model.kinds import check_attention
+from stretto.model.kinds import Attention, check_attention
 from stretto.model.layout import Packing, pack
 from stretto.model.packed import capped_attention, packed_attention
 from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
@@ -153,9 +153,10 @@ class CachedPolicy:
         Raises:
             ModelFolderError: the model's attention is of a kind that is not computed (`stretto.model.kinds`).
         """
-        self._windows = check_attention(model)
+        attention = check_attention(model)
         self.model = model
-        self.layout = cache_layout(model)
+        self.layout = cache_layout(model, attention)
+        self._windows = attention.windows
         most_tokens = None if most_bytes is None else most_bytes // self.layout.bytes_per_token
         self._shelves = Shelves(self.layout, most_tokens)
         self._places_L = torch.arange(self.layout.context_length, device=self.layout.device)
@@ -286,14 +287,13 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
     ]
 
 
-def cache_layout(model: PreTrainedModel) -> CacheLayout:
-    """The shape of one cached token, from the model's config."""
-    config = model.config.get_text_config()
+def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:
+    """The shape of one cached token."""
     return CacheLayout(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        context_length=config.max_position_embeddings,
+        layers=attention.layers,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        context_length=model.config.get_text_config().max_position_embeddings,
         dtype=model.dtype,
         device=model.device,
     )

@@ -35,12 +35,27 @@ class Asked:
     window: int | None
     kv_heads: int
     head_dim: int
+    value_dim: int
     causal: bool
     unsupported: tuple[str, ...]
 
 
-def check_attention(model: PreTrainedModel) -> frozenset[int | None]:
-    """The windows that the model's layers ask for; None is the window of a layer that sees everything.
+@dataclass(frozen=True)
+class Attention:
+    """What is computed for a model, equal in all layers but for the window.
+
+    Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``; None is the window of layers that
+    see everything.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    windows: frozenset[int | None]
+
+
+def check_attention(model: PreTrainedModel) -> Attention:
+    """Ask a model for its attention.
 
     Raises:
         ModelFolderError: with every kind of attention that is not computed.
@@ -49,11 +64,10 @@ def check_attention(model: PreTrainedModel) -> frozenset[int | None]:
     refuse_unsupported(config)
     asked = _ask(model)
     found = _mistakes(config, asked)
-    if len({(layer.kv_heads, layer.head_dim) for layer in asked}) > 1:
-        found.append("layers whose keys have different shapes")
     if found:
         raise ModelFolderError(Problem(type(model).__name__, what, _REMEDY) for what in found)
-    return frozenset(layer.window for layer in asked)
+    windows = frozenset(layer.window for layer in asked)
+    return Attention(len(asked), asked[0].kv_heads, asked[0].head_dim, windows)
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
@@ -77,6 +91,8 @@ def _mistakes(config: PreTrainedConfig, asked: list[Asked]) -> list[str]:
     if not asked:
         return ["attention that transformers does not let be replaced"]
     found = [f"attention with {name}" for name in sorted({name for layer in asked for name in layer.unsupported})]
+    if len({(layer.kv_heads, width) for layer in asked for width in (layer.head_dim, layer.value_dim)}) > 1:
+        found.append("keys and values of different shapes")
     if not all(layer.causal for layer in asked):
         found.append("attention to later tokens")
     if lost := [layer.layer for layer in asked if layer.window is None and _window(config, layer.layer)]:
@@ -123,6 +139,7 @@ def _noting_attention(
             window=sliding_window,
             kv_heads=key.shape[1],
             head_dim=key.shape[3],
+            value_dim=value.shape[3],
             causal=getattr(module, "is_causal", True) is not False,
             unsupported=tuple(name for name in UNSUPPORTED if rest.get(name) is not None),
         )

@@ -42,14 +42,20 @@ def model(family: str, **special: object) -> PreTrainedModel:
 def test_a_model_is_asked_for_the_windows_of_its_layers_and_keeps_its_attention() -> None:
     gemma = model("gemma3_text", sliding_window=64, layer_types=SLIDING)
     before = copy.deepcopy(gemma.config)
-    assert check_attention(gemma) == {64, None}
+    asked = check_attention(gemma)
+    assert (asked.layers, asked.kv_heads, asked.head_dim, asked.windows) == (2, 1, 16, frozenset({64, None}))
     assert gemma.config._attn_implementation == before._attn_implementation
-    assert check_attention(model("mistral", sliding_window=64)) == {64}
-    assert check_attention(model("llama")) == {None}
-    assert check_attention(model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)) == {
-        16,
-        None,
-    }
+    assert check_attention(model("mistral", sliding_window=64)).windows == {64}
+    assert check_attention(model("llama")).windows == {None}
+    half = model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    assert check_attention(half).windows == {16, None}
+
+
+def test_the_shape_of_keys_is_the_modules_and_not_the_configs() -> None:
+    asked = check_attention(model("gpt_neox"))  # it has neither key heads nor a width of its own, whatever is said
+    assert (asked.kv_heads, asked.head_dim) == (2, 16)
+    asked = check_attention(model("gpt_neox", num_attention_heads=4))
+    assert (asked.kv_heads, asked.head_dim) == (4, 8)
 
 
 @pytest.mark.parametrize(
