@@ -1,12 +1,12 @@
 """Which answers run: first come, first served, in a fixed number of rows and within a budget of cached tokens.
 
-    add      a request's answers join the queue
-    admit    answers from the head of the queue get rows
-    make_room  running answers have grown; the newest ones lose their cache when it is full, until it is not
+    add           a request's answers join the queue
+    admit         answers from the head of the queue get rows
+    make_room     running answers have grown; when the cache is full, the newest lose their part of it until it is not
     take_pending  answers that are computed in the coming step, oldest first, as many as the cache has room for
-    finish   an answer gives its row back
-    interrupt  running answers lose their cache and have to be computed again before they go on
-    abort    a request's answers leave, wherever they are
+    finish        an answer gives its row back
+    interrupt     running answers lose their cache and have to be computed again before they go on
+    abort         a request's answers leave, wherever they are
 
 An answer is in exactly one of three places: waiting (no row), pending (a row, tokens still to be computed), running (a
 row, computed and cached). Nothing is reserved for what an answer may become: it holds the slot that its tokens need
@@ -49,11 +49,11 @@ class Member:
 class Scheduler:
     """Two rows for three answers of one request::
 
-    scheduler.add(request)                   # waiting 0 1 2
-    scheduler.admit()                        # [(row 0, member 0), (row 1, member 1)]: pending
+    scheduler.add(request)                         # waiting 0 1 2
+    scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending
     scheduler.take_pending(costs, 4096, lengths)   # [0, 1]: running
-    scheduler.finish(0)                      # row 0 is free
-    scheduler.admit()                        # [(row 0, member 2)]
+    scheduler.finish(0)                            # row 0 is free
+    scheduler.admit()                              # [(row 0, member 2)]
 
     Args:
         rows: answers that may have a row.
