@@ -45,6 +45,9 @@ bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, dec
 	$(RUN) benchmarks.staleness
 	$(RUN) benchmarks.decisions
 
+bench-soak: .venv/ready-run  ## ten minutes of an engine at full load: does its memory stay flat
+	$(RUN) benchmarks.soak
+
 bench-loop: .venv/ready-run  ## asynchronous against synchronous, the policies, and trl (makes trl's environment)
 	$(RUN) benchmarks.loop all
 

@@ -13,11 +13,13 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     count: int = Field(1, ge=1, le=1024, description="engine processes")
     threads: int = Field(1, ge=1, le=256, description="torch threads of each engine")
     slots: int = Field(128, ge=1, le=65_536, description="answers decoded together by one engine")
-    cache_tokens: int = Field(
-        1_048_576,
-        ge=64,
-        description="tokens (prompt + max_tokens, summed over the answers decoded together) whose keys and values may "
-        "be kept; an answer waits until it fits",
+    cache_gib: float = Field(
+        4.0,
+        gt=0,
+        le=1_048_576,
+        allow_inf_nan=False,
+        description="GiB of keys and values that one engine may hold; when they are full, the newest answers lose "
+        "theirs and are computed again later",
     )
     on_update: Literal["recompute", "keep"] = Field(
         "recompute", description="what becomes of the KV cache of running answers when weights are loaded"

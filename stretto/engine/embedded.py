@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Answers
@@ -53,18 +53,21 @@ class EmbeddedEngine:
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, *, name: str = "engine", version: int = 0) -> None:
-        self._policy = CachedPolicy(model.requires_grad_(False).eval())
+        cache_bytes = int(config.cache_gib * 2**30)
+        self._policy = CachedPolicy(model.requires_grad_(False).eval(), cache_bytes)
         if model.config.get_text_config().hidden_size >= _WIDE:
             use_onednn(model)
         self._parameters = dict(model.named_parameters())
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
-        self._scheduler = Scheduler(config.slots, config.cache_tokens)
-        self._answers = Answers(config.slots, self._policy.layout.context_length)
+        layout = self._policy.layout
+        self._scheduler = Scheduler(config.slots, cache_bytes // layout.bytes_per_token, layout.slot)
+        self._answers = Answers(config.slots, layout.context_length)
         self._stretches = Stretches(name)
         self.name = name
         self.version = version
         self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
+        self._preempted = 0
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended answers, by request, while others of it go on
 
@@ -116,6 +119,7 @@ class EmbeddedEngine:
         start, answers = time.monotonic(), self._answers
         for row, member in self._scheduler.admit():
             answers.open(row, member)
+        self._preempt()
         contexts, recomputed = self._take_contexts()
         if not contexts and not len(self._policy):
             return []
@@ -162,6 +166,7 @@ class EmbeddedEngine:
             prefilled=self._prefilled,
             recomputed=self._recomputed,
             interrupted=self._interrupted,
+            preempted=self._preempted,
             wasted=self._wasted,
             updates=self._updates,
             busy_seconds=self._busy_seconds,
@@ -173,18 +178,26 @@ class EmbeddedEngine:
         return self._stretches.drain()
 
     def check_integrity(self) -> None:
-        """Every row and every slot has exactly one owner.
+        """Every row and every slot has exactly one owner, and the cache holds the running answers and nothing else.
 
         Raises:
             BoundViolated: with what does not add up.
         """
         self._scheduler.check_integrity()
         self._policy.check_integrity()
+        if self._policy.rows != (running := set(self._scheduler.running)):
+            raise BoundViolated(f"rows {self._policy.rows} are cached, {running} run")
+
+    def _preempt(self) -> None:
+        """Let the running answers grow; where the cache is full, the newest make room and are computed again later."""
+        for row in self._scheduler.make_room(self._answers.lengths):
+            self._policy.release(row)
+            self._preempted += 1
 
     def _take_contexts(self) -> tuple[list[Context], bool]:
-        """What enters the cache in this step, and whether any of it was there before an update dropped it."""
+        """What enters the cache in this step, and whether any of it was there before and dropped."""
         answers, scheduler = self._answers, self._scheduler
-        if not scheduler.pending:
+        if not scheduler.has_room(answers.lengths):
             return [], False
         costs: dict[int, int] = {}
         first_siblings: dict[str, int] = {}
@@ -192,7 +205,7 @@ class EmbeddedEngine:
             begun, request = self._begun(row), scheduler.member(row).request.id
             shared = not begun and first_siblings.setdefault(request, row) != row
             costs[row] = 1 if shared else int(answers.lengths[row])
-        taken = scheduler.take_pending(costs, self._config.max_prefill_tokens)
+        taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, answers.lengths)
         again = self._interrupted_contexts([row for row in taken if self._begun(row)])
         prompts: dict[str, list[int]] = {}
         for row in (row for row in taken if not self._begun(row)):

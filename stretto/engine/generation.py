@@ -73,6 +73,7 @@ class Generation:
         try:
             while True:
                 if self.engine.idle:
+                    self.engine.check_integrity()  # nothing is owed to anybody, so nothing may be held
                     self._work.clear()
                     await self._work.wait()  # without a deadline: having nothing to do is no failure
                 for completion in self.engine.step():

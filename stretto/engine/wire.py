@@ -46,7 +46,7 @@ class EngineHealth(Record, frozen=True):
     """How an engine is. Counters count from its start.
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
-    interrupted=412, wasted=0, updates=7, busy_seconds=3.2)``
+    interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
     """
 
     version: int  # policy version of the weights in the model
@@ -54,8 +54,9 @@ class EngineHealth(Record, frozen=True):
     waiting: int  # answers that wait for a slot
     generated: int  # tokens sampled
     prefilled: int  # prompt tokens computed, once per group that enters together
-    recomputed: int  # tokens computed again because an update dropped their keys and values
+    recomputed: int  # tokens computed again because an update, or a full cache, dropped their keys and values
     interrupted: int  # answers stopped in mid-sentence by an update, counted at each update
+    preempted: int  # answers that lost their keys and values because the cache was full, counted each time
     wasted: int  # tokens sampled for requests that were aborted, those of answers that had ended included
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading

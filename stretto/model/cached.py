@@ -18,7 +18,7 @@ vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,11 +27,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.kinds import Attention, check_attention
 from stretto.model.layout import Packing, pack
-from stretto.model.packed import packed_attention
+from stretto.model.packed import capped_attention, packed_attention
 from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
 
 CACHED_ATTENTION = "stretto_cached"
@@ -58,6 +58,15 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Sight:
+    """What the rows of a shelf see in the layers of one window: cached tokens from `first` to before `end`."""
+
+    first: int
+    end: int
+    bias: Tensor  # [R, 1, 1, end - first], 0 where the row sees a token, -inf where it does not
+
+
+@dataclass(frozen=True)
 class ShelfStep:
     """The rows of one shelf: what is written to it, and how its rows read."""
 
@@ -67,19 +76,24 @@ class ShelfStep:
     sources: Tensor | slice  # [W] packed tokens whose keys and values are written
     slots: Tensor  # [W]
     positions: Tensor  # [W]
-    bias: Tensor  # [R, 1, 1, L], 0 where the row has a token, -inf behind its newest one
+    sights: Mapping[int | None, Sight]  # by the window of a layer
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: tuple[float, int | None, float | None]
+    ) -> Tensor:
         keys, values = self.shelf.keys[layer], self.shelf.values[layer]
         keys[self.slots, :, self.positions] = k_TKD[self.sources]
         values[self.slots, :, self.positions] = v_TKD[self.sources]
-        rows, longest = self.stop - self.start, self.bias.shape[3]
+        scaling, window, softcap = rule
+        sight, rows = self.sights[window], self.stop - self.start
         _, heads, width = q_THD.shape
         # The G query heads of one key head stand where a longer query would: no key is copied for them.
         q = q_THD[self.start : self.stop].reshape(rows, keys.shape[1], heads // keys.shape[1], width)
-        out = functional.scaled_dot_product_attention(
-            q, keys[:rows, :, :longest], values[:rows, :, :longest], attn_mask=self.bias, scale=scaling
-        )
+        k, v = keys[:rows, :, sight.first : sight.end], values[:rows, :, sight.first : sight.end]
+        if softcap is None:
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=sight.bias, scale=scaling)
+        else:
+            out = capped_attention(q, k, v, sight.bias, softcap, scaling)
         return out.reshape(rows, heads, width)
 
 
@@ -100,20 +114,21 @@ def cached_attention(
     *,
     scaling: float,
     stretto_step: StepPlan,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
 
-    Raises:
-        ModelFolderError: the layer asks for attention that is not plain causal attention (seen with its first context).
+    What a layer may ask for was checked when the policy was made (`stretto.model.kinds.check_attention`).
     """
-    layer = cast(int, module.layer_idx)
+    layer, rule = cast(int, module.layer_idx), (scaling, sliding_window, softcap)
     q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
-    parts = [shelf.attend(layer, q_THD, k_TKD, v_TKD, scaling) for shelf in stretto_step.shelves]
-    if stretto_step.contexts is not None:
-        packing = stretto_step.contexts
+    parts = [shelf.attend(layer, q_THD, k_TKD, v_TKD, rule) for shelf in stretto_step.shelves]
+    if (packing := stretto_step.contexts) is not None:
         q, k, v = (x[:, :, : packing.tokens] for x in (query, key, value))
-        parts.insert(0, packed_attention(module, q, k, v, None, packing=packing, scaling=scaling, **rest)[0][0])
+        asked: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        parts.insert(0, packed_attention(module, q, k, v, None, packing=packing, **asked, **rest)[0][0])
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
 
 
@@ -132,11 +147,18 @@ class CachedPolicy:
         policy.release(0)
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        refuse_unsupported(model.config)
+    def __init__(self, model: PreTrainedModel, most_bytes: int | None = None) -> None:
+        """`most_bytes` bounds the memory of keys and values between two steps.
+
+        Raises:
+            ModelFolderError: the model's attention is of a kind that is not computed (`stretto.model.kinds`).
+        """
+        attention = check_attention(model)
         self.model = model
-        self.layout = cache_layout(model)
-        self._shelves = Shelves(self.layout)
+        self.layout = cache_layout(model, attention)
+        self._windows = attention.windows
+        most_tokens = None if most_bytes is None else most_bytes // self.layout.bytes_per_token
+        self._shelves = Shelves(self.layout, most_tokens)
         self._places_L = torch.arange(self.layout.context_length, device=self.layout.device)
 
     def __len__(self) -> int:
@@ -144,6 +166,16 @@ class CachedPolicy:
 
     def __contains__(self, row: int) -> bool:
         return row in self._shelves
+
+    @property
+    def rows(self) -> set[int]:
+        """The rows that are cached."""
+        return self._shelves.rows()
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Memory held for keys and values now."""
+        return self._shelves.tokens_allocated() * self.layout.bytes_per_token
 
     def release(self, row: int) -> None:
         """Forget a row."""
@@ -170,7 +202,7 @@ class CachedPolicy:
         """
         self._make_room(lengths, contexts)
         used = self._shelves.used()
-        order = np.concatenate([np.asarray(shelf.owners, dtype=np.int64) for shelf in used])
+        order = np.concatenate([shelf.rows for shelf in used])
         carried = _without_empty(contexts)
         tokens = np.concatenate([context.own for context in carried] + [newest[order]])
         newest_places = lengths[order] - 1
@@ -187,7 +219,7 @@ class CachedPolicy:
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:
         for shelf in self._shelves.used():
-            rows = np.asarray(shelf.owners)
+            rows = shelf.rows
             for row in rows[(rows != HOLE) & (lengths[rows] > shelf.length)].tolist():
                 self._shelves.stretch(row, int(lengths[row]))
         for row in (row for context in contexts for row in context.rows):
@@ -222,14 +254,24 @@ class CachedPolicy:
     def _shelf_step(self, shelf: Shelf, start: int, newest: Ints, writes: list[Ints]) -> ShelfStep:
         rows = len(newest)
         positions = self._tensor(newest)
-        behind = self._places_L[: int(newest.max()) + 1] > positions[:, None]
-        bias = positions.new_zeros(behind.shape, dtype=self.layout.dtype).masked_fill_(behind, -torch.inf)
+        sights = {window: self._sight(newest, positions, window) for window in self._windows}
         sources: Tensor | slice = slice(start, start + rows)
         slots = torch.arange(rows, device=self.layout.device)
         if writes:
             own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
             sources, slots, positions = self._tensor(np.concatenate([*writes, own], axis=1)).unbind(0)
-        return ShelfStep(shelf, start, start + rows, sources, slots, positions, bias[:, None, None])
+        return ShelfStep(shelf, start, start + rows, sources, slots, positions, sights)
+
+    def _sight(self, newest: Ints, positions: Tensor, window: int | None) -> Sight:
+        """What rows whose newest tokens are at `newest` see: places p with newest - window < p <= newest."""
+        end = int(newest.max()) + 1
+        first = 0 if window is None else max(0, int(newest.min()) - window + 1)
+        places = self._places_L[first:end]
+        hidden = places > positions[:, None]
+        if window is not None and window < end:
+            hidden |= places <= positions[:, None] - window
+        bias = positions.new_zeros(hidden.shape, dtype=self.layout.dtype).masked_fill_(hidden, -torch.inf)
+        return Sight(first, end, bias[:, None, None])
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.layout.device)
@@ -245,35 +287,13 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
     ]
 
 
-def cache_layout(model: PreTrainedModel) -> CacheLayout:
-    """The shape of one cached token, from the model's config."""
-    config = model.config.get_text_config()
+def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:
+    """The shape of one cached token."""
     return CacheLayout(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        context_length=config.max_position_embeddings,
+        layers=attention.layers,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        context_length=model.config.get_text_config().max_position_embeddings,
         dtype=model.dtype,
         device=model.device,
     )
-
-
-def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse kinds of attention that the cached path does not compute.
-
-    Raises:
-        ModelFolderError: sliding windows, capped or sinking attention scores, compressed (latent) keys; all of them.
-    """
-    text = config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
-    window = getattr(text, "sliding_window", None)
-    found = [f"layers of the kind {kind!r}" for kind in kinds]
-    if not getattr(text, "layer_types", None) and window and window < text.max_position_embeddings:
-        found.append(f"a sliding window of {window}")
-    if getattr(text, "attn_logit_softcapping", None):
-        found.append(f"attention scores capped at {text.attn_logit_softcapping}")
-    if getattr(text, "kv_lora_rank", None):
-        found.append("latent keys and values")
-    if found:
-        remedy = "the embedded engine computes full attention only; use a remote engine for this model"
-        raise ModelFolderError(Problem(f"config.json ({text.model_type})", what, remedy) for what in found)

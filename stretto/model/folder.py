@@ -16,8 +16,12 @@ from transformers.utils import logging
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.inspection import ModelFolder, eos_token_ids, inspect_model_folder
+from stretto.model.kinds import check_attention
 
 __all__ = ["ModelFolder", "eos_token_ids", "inspect_model_folder", "load_policy", "save_policy", "whole_folder"]
+
+#: How the names of our attention paths begin.
+OURS = "stretto_"
 
 _WEIGHTS = ("model*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json")
 
@@ -36,7 +40,8 @@ def load_policy(
     ``"auto"`` is the GPU if there is one.
 
     Raises:
-        ModelFolderError: transformers cannot load the folder, or would make up some of its weights.
+        ModelFolderError: transformers cannot load the folder, or would make up some of its weights; or its attention is
+            of a kind that our paths do not compute (`stretto.model.kinds`).
     """
     if not Path(path).is_dir():
         raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
@@ -59,6 +64,8 @@ def load_policy(
         found = f"lacks the weight {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         raise ModelFolderError([Problem(str(path), found, "copy or download the folder again")])
     policy: PreTrainedModel = model.to(_device(device)).eval()
+    if attention.startswith(OURS):
+        check_attention(policy)
     return policy
 
 

@@ -10,6 +10,7 @@ Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,11 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.kinds import UNSUPPORTED
 from stretto.model.layout import Packing
 
 #: The name under which transformers finds the packed path (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"
-
-#: Arguments by which transformers asks for attention that is not plain causal attention.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 class _ToCells(torch.autograd.Function):
@@ -72,29 +71,72 @@ def _to_tokens(cells: Tensor, packing: Packing) -> Tensor:
     return cast(Tensor, _ToTokens.apply(cells, packing))  # type: ignore[no-untyped-call]
 
 
-def _bucketed(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, scaling: float | None, dropout: float
+@dataclass(frozen=True)
+class Rule:
+    """How a layer attends, beside being causal: what it hands to its attention function."""
+
+    scaling: float | None = None  # None: one over the square root of the head's width
+    window: int | None = None  # tokens that are seen, the looking one included
+    softcap: float | None = None  # scores are bent to stay between -softcap and softcap
+    dropout: float = 0.0
+
+
+def capped_attention(
+    query_BHLD: Tensor, key_BHLD: Tensor, value_BHLD: Tensor, hidden_LL: Tensor, softcap: float, scaling: float | None
 ) -> Tensor:
+    """Attention whose scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), [B, H, L, D].
+
+    Heads of keys may be 1 where those of queries are more; `hidden_LL` is added to the scores, -inf where not seen.
+    """
+    scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query_BHLD @ key_BHLD.transpose(-1, -2) * scale
+    weights = (softcap * torch.tanh(scores / softcap) + hidden_LL).softmax(-1, dtype=torch.float32)
+    return weights.to(query_BHLD.dtype) @ value_BHLD
+
+
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which tokens [L, L] a token sees: those before it and itself, in its window."""
+    places = torch.arange(length, device=device)
+    behind = places[:, None] - places[None, :]
+    return (behind >= 0) & (behind < (length if window is None else window))
+
+
+def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: Rule) -> Tensor:
+    """Causal attention of sequences of one length, [B, H, L, D]."""
+    rows, heads, length, width = query_BHLD.shape
+    kv_heads = key_BKLD.shape[1]
+    if rule.softcap is not None:
+        seen = _seen(length, rule.window, query_BHLD.device)
+        hidden = torch.zeros_like(seen, dtype=query_BHLD.dtype).masked_fill_(~seen, -torch.inf)
+        grouped = query_BHLD.reshape(rows, kv_heads, heads // kv_heads, length, width)
+        keys, values = key_BKLD[:, :, None], value_BKLD[:, :, None]
+        return capped_attention(grouped, keys, values, hidden, rule.softcap, rule.scaling).flatten(1, 2)
+    windowed = rule.window is not None and rule.window < length
+    return functional.scaled_dot_product_attention(
+        query_BHLD,
+        key_BKLD,
+        value_BKLD,
+        attn_mask=_seen(length, rule.window, query_BHLD.device) if windowed else None,
+        is_causal=not windowed,
+        dropout_p=rule.dropout,
+        scale=rule.scaling,
+        enable_gqa=heads != kv_heads,
+    )
+
+
+def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Causal attention bucket by bucket: one gather in, one gather out, dense attention between. Any device."""
     sizes = [rows * length for rows, length in packing.buckets]
     columns = [_to_cells(x, packing).split(sizes) for x in (query_THD, key_TKD, value_TKD)]
     attended = []
     for (rows, length), *cells in zip(packing.buckets, *columns, strict=True):
         query, key, value = (x.view(rows, length, *x.shape[1:]).transpose(1, 2) for x in cells)
-        out_BHLD = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        out_BHLD = _in_bucket(query, key, value, rule)
         attended.append(out_BHLD.transpose(1, 2).reshape(rows * length, *query_THD.shape[1:]))
     return _to_tokens(torch.cat(attended), packing)
 
 
-def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Flash attention over the packed row itself; CUDA and half precision only."""
     boundaries = packing.boundaries()
     return cast(
@@ -107,8 +149,8 @@ def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packi
             boundaries,
             packing.longest,
             packing.longest,
-            scale=scaling,
-            window_size=(-1, 0),
+            scale=rule.scaling,
+            window_size=(-1 if rule.window is None else rule.window - 1, 0),
             enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
         ),
     )
@@ -125,24 +167,24 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
 
     Raises:
-        ModelFolderError: the layer asks for attention that is not plain causal attention.
+        ModelFolderError: the layer asks for attention that is not computed here (`stretto.model.kinds`).
     """
-    asked = [name for name in _UNSUPPORTED if rest.get(name) is not None]
-    if sliding_window is not None and sliding_window < packing.longest:
-        asked.append(f"sliding_window = {sliding_window} below the longest sequence, {packing.longest}")
+    asked = [name for name in UNSUPPORTED if rest.get(name) is not None]
     if asked:
         place = type(module).__name__
-        raise ModelFolderError([Problem(place, ", ".join(asked), "the packed path knows plain causal attention only")])
+        raise ModelFolderError([Problem(place, ", ".join(asked), "the packed path does not compute this")])
+    rule = Rule(scaling, sliding_window, softcap, dropout)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    flash = value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0
+    flash = value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0 and softcap is None
     if flash and not packing.borrows:
-        return _flash(query_THD, key_TKD, value_TKD, packing, scaling)[None], None
-    return _bucketed(query_THD, key_TKD, value_TKD, packing, scaling, dropout)[None], None
+        return _flash(query_THD, key_TKD, value_TKD, packing, rule)[None], None
+    return _bucketed(query_THD, key_TKD, value_TKD, packing, rule)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -8,6 +8,9 @@ The used slots of a shelf are always 0..n-1 when a step runs, so that attention 
 the longest row of *that shelf*: a long straggler does not make the short rows pay for its length, and no slot
 reserves the whole context. A moved row is copied once per doubling, like a list that grows.
 
+Shelves keep spare slots for the rows to come. With a budget (`most_tokens`) the spare slots of all shelves are given
+back as soon as the slots together would exceed it; the rows themselves are kept within it by the one who admits them.
+
 Axes: Z layers, S slots, K key/value heads, L tokens of a slot, D width of a head.
 """
 
@@ -15,10 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stretto.core.errors import BoundViolated
+
+Ints = npt.NDArray[np.int64]
 
 SHORTEST = 64
 HOLE = -1
@@ -36,6 +43,15 @@ class CacheLayout:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def slot(self, tokens: int) -> int:
+        """Tokens of the slot that a row of so many tokens takes."""
+        return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.context_length)
+
 
 class Shelf:
     """Slots of one length. `owners[slot]` is the row that holds the slot, or HOLE until the next `close_holes`."""
@@ -45,28 +61,55 @@ class Shelf:
         self.owners: list[int] = []
         self.holes: list[int] = []
         self._layout = layout
-        self._hold(self._zeros(_FIRST_SLOTS))
+        self._rows: Ints | None = None
+        self._hold(self._zeros(0))
 
-    def take(self, row: int) -> int:
-        """A slot for `row`: a hole if there is one, else the next slot."""
+    @property
+    def rows(self) -> Ints:
+        """`owners` as an array, made once for all the steps between two changes."""
+        if self._rows is None:
+            self._rows = np.asarray(self.owners, dtype=np.int64)
+        return self._rows
+
+    @property
+    def capacity(self) -> int:
+        """Slots in memory."""
+        return self.cache.shape[2]
+
+    def take(self, row: int, most_spare: int | None = None) -> int:
+        """A slot for `row`: a hole if there is one, else the next slot; at most `most_spare` more come with it."""
+        self._rows = None
         if self.holes:
             slot = self.holes.pop()
             self.owners[slot] = row
             return slot
-        if len(self.owners) == self.cache.shape[2]:
-            grown = self._zeros(2 * len(self.owners))
-            grown[:, :, : len(self.owners)] = self.cache
-            self._hold(grown)
+        used = len(self.owners)
+        if used == self.capacity:
+            spare = max(used, _FIRST_SLOTS) - 1
+            self.resize(used + 1 + (spare if most_spare is None else min(spare, most_spare)))
         self.owners.append(row)
-        return len(self.owners) - 1
+        return used
+
+    def resize(self, slots: int) -> None:
+        """Hold so many slots, at least those in use."""
+        resized = self._zeros(slots)
+        resized[:, :, : len(self.owners)] = self.cache[:, :, : len(self.owners)]
+        self._hold(resized)
 
     def free(self, slot: int) -> None:
+        self._rows = None
         self.owners[slot] = HOLE
         self.holes.append(slot)
 
+    def clear(self) -> None:
+        """Forget all rows; the memory stays."""
+        self._rows = None
+        self.owners.clear()
+        self.holes.clear()
+
     def close_holes(self) -> list[tuple[int, int]]:
         """Move the last rows into the holes; returns the moved ``(row, slot)`` pairs."""
-        moved = []
+        self._rows, moved = None, []
         for hole in sorted(self.holes):
             while self.owners and self.owners[-1] == HOLE:
                 self.owners.pop()
@@ -102,10 +145,12 @@ class Shelves:
         shelves.close_holes()           # the hole is gone
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, most_tokens: int | None = None) -> None:
         self._layout = layout
+        self._most_tokens = most_tokens
         self._shelves: dict[int, Shelf] = {}
         self._places: dict[int, tuple[Shelf, int]] = {}
+        self._placed = False  # since the budget was looked at last
 
     def __len__(self) -> int:
         return len(self._places)
@@ -123,7 +168,8 @@ class Shelves:
     def place(self, row: int, tokens: int) -> tuple[Shelf, int]:
         """Give `row` a slot that holds `tokens` tokens."""
         shelf = self._shelf(tokens)
-        self._places[row] = (shelf, shelf.take(row))
+        self._placed = True
+        self._places[row] = (shelf, shelf.take(row, self._most_spare(shelf)))
         return self._places[row]
 
     def stretch(self, row: int, tokens: int) -> None:
@@ -141,17 +187,24 @@ class Shelves:
         """Forget all rows; the memory stays."""
         self._places.clear()
         for shelf in self._shelves.values():
-            shelf.owners.clear()
-            shelf.holes.clear()
+            shelf.clear()
 
     def close_holes(self) -> None:
+        """Make the used slots of each shelf its first; then keep the budget."""
         for shelf in self._shelves.values():
             if shelf.holes:
                 self._places.update((row, (shelf, slot)) for row, slot in shelf.close_holes())
+        if self._placed and self._most_tokens is not None:
+            self._give_back(self._most_tokens)
+            self._placed = False
+
+    def tokens_used(self) -> int:
+        """Tokens of the slots that rows hold."""
+        return sum(shelf.length for shelf, _ in self._places.values())
 
     def tokens_allocated(self) -> int:
         """Tokens that the memory held now could keep."""
-        return sum(shelf.length * shelf.cache.shape[2] for shelf in self._shelves.values())
+        return sum(shelf.length * shelf.capacity for shelf in self._shelves.values())
 
     def check_integrity(self) -> None:
         """Each slot is a hole or owned by exactly the row that says so.
@@ -169,8 +222,29 @@ class Shelves:
             if sorted(shelf.holes) != [slot for slot, owner in enumerate(shelf.owners) if owner == HOLE]:
                 raise BoundViolated(f"shelf {shelf.length} lost count of its holes")
 
+    def rows(self) -> set[int]:
+        """The rows that have a slot."""
+        return set(self._places)
+
+    def _give_back(self, most_tokens: int) -> None:
+        """Free spare slots, most spare memory first, until the shelves hold no more than this."""
+
+        def spare(shelf: Shelf) -> int:
+            return shelf.length * (shelf.capacity - len(shelf.owners))
+
+        for shelf in sorted(self._shelves.values(), key=spare, reverse=True):
+            if (excess := self.tokens_allocated() - most_tokens) <= 0:
+                return
+            shelf.resize(max(len(shelf.owners), shelf.capacity + -excess // shelf.length))
+
+    def _most_spare(self, shelf: Shelf) -> int | None:
+        """Slots that the budget allows a shelf to take beyond the one that is needed."""
+        if self._most_tokens is None:
+            return None
+        return max(0, (self._most_tokens - self.tokens_allocated()) // shelf.length - 1)
+
     def _shelf(self, tokens: int) -> Shelf:
-        length = min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self._layout.context_length)
+        length = self._layout.slot(tokens)
         if tokens > length:
             raise BoundViolated(f"{tokens} tokens do not fit the context of {length}")
         if length not in self._shelves:

@@ -1,10 +1,14 @@
-"""Promises: first come, first served; an answer is waiting, pending or running, and only one of them; nothing is lost.
+"""Promises: first come, first served; an answer is waiting, pending or running, and only one of them; nothing is lost;
+a full cache preempts the newest answers and never the oldest.
 
-A law, under Hypothesis: after any story of the five verbs every row and every answer is accounted for.
+Laws, under Hypothesis: after any story of the verbs every row and every answer is accounted for; with any cache that
+holds its answers one by one, however they grow and are interrupted, all of them end, and the oldest grows every time.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,12 +27,26 @@ def admitted(scheduler: Scheduler) -> list[tuple[str, int]]:
     return [(member.request.id, member.index) for _, member in scheduler.admit()]
 
 
+def lengths(rows: int, tokens: int = 4) -> npt.NDArray[np.int64]:
+    return np.full(rows, tokens, np.int64)
+
+
 def start_all(scheduler: Scheduler) -> list[int]:
-    return scheduler.take_pending(dict.fromkeys(scheduler.pending, 1), 1000)
+    return scheduler.take_pending(dict.fromkeys(scheduler.pending, 1), 1000, lengths(16))
+
+
+def exactly(tokens: int) -> int:
+    """Slots as long as what they hold."""
+    return tokens
+
+
+def doubling(tokens: int) -> int:
+    """Slots of 4, 8, 16 ... tokens."""
+    return max(4, 1 << (tokens - 1).bit_length())
 
 
 def test_the_story_of_the_docstring() -> None:
-    scheduler = Scheduler(rows=2, cache_tokens=1000)
+    scheduler = Scheduler(rows=2, cache_tokens=1000, slot=exactly)
     scheduler.add(request("a", answers=3))
     assert admitted(scheduler) == [("a", 0), ("a", 1)]
     assert start_all(scheduler) == [0, 1]
@@ -38,7 +56,7 @@ def test_the_story_of_the_docstring() -> None:
 
 
 def test_requests_are_served_in_the_order_of_their_arrival() -> None:
-    scheduler = Scheduler(rows=3, cache_tokens=1000)
+    scheduler = Scheduler(rows=3, cache_tokens=1000, slot=exactly)
     for name in "abcd":
         scheduler.add(request(name))
     assert admitted(scheduler) == [("a", 0), ("b", 0), ("c", 0)]
@@ -47,23 +65,50 @@ def test_requests_are_served_in_the_order_of_their_arrival() -> None:
     assert admitted(scheduler) == [("d", 0)]
 
 
-def test_an_answer_waits_until_the_cache_has_room_for_all_that_it_may_become() -> None:
-    scheduler = Scheduler(rows=8, cache_tokens=25)  # two answers of 10 tokens, not three
-    scheduler.add(request("a", answers=3))
-    assert len(scheduler.admit()) == 2
-    start_all(scheduler)
+def test_an_answer_waits_until_the_cache_has_room_for_what_it_is_now_and_for_some_growth() -> None:
+    scheduler = Scheduler(rows=8, cache_tokens=32, slot=exactly)  # room for 8 of 4 tokens, 2 of them left to growth
+    scheduler.add(request("a", answers=8))
+    scheduler.admit()
+    assert start_all(scheduler) == [0, 1, 2, 3, 4, 5, 6]
+    assert not scheduler.has_room(lengths(8))
     scheduler.finish(0)
-    assert len(scheduler.admit()) == 1
+    assert start_all(scheduler) == [7]
     scheduler.check_integrity()
 
 
+def test_when_the_cache_is_full_the_newest_answers_make_room_and_come_back_in_their_order() -> None:
+    scheduler = Scheduler(rows=4, cache_tokens=17, slot=exactly)
+    scheduler.add(request("a", answers=4))
+    scheduler.admit()
+    assert start_all(scheduler) == [0, 1, 2, 3]
+    assert scheduler.make_room(lengths(4, 4)) == []
+    assert scheduler.make_room(lengths(4, 6)) == [3, 2]  # 24 tokens, 18, 12
+    assert (scheduler.running, scheduler.pending) == ([0, 1], (2, 3))
+    scheduler.check_integrity()
+    assert scheduler.make_room(lengths(4, 9)) == [1]
+    assert start_all(scheduler) == [1]
+    scheduler.finish(0)
+    assert start_all(scheduler) == [2, 3]
+    scheduler.check_integrity()
+
+
+def test_the_newest_makes_room_for_its_own_growth_too() -> None:
+    scheduler = Scheduler(rows=2, cache_tokens=12, slot=exactly)
+    scheduler.add(request("a", answers=2))
+    scheduler.admit()
+    start_all(scheduler)
+    assert scheduler.make_room(np.array([4, 9])) == [1]
+
+
 def test_an_answer_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(RefusedRequest, match=r"sampling.max_tokens: 10 with the prompt.*cache_tokens = 9"):
-        Scheduler(rows=8, cache_tokens=9).add(request("a"))
+    with pytest.raises(RefusedRequest, match=r"sampling.max_tokens: 10 with the prompt.*holds 9 tokens.*cache_gib"):
+        Scheduler(rows=8, cache_tokens=9, slot=exactly).add(request("a"))
+    with pytest.raises(RefusedRequest, match="10 with the prompt"):
+        Scheduler(rows=8, cache_tokens=15, slot=doubling).add(request("a"))
 
 
 def test_an_id_that_is_in_use_is_refused_until_its_answers_have_ended() -> None:
-    scheduler = Scheduler(rows=1, cache_tokens=1000)
+    scheduler = Scheduler(rows=1, cache_tokens=1000, slot=exactly)
     scheduler.add(request("a"))
     with pytest.raises(RefusedRequest, match="id: 'a'"):
         scheduler.add(request("a"))
@@ -75,7 +120,7 @@ def test_an_id_that_is_in_use_is_refused_until_its_answers_have_ended() -> None:
 
 
 def test_interrupted_answers_come_before_new_ones_in_a_budget_of_tokens() -> None:
-    scheduler = Scheduler(rows=4, cache_tokens=1000)
+    scheduler = Scheduler(rows=4, cache_tokens=1000, slot=exactly)
     scheduler.add(request("a", answers=2))
     scheduler.admit()
     start_all(scheduler)
@@ -83,17 +128,17 @@ def test_interrupted_answers_come_before_new_ones_in_a_budget_of_tokens() -> Non
     scheduler.admit()
     scheduler.interrupt()
     costs = {0: 50, 1: 30, 2: 4, 3: 4}
-    assert scheduler.take_pending(costs, 40) == [0]  # over the budget by itself: one row at least
-    assert scheduler.take_pending(costs, 40) == [1, 2, 3]
+    assert scheduler.take_pending(costs, 40, lengths(4)) == [0]  # over the budget by itself: one row at least
+    assert scheduler.take_pending(costs, 40, lengths(4)) == [1, 2, 3]
     scheduler.check_integrity()
 
 
 def test_aborting_forgets_waiting_pending_and_running_answers_of_that_request_only() -> None:
-    scheduler = Scheduler(rows=3, cache_tokens=1000)
+    scheduler = Scheduler(rows=3, cache_tokens=1000, slot=exactly)
     scheduler.add(request("a", answers=2))
     scheduler.add(request("b", answers=3))
     scheduler.admit()
-    scheduler.take_pending(dict.fromkeys(scheduler.pending, 10), 20)
+    scheduler.take_pending(dict.fromkeys(scheduler.pending, 10), 20, lengths(3))
     assert scheduler.abort("b") == [2]
     scheduler.check_integrity()
     assert (scheduler.waiting, scheduler.rows_in_use) == (0, 2)
@@ -103,21 +148,26 @@ def test_aborting_forgets_waiting_pending_and_running_answers_of_that_request_on
     scheduler.check_integrity()
 
 
-VERBS = st.sampled_from(["add", "admit", "take", "finish", "interrupt", "abort"])
+VERBS = st.sampled_from(["add", "admit", "take", "grow", "finish", "interrupt", "abort"])
 
 
 @given(st.lists(st.tuples(VERBS, st.integers(0, 5)), max_size=80))
 def test_every_row_and_every_answer_is_accounted_for_whatever_happens(story: list[tuple[str, int]]) -> None:
-    scheduler, opened, ended, aborted = Scheduler(rows=4, cache_tokens=35), 0, 0, 0
+    scheduler, opened, ended, aborted = Scheduler(rows=4, cache_tokens=35, slot=doubling), 0, 0, 0
+    tokens = lengths(4)
     for at, (verb, number) in enumerate(story):
         before = scheduler.waiting + scheduler.rows_in_use
         if verb == "add":
             scheduler.add(request(f"{at}.{number}", answers=number + 1))
             opened += number + 1
         elif verb == "admit":
-            scheduler.admit()
+            tokens[[row for row, _ in scheduler.admit()]] = 4
         elif verb == "take":
-            scheduler.take_pending(dict.fromkeys(scheduler.pending, 5), 5 * number)
+            scheduler.take_pending(dict.fromkeys(scheduler.pending, 5), 5 * number, tokens)
+        elif verb == "grow":
+            tokens[scheduler.running] += 3 * number
+            tokens = tokens.clip(max=10)
+            scheduler.make_room(tokens)
         elif verb == "finish" and scheduler.running:
             scheduler.finish(scheduler.running[number % len(scheduler.running)])
             ended += 1
@@ -130,3 +180,40 @@ def test_every_row_and_every_answer_is_accounted_for_whatever_happens(story: lis
         scheduler.check_integrity()
         assert opened == ended + aborted + scheduler.waiting + scheduler.rows_in_use
         assert scheduler.idle == (opened == ended + aborted)
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 8), st.integers(1, 24)), min_size=1, max_size=8),
+    spare=st.integers(0, 40),
+    rows=st.integers(1, 5),
+    prefill=st.integers(1, 60),
+    updates=st.sets(st.integers(0, 60)),
+)
+def test_all_answers_end_and_the_oldest_grows_in_every_step(
+    wanted: list[tuple[int, int, int]], spare: int, rows: int, prefill: int, updates: set[int]
+) -> None:
+    most = max(doubling(prompt + answer) for _, prompt, answer in wanted)
+    scheduler, tokens, limits = Scheduler(rows, most + spare, doubling), lengths(rows), lengths(rows)
+    for at, (answers, prompt, answer) in enumerate(wanted):
+        scheduler.add(request(str(at), answers=answers, prompt=prompt, max_tokens=answer))
+    todo, step = sum(answers * answer for answers, _, answer in wanted), 0
+    arrival: list[tuple[str, int]] = []
+    while not scheduler.idle:
+        for row, member in scheduler.admit():
+            tokens[row], limits[row] = len(member.request.prompt_token_ids), member.tokens
+            arrival.append((member.request.id, member.index))
+        scheduler.make_room(tokens)
+        scheduler.take_pending({row: int(tokens[row]) for row in scheduler.pending}, prefill, tokens)
+        scheduler.check_integrity()
+        running = {(m.request.id, m.index): row for row in scheduler.running for m in [scheduler.member(row)]}
+        assert arrival[0] in running  # the oldest of all that have not ended
+        for name, row in running.items():
+            tokens[row] += 1
+            if tokens[row] == limits[row]:
+                scheduler.finish(row)
+                arrival.remove(name)
+        if step in updates:
+            scheduler.interrupt()
+        step += 1
+        assert step <= todo
+    scheduler.check_integrity()

@@ -18,12 +18,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from stretto.core.errors import DeadlineExceeded, EngineLost, RecipeError, RefusedRequest, TornPublication, WireError
+from stretto.core.errors import (
+    BoundViolated,
+    DeadlineExceeded,
+    EngineLost,
+    RecipeError,
+    RefusedRequest,
+    TornPublication,
+    WireError,
+)
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
 from stretto.engine.connections import Connections
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.generation import Generation
 from stretto.engine.server import run_server, serve
 from stretto.engine.wire import Refusal
 from tests.engine.serving import Mailbox, served, until_up
@@ -302,3 +311,10 @@ def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_p
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(folder: Path) -> None:
+    engine = engine_of(folder)
+    engine._policy._shelves.place(1, 10)  # a slot that belongs to no answer
+    with pytest.raises(BoundViolated, match=r"rows \{1\} are cached, set\(\) run"):
+        asyncio.run(Generation(engine).run())

@@ -82,7 +82,8 @@ class ToyEngine:
         )
 
     def _health(self) -> EngineHealth:
-        counts = dict.fromkeys(("running", "waiting", "prefilled", "recomputed", "interrupted", "wasted", "updates"), 0)
+        zeros = ("running", "waiting", "prefilled", "recomputed", "interrupted", "preempted", "wasted", "updates")
+        counts = dict.fromkeys(zeros, 0)
         return EngineHealth(
             version=self.version, generated=self.generated, busy_seconds=1.0, unfinished=UNFINISHED, **counts
         )

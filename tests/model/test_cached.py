@@ -1,45 +1,59 @@
 """Promises: the cached path computes what the plain transformers model computes, for every row, whatever the batch
-holds, for Qwen2, Qwen3 and Llama, with grouped heads; kinds of attention that it cannot compute are refused by name.
+holds, for full and sliding attention, with grouped heads, capped scores and experts.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from stretto.core.errors import ModelFolderError
-from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context, refuse_unsupported
+from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
 
 VOCABULARY = 30
-FAMILIES = [("qwen3", 2, 2), ("qwen3", 4, 1), ("qwen2", 4, 2), ("llama", 2, 1)]
+SLIDING = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("qwen3", 2, 2, {}),
+    ("qwen3", 4, 1, {}),
+    ("qwen2", 4, 2, {}),
+    ("llama", 2, 1, {}),
+    ("mistral", 4, 2, {"sliding_window": 11}),
+    ("gemma3_text", 4, 1, {"sliding_window": 7, "layer_types": SLIDING, "query_pre_attn_scalar": 8}),
+    ("gemma2", 4, 2, {"sliding_window": 9, "layer_types": SLIDING, "attn_logit_softcapping": 0.5}),
+    ("qwen3_moe", 4, 2, EXPERTS),
+    ("mixtral", 2, 1, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+]
 
 
-def config(family: str, heads: int, kv_heads: int) -> PreTrainedConfig:
-    return AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=16,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+def config(family: str, heads: int, kv_heads: int, special: dict[str, Any] | None = None) -> PreTrainedConfig:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return AutoConfig.for_model(family, **settings | (special or {}))
 
 
-def twins(family: str, heads: int, kv_heads: int) -> tuple[PreTrainedModel, CachedPolicy]:
+def twins(
+    family: str, heads: int, kv_heads: int, special: dict[str, Any] | None = None
+) -> tuple[PreTrainedModel, CachedPolicy]:
     """The plain model and the cached path, with equal weights."""
     torch.manual_seed(0)
-    shape = config(family, heads, kv_heads)
+    shape = config(family, heads, kv_heads, special)
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation="eager").eval()
     driven = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation=CACHED_ATTENTION).eval()
     driven.load_state_dict(plain.state_dict())
@@ -85,11 +99,11 @@ class Rows:
         return worst
 
 
-@pytest.mark.parametrize(("family", "heads", "kv_heads"), FAMILIES)
+@pytest.mark.parametrize(("family", "heads", "kv_heads", "special"), FAMILIES)
 def test_every_row_has_the_logits_of_the_plain_model_through_growth_departure_and_recomputation(
-    family: str, heads: int, kv_heads: int
+    family: str, heads: int, kv_heads: int, special: dict[str, Any]
 ) -> None:
-    rows = Rows(*twins(family, heads, kv_heads))
+    rows = Rows(*twins(family, heads, kv_heads, special))
     differences = [rows.step(rows.enter(58, 0, 1, 2), rows.enter(1, 3), rows.enter(20, 4), rows.enter(130, 5))]
     differences += [rows.step() for _ in range(8)]  # rows 0 to 2 outgrow their shelf of 64
     rows.leave(1)
@@ -119,21 +133,10 @@ def test_bfloat16_follows_float32() -> None:
     assert torch.allclose(exact.softmax(-1), rounded.softmax(-1), atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "sliding_attention"),
-        ({"attn_logit_softcapping": 30.0}, "capped at 30.0"),
-        ({"kv_lora_rank": 8}, "latent"),
-    ],
-)
-def test_attention_that_the_cache_cannot_serve_is_refused_by_name(settings: dict[str, object], found: str) -> None:
-    shape = AutoConfig.for_model("qwen3", num_hidden_layers=2, max_position_embeddings=256, **settings)
-    with pytest.raises(ModelFolderError, match=found):
-        refuse_unsupported(shape)
-
-
-def test_a_window_wider_than_the_context_is_no_window() -> None:
-    refuse_unsupported(AutoConfig.for_model("mistral", sliding_window=4096, max_position_embeddings=256))
-    with pytest.raises(ModelFolderError, match="a sliding window of 64"):
-        refuse_unsupported(AutoConfig.for_model("mistral", sliding_window=64, max_position_embeddings=256))
+def test_a_layer_reads_no_further_back_than_its_window() -> None:
+    rows = Rows(*twins("mistral", 2, 1, {"sliding_window": 10}))
+    rows.step(rows.enter(50, 0), rows.enter(40, 1))
+    shelf, _ = rows.policy._shelves.place_of(0)
+    with torch.inference_mode():
+        shelf.cache[..., :30, :] = torch.nan  # what both rows have left behind is never looked at again
+    assert rows.step() < 1e-5

@@ -1,4 +1,5 @@
-"""Promises: a row keeps its keys and values wherever it is moved; each slot has one owner; holes are closed.
+"""Promises: a row keeps its keys and values wherever it is moved; each slot has one owner; holes are closed; a budget
+that the rows keep is kept by the memory, too.
 
 A law, under Hypothesis: after any sequence of placing, stretching and releasing, every row reads back what it wrote.
 """
@@ -16,8 +17,8 @@ from stretto.model.shelves import CacheLayout, Shelves
 CPU = torch.device("cpu")
 
 
-def shelves(context_length: int = 300) -> Shelves:
-    return Shelves(CacheLayout(2, 1, 4, context_length, torch.float32, CPU))
+def shelves(context_length: int = 300, most_tokens: int | None = None) -> Shelves:
+    return Shelves(CacheLayout(2, 1, 4, context_length, torch.float32, CPU), most_tokens)
 
 
 def write(shelved: Shelves, row: int) -> None:
@@ -79,6 +80,24 @@ def test_a_shelf_grows_and_keeps_its_rows() -> None:
     assert shelved.tokens_allocated() == 16 * 64
 
 
+def test_a_token_takes_the_bytes_of_its_keys_and_values_in_all_layers() -> None:
+    layout = CacheLayout(layers=2, kv_heads=3, head_dim=4, context_length=300, dtype=torch.bfloat16, device=CPU)
+    assert layout.bytes_per_token == 2 * 2 * 3 * 4 * 2
+    assert [layout.slot(tokens) for tokens in (1, 64, 65, 256, 257, 300)] == [64, 64, 128, 256, 300, 300]
+
+
+def test_spare_slots_are_given_back_when_another_shelf_needs_the_memory() -> None:
+    shelved = shelves(most_tokens=8 * 64)
+    for row in range(5):
+        shelved.place(row, 10)
+        write(shelved, row)
+    assert shelved.tokens_allocated() == 8 * 64
+    shelved.stretch(4, 65)
+    shelved.close_holes()
+    assert (shelved.tokens_allocated(), shelved.tokens_used()) == (8 * 64, 4 * 64 + 128)
+    assert all(reads_own(shelved, row, 64) for row in range(5))
+
+
 def test_clearing_forgets_rows_and_keeps_memory() -> None:
     shelved = shelves()
     shelved.place(0, 10)
@@ -100,9 +119,14 @@ def test_a_slot_with_two_minds_about_its_owner_is_found() -> None:
         shelved.check_integrity()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["place", "stretch", "release", "close"]), st.integers(0, 11)), max_size=60))
-def test_every_row_reads_what_it_wrote_whatever_happens_to_the_others(story: list[tuple[str, int]]) -> None:
-    shelved, held = shelves(), dict[int, int]()
+@given(
+    st.lists(st.tuples(st.sampled_from(["place", "stretch", "release", "close"]), st.integers(0, 11)), max_size=60),
+    st.sampled_from([None, 12 * 300, 900]),
+)
+def test_every_row_reads_what_it_wrote_whatever_happens_to_the_others(
+    story: list[tuple[str, int]], most_tokens: int | None
+) -> None:
+    shelved, held = shelves(most_tokens=most_tokens), dict[int, int]()
     for verb, row in story:
         if verb == "place" and row not in held:
             held[row] = 40
@@ -120,5 +144,6 @@ def test_every_row_reads_what_it_wrote_whatever_happens_to_the_others(story: lis
         elif verb == "close":
             shelved.close_holes()
             assert all(min(shelf.owners) >= 0 for shelf in shelved.used())
+            assert most_tokens is None or shelved.tokens_allocated() <= max(most_tokens, shelved.tokens_used())
         shelved.check_integrity()
         assert all(reads_own(shelved, other, tokens) for other, tokens in held.items())

@@ -1,0 +1,195 @@
+"""Promises, for six families of decoders, each against the plain transformers model in float32:
+
+- greedy answers are those of `generate`, token for token, on 100 prompts of mixed lengths;
+- log-probabilities of sampled tokens are those of the full forward to 1e-5: alone, in full and in ragged batches, for
+  answers that share a prompt, after interruptions with "recompute", and when a small cache preempts answers.
+
+Families: full attention (Qwen2, Qwen3, Llama), a sliding window that is shorter than prompts and answers (Mistral),
+sliding and full layers with two rotary settings (Gemma 3), experts (Qwen3-MoE).
+
+Two logits that differ by less than rounding have no greedy token that both sides must agree on. The seeds are such that
+this does not happen: the test asserts that the best two logits are further apart than rounding at every token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from stretto.core.records import Completion, GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.cached import CACHED_ATTENTION
+from tests.engine.test_embedded import EOS, EXACT, drain, expected_logprobs, finish, shaken, weights
+
+VOCABULARY = 40
+PROMPTS = 100
+LENGTHS = (1, 2, 3, 5, 9, 14, 23, 31, 48, 63)
+ANSWER = 24
+ROUNDING = 5e-5  # of logits; the paths differ by some 1e-6
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 192,
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+GEMMA = {
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,  # tied random weights repeat the newest token
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 11},
+    "gemma3_text": GEMMA,
+    "qwen3_moe": EXPERTS,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The plain model, and one with equal weights for engines to drive."""
+
+    plain: PreTrainedModel
+    driven: PreTrainedModel
+
+    def engine(self, **settings: object) -> EmbeddedEngine:
+        config = EngineConfig.model_validate({"slots": 32, **settings})
+        return EmbeddedEngine(copy.deepcopy(self.driven), config)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    shape = AutoConfig.for_model(request.param, **SHAPE | FAMILIES[request.param])
+    torch.manual_seed(9)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation="eager").eval()
+    driven = AutoModelForCausalLM.from_config(copy.deepcopy(shape), attn_implementation=CACHED_ATTENTION).eval()
+    driven.load_state_dict(plain.state_dict())
+    return Pair(plain, driven)
+
+
+def wanted(name: str, prompt: int, seeds: Sequence[int] = (1,), **sampling: Any) -> GenerateRequest:
+    tokens = np.random.default_rng([prompt, *name.encode()]).integers(2, VOCABULARY, prompt)
+    settings: dict[str, Any] = {"max_tokens": ANSWER, "stop_token_ids": (EOS,)} | sampling
+    return GenerateRequest(
+        id=name, prompt_token_ids=tuple(tokens.tolist()), seeds=tuple(seeds), sampling=Sampling(**settings)
+    )
+
+
+def generated(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> tuple[list[list[int]], float]:
+    """Greedy answers by transformers to prompts of one length, and the least distance of the best two logits."""
+    generate: Any = model.generate
+    prompts = torch.tensor([request.prompt_token_ids for request in requests])
+    told = generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=ANSWER,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    answers, distance = [], float("inf")
+    best = torch.stack(told.logits).topk(2).values  # [step, row, 2]
+    for row, tokens in enumerate(told.sequences[:, prompts.shape[1] :].tolist()):
+        answers.append(tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens)
+        apart = best[: len(answers[-1]), row]
+        distance = min(distance, float((apart[:, 0] - apart[:, 1]).min()))
+    return answers, distance
+
+
+def test_greedy_answers_are_those_of_generate_on_100_prompts_of_mixed_lengths(pair: Pair) -> None:
+    requests = [wanted(f"p{i}", LENGTHS[i % len(LENGTHS)], temperature=0.0) for i in range(PROMPTS)]
+    ended = finish(pair.engine(max_prefill_tokens=200), *requests)
+    varied = {completion.token_ids for completion in ended.values()}
+    assert len(varied) > 0.8 * PROMPTS
+    assert len({token for answer in varied for token in answer}) > VOCABULARY / 2
+    for start in range(len(LENGTHS)):
+        same = requests[start :: len(LENGTHS)]
+        answers, distance = generated(pair.plain, same)
+        assert distance > ROUNDING
+        assert [list(ended[request.id, 0].token_ids) for request in same] == answers
+
+
+def worst(pair: Pair, requests: Sequence[GenerateRequest], ended: dict[tuple[str, int], Completion]) -> float:
+    """The largest difference of a log-probability from the full forward's."""
+    assert len(ended) == sum(len(request.seeds) for request in requests)
+    by_id = {request.id: request for request in requests}
+    return max(
+        float(np.abs(np.subtract(c.behavior_logprobs, expected_logprobs({0: pair.plain}, by_id[name], c))).max())
+        for (name, _), c in ended.items()
+    )
+
+
+def mixed() -> list[GenerateRequest]:
+    """Prompts of all lengths, one to three answers each, of 3 to 40 tokens."""
+    return [
+        wanted(f"m{i}", LENGTHS[i % 10], seeds=range(1 + i % 3), max_tokens=3 + 37 * (i % 4) // 3, stop_token_ids=())
+        for i in range(20)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"slots": 1}, {"slots": 3}, {"slots": 64}, {"slots": 64, "max_prefill_tokens": 1}, {"cache_gib": 7e-5}],
+    ids=["alone", "few", "many", "one prompt at a time", "a small cache"],
+)
+def test_logprobs_are_those_of_the_full_forward_at_every_batch_composition(
+    pair: Pair, settings: dict[str, Any]
+) -> None:
+    requests = mixed()
+    engine = pair.engine(**settings)
+    assert worst(pair, requests, finish(engine, *requests)) < EXACT
+    assert (engine.health().preempted > 0) == ("cache_gib" in settings)
+
+
+def test_answers_that_share_a_prompt_share_its_computation_and_are_exact(pair: Pair) -> None:
+    requests = [wanted(f"g{i}", prompt, seeds=range(8)) for i, prompt in enumerate((2, 17, 60))]
+    engine = pair.engine()
+    assert worst(pair, requests, finish(engine, *requests)) < EXACT
+    assert engine.health().prefilled == 2 + 17 + 60
+
+
+def test_after_interruptions_each_token_has_the_logprob_of_its_own_version(pair: Pair) -> None:
+    models = {0: pair.plain, 1: shaken(pair.plain, 1), 2: shaken(pair.plain, 2)}
+    requests = [wanted(f"i{i}", prompt, seeds=range(4), stop_token_ids=()) for i, prompt in enumerate((1, 12, 40))]
+    engine = pair.engine(max_prefill_tokens=64)
+    for request in requests:
+        engine.add(request)
+    ended = []
+    for version in (1, 2):
+        for _ in range(8):
+            ended += engine.step()
+        engine.update(version, weights(models[version]))
+    ended += drain(engine).values()
+    by_id = {request.id: request for request in requests}
+    assert len(ended) == 12
+    for completion in ended:
+        expected = expected_logprobs(models, by_id[completion.request], completion)
+        assert np.abs(np.subtract(completion.behavior_logprobs, expected)).max() < EXACT
+        assert set(completion.versions) == {0, 1, 2}
+    assert engine.health().recomputed > 0

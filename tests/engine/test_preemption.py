@@ -1,0 +1,114 @@
+"""Promises: a cache that is too small for its answers costs time and nothing else.
+
+- every answer comes out as it does with a large cache: same tokens, log-probabilities to 1e-5;
+- after an update the tokens that were there keep their version, those that come later have the new one;
+- the memory of keys and values stays within the budget; what can never fit is refused before it begins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Completion
+from stretto.engine.embedded import EmbeddedEngine
+from tests.engine.test_embedded import EXACT, drain, engine_of, expected_logprobs, finish, request, shaken, weights
+
+TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
+
+
+def cache_of(folder: Path, tokens: int, **settings: object) -> EmbeddedEngine:
+    return engine_of(folder, cache_gib=tokens * TOKEN_BYTES / 2**30, **settings)
+
+
+@pytest.mark.parametrize("tokens", [192, 256, 700])
+@pytest.mark.parametrize("prefill", [16, 4096])
+def test_answers_of_a_tiny_cache_are_those_of_a_large_one(folder: Path, tokens: int, prefill: int) -> None:
+    requests = [
+        request(f"r{i}", prompt=3 + 9 * i, seeds=(i, i + 100, i + 200), stop_token_ids=(), max_tokens=70 + i)
+        for i in range(8)
+    ]
+    large, tiny = engine_of(folder, slots=16), cache_of(folder, tokens, slots=16, max_prefill_tokens=prefill)
+    expected, ended = finish(large, *requests), finish(tiny, *requests)
+    assert {key: c.token_ids for key, c in ended.items()} == {key: c.token_ids for key, c in expected.items()}
+    for key, completion in ended.items():
+        difference = np.subtract(completion.behavior_logprobs, expected[key].behavior_logprobs)
+        assert np.abs(difference).max() < EXACT
+    health = tiny.health()
+    assert health.preempted > 0
+    assert health.recomputed > 0
+    assert health.interrupted == 0
+    assert health.generated == large.health().generated
+    assert large.health().preempted == 0
+
+
+def test_memory_stays_within_the_budget_in_every_step(folder: Path) -> None:
+    engine = cache_of(folder, 1000, slots=32)
+    for i in range(20):
+        engine.add(request(f"r{i}", prompt=1 + 7 * i, seeds=(i, i + 50), stop_token_ids=(), max_tokens=30 + i))
+    held = []
+    while not engine.idle:
+        engine.step()
+        engine.check_integrity()
+        held.append(engine._policy.bytes_allocated)
+    assert 900 * TOKEN_BYTES < max(held) <= 1000 * TOKEN_BYTES
+
+
+def test_tokens_keep_their_version_through_preemption_and_updates(folder: Path, plain: PreTrainedModel) -> None:
+    models = {0: plain, 1: shaken(plain, 1), 2: shaken(plain, 2)}
+    engine = cache_of(folder, 400, slots=8, max_prefill_tokens=128)
+    requests = [
+        request(f"r{i}", prompt=4 + 3 * i, seeds=(i, i + 50), stop_token_ids=(), max_tokens=70) for i in range(8)
+    ]
+    for wanted in requests:
+        engine.add(wanted)
+    ended: list[Completion] = []
+    for version in (1, 2):
+        for _ in range(35):
+            ended += engine.step()
+        engine.update(version, weights(models[version]))
+        engine.check_integrity()
+    ended += drain(engine).values()
+    by_id = {wanted.id: wanted for wanted in requests}
+    assert len(ended) == 16
+    assert engine.health().preempted > 0
+    for completion in ended:
+        expected = expected_logprobs(models, by_id[completion.request], completion)
+        assert np.abs(np.subtract(completion.behavior_logprobs, expected)).max() < EXACT
+        assert list(completion.versions) == sorted(completion.versions)
+
+
+def test_keeping_the_cache_on_updates_does_not_keep_it_from_preemption(folder: Path, plain: PreTrainedModel) -> None:
+    requests = [request(f"r{i}", prompt=20, seeds=(i,), stop_token_ids=(), max_tokens=60) for i in range(6)]
+    engine = cache_of(folder, 300, on_update="keep")
+    for wanted in requests:
+        engine.add(wanted)
+    for _ in range(20):
+        engine.step()
+    engine.update(1, weights(plain))
+    ended = drain(engine)
+    assert len(ended) == 6
+    assert engine.health().preempted > 0
+
+
+def test_aborting_a_preempted_answer_forgets_it(folder: Path) -> None:
+    engine = cache_of(folder, 256)
+    engine.add(request("a", prompt=50, seeds=range(4), stop_token_ids=(), max_tokens=60))
+    while not engine.health().preempted:
+        engine.step()
+    engine.abort("a")
+    engine.check_integrity()
+    assert engine.idle
+    assert finish(engine, request("b"))
+
+
+def test_an_answer_that_alone_is_too_long_for_the_cache_is_refused_when_it_is_asked_for(folder: Path) -> None:
+    engine = cache_of(folder, 128)
+    with pytest.raises(RefusedRequest, match=r"sampling.max_tokens: 129 with the prompt; less: the cache holds 128"):
+        engine.add(request("a", prompt=9, max_tokens=120))
+    assert engine.idle
+    assert finish(engine, request("a", prompt=9, max_tokens=119, stop_token_ids=()))
