@@ -1,6 +1,7 @@
 """Promises, over real sockets: a stream delivers each piece when its token is there; a request that comes during an
 update of the weights is served after it; who leaves frees the rows; a thousand connections are all served; a server
-that stops finishes what is open and refuses the rest with 503; an engine that fails is told to the client; no body is a 5xx.
+that stops finishes what is open and refuses the rest with 503; an engine that fails is told to the client; no body
+makes the server fail.
 """
 
 from __future__ import annotations
