@@ -132,8 +132,7 @@ class OpenAIApp:
             for request in asked.requests:
                 self._generation.close(request.id)
         if not choices.missing:
-            streamed = asked.body.stream and choices.first_token is not None
-            first = choices.first_token - start if streamed else None
+            first = choices.first_token - start if asked.body.stream and choices.first_token is not None else None
             self._counters.answered(asked.prompt_tokens, choices.sampled, first, time.monotonic() - start)
 
     def _open(self, asked: Asked) -> Choices:

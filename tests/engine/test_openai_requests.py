@@ -180,7 +180,13 @@ def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Aski
 
 def test_a_conversation_goes_through_the_folders_template(asking: Asking, byte_folder: Path) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    reply = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None, "annotations": []}
+    reply: dict[str, Any] = {
+        "role": "assistant",
+        "content": "Hi",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
     asked = chat(asking, messages=[{"role": "system", "content": "S"}, {"role": "user", "content": parts}, reply])
     text = load_tokenizer(byte_folder).decode(asked.requests[0].prompt_token_ids)
     assert text == "<system>S<user>Hello<assistant>Hi<assistant>"
