@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.engine.asgi import LARGEST_BODY, header, read_body, reply, when_gone
 from stretto.engine.generation import Generation
-from stretto.engine.openai_asking import Asked, Asking
+from stretto.engine.openai_asking import Asked, Asking, ServedModel
 from stretto.engine.openai_choices import Choice, Choices, PromptListener
 from stretto.engine.openai_replies import LAST_EVENT, ModelCard, ModelList, Reply, Usage, error, event
 from stretto.engine.prometheus import CONTENT_TYPE, Counters
@@ -42,18 +42,11 @@ Understand = Callable[[bytes, str], Awaitable[Asked]]
 class OpenAIApp:
     """The ASGI application of `stretto serve`."""
 
-    def __init__(
-        self, generation: Generation, model: str, tokenizer: Tokenizer, context_length: int, tokens: ASGIApp
-    ) -> None:
-        """
-        Args:
-            model: the name by which clients ask for it.
-            context_length: tokens of prompt and answer together at most.
-            tokens: the token interface on the same generation.
-        """
+    def __init__(self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp) -> None:
+        """`tokens` is the token interface on the same generation."""
         self._generation, self._tokenizer, self._tokens = generation, tokenizer, tokens
-        self._asking = Asking(model, tokenizer, context_length)
-        self._card = ModelCard(id=model, created=int(time.time()), max_model_len=context_length)
+        self._asking = Asking(model, tokenizer)
+        self._card = ModelCard(id=model.name, created=int(time.time()), max_model_len=model.context_length)
         self._counters = Counters()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -36,15 +36,20 @@ class Asked:
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """What clients need to know of the model."""
+
+    name: str
+    context_length: int  # tokens of prompt and answer together at most
+    vocab_size: int
+
+
 class Asking:
     """Understands requests for one model."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, context_length: int) -> None:
-        """
-        Args:
-            context_length: tokens of prompt and answer together at most.
-        """
-        self._model, self._tokenizer, self._context_length = model, tokenizer, context_length
+    def __init__(self, model: ServedModel, tokenizer: Tokenizer) -> None:
+        self._model, self._tokenizer = model, tokenizer
 
     async def completion(self, raw: bytes, name: str) -> Asked:
         """A body of /v1/completions; the engine's requests are called `name` with the number of the prompt.
@@ -86,9 +91,9 @@ class Asking:
         return RefusedRequest(name, error.found, error.allowed)
 
     def _check_model(self, body: Body) -> None:
-        if body.model != self._model:
+        if body.model != self._model.name:
             shown = repr(body.model[:80])
-            raise RefusedRequest("model", f"{shown} is not served here", f"the model is {self._model!r}")
+            raise RefusedRequest("model", f"{shown} is not served here", f"the model is {self._model.name!r}")
 
     async def _encoded(self, text: str) -> Tokens:
         try:
@@ -116,20 +121,23 @@ class Asking:
         return Asked(body, form, requests, answers)
 
     def _sampling(self, body: Body, prompt: Tokens, field: str) -> Sampling:
-        room = self._context_length - len(prompt)
+        room = self._model.context_length - len(prompt)
         if room < 1:
-            allowed = f"at most {self._context_length - 1:,}, so that the context has room for an answer"
+            allowed = f"at most {self._model.context_length - 1:,}, so that the context has room for an answer"
             raise RefusedRequest(field, f"{len(prompt):,} tokens", allowed)
         most = body.most_tokens(room)
         if most > room:
-            allowed = f"at most {room:,}, which the prompt leaves of the context of {self._context_length:,} tokens"
+            allowed = (
+                f"at most {room:,}, which the prompt leaves of the context of {self._model.context_length:,} tokens"
+            )
             raise RefusedRequest(_limit(body), f"{most}"[:40], allowed)
+        top_k = body.top_k or 0
         return Sampling(
             max_tokens=most,
             temperature=1.0 if body.temperature is None else body.temperature,
             stop_token_ids=self._tokenizer.eos_token_ids,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(body.top_k or 0, 0),
+            top_k=top_k if 0 < top_k < self._model.vocab_size else 0,
             min_p=body.min_p or 0.0,
             stop=body.stops,
         )

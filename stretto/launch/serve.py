@@ -11,12 +11,13 @@ import torch
 import uvloop
 from torch import Tensor
 
-from stretto.core.errors import Problem, RecipeError, WireError
+from stretto.core.errors import Problem, RecipeError, RoleFailed, WireError
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.generation import Generation
 from stretto.engine.listening import PatientServer, bind, run_app
 from stretto.engine.openai_app import OpenAIApp
+from stretto.engine.openai_asking import ServedModel
 from stretto.engine.server import EngineApp
 from stretto.launch.recipe import override, validate
 from stretto.model.folder import inspect_model_folder
@@ -87,6 +88,7 @@ def serve(
 
     Raises:
         UserError: the folder, an override or the address is not what it should be.
+        RoleFailed: the model's numbers are not finite.
     """
     config = engine_config(overrides)
     folder = inspect_model_folder(model)
@@ -96,15 +98,18 @@ def serve(
     engine = EmbeddedEngine.load(model, config)
     generation = Generation(engine)
     context = min(folder.context_length, config.cache_tokens)
-    named = model.resolve().name if name is None else name
-    app = OpenAIApp(generation, named, tokenizer, context, EngineApp(generation, NoMailbox()))
+    served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
+    app = OpenAIApp(generation, served, tokenizer, EngineApp(generation, NoMailbox()))
     server = PatientServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
     _allow_many_connections()
     listening.listen()  # from here on connections wait for the server instead of being refused
     shown = f"[{host}]" if ":" in host else host
-    say(f"{named}: {folder.architecture}, {folder.parameters:,} parameters, context {context:,}, {config.dtype}")
+    say(f"{served.name}: {folder.architecture}, {folder.parameters:,} parameters, context {context:,}, {config.dtype}")
     say(f"serving at http://{shown}:{listening.getsockname()[1]}/v1")
-    uvloop.run(run_app(server, [listening], generation))
+    try:
+        uvloop.run(run_app(server, [listening], generation))
+    except FloatingPointError as error:
+        raise RoleFailed("the engine", str(error), RoleFailed.exit_code) from error
 
 
 def _allow_many_connections() -> None:

@@ -23,6 +23,7 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.generation import Generation
 from stretto.engine.listening import PatientServer, bind, run_app
 from stretto.engine.openai_app import OpenAIApp
+from stretto.engine.openai_asking import ServedModel
 from stretto.engine.server import EngineApp
 from stretto.model.folder import quiet_transformers
 from stretto.model.tokenizer import load_tokenizer
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "bytes"
 CONTEXT = 256
 VOCABULARY = 261
+MODEL = ServedModel(NAME, CONTEXT, VOCABULARY)
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -83,7 +85,7 @@ async def openai_served(
     """An HTTP client of a running server, and that server."""
     generation = Generation(engine)
     tokens = EngineApp(generation, mailbox or Mailbox())
-    app = OpenAIApp(generation, NAME, load_tokenizer(folder), CONTEXT, tokens)
+    app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens)
     server = PatientServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"

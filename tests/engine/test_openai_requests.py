@@ -15,7 +15,7 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.records import Sampling
 from stretto.engine.openai_asking import Asked, Asking
 from stretto.model.tokenizer import load_tokenizer
-from tests.engine.openai_serving import CONTEXT, NAME, VOCABULARY
+from tests.engine.openai_serving import CONTEXT, MODEL, NAME, VOCABULARY
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -89,7 +89,7 @@ def shown(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def asking(byte_folder: Path) -> Asking:
-    return Asking(NAME, load_tokenizer(byte_folder), CONTEXT)
+    return Asking(MODEL, load_tokenizer(byte_folder))
 
 
 def completion(asking: Asking, **fields: Any) -> Asked:
@@ -128,7 +128,7 @@ def test_what_is_no_object_is_no_request(asking: Asking, body: bytes) -> None:
 
 def test_a_model_without_a_chat_template_says_so(folder: Path) -> None:
     with pytest.raises(RefusedRequest, match="messages: the tokenizer has no chat template"):
-        chat(Asking(NAME, load_tokenizer(folder), CONTEXT))
+        chat(Asking(MODEL, load_tokenizer(folder)))
 
 
 def test_the_defaults_are_those_of_openai(asking: Asking) -> None:
@@ -144,7 +144,8 @@ def test_every_field_of_the_sampling_arrives(asking: Asking) -> None:
     assert asked.sampling == Sampling(
         max_tokens=9, temperature=0.7, stop_token_ids=(2,), top_p=0.9, top_k=40, min_p=0.05, stop=("a", "b")
     )
-    assert completion(asking, stop="x", top_k=-1).requests[0].sampling.stop == ("x",)
+    assert completion(asking, stop="x").requests[0].sampling.stop == ("x",)
+    assert [completion(asking, top_k=k).requests[0].sampling.top_k for k in (-1, 0, 1, VOCABULARY)] == [0, 0, 1, 0]
     assert chat(asking, max_tokens=5, max_completion_tokens=7).requests[0].sampling.max_tokens == 7
 
 

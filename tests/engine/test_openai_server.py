@@ -10,6 +10,8 @@ import asyncio
 import copy
 import json
 import math
+import resource
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.wire import Refusal
+from stretto.model.folder import quiet_transformers
 from stretto.model.tokenizer import load_tokenizer
 from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_process
 from tests.engine.serving import Mailbox
@@ -150,6 +153,9 @@ def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) ->
 
 
 def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends of every connection are in this process
+
     async def one(host: str, port: int, body: bytes, gate: asyncio.Event) -> bytes:
         reader, writer = await asyncio.open_connection(host, port)
         await gate.wait()
@@ -346,6 +352,21 @@ def test_a_signal_ends_the_command_well(byte_folder: Path) -> None:
         assert first.process.wait(30) == 0
         assert first.process.stderr is not None
         assert first.process.stderr.read() == ""
+
+
+def test_a_model_whose_numbers_break_ends_the_command_with_a_message(byte_folder: Path, tmp_path: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(math.nan)
+    shutil.copytree(byte_folder, tmp_path / "broken")
+    with quiet_transformers():
+        model.save_pretrained(tmp_path / "broken")
+    with serve_process(tmp_path / "broken") as broken:
+        assert_error(broken.post(COMPLETIONS, {"model": "broken", "prompt": "a"}), 503)
+        assert broken.process.wait(30) == 1
+        assert broken.process.stderr is not None
+        told = broken.process.stderr.read()
+        assert told == "stretto: the engine: the model's logits are not finite: its weights are broken\n"
 
 
 def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:
