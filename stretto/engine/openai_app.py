@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +25,7 @@ from stretto.engine.asgi import LARGEST_BODY, header, read_body, reply, when_gon
 from stretto.engine.generation import Generation
 from stretto.engine.openai_asking import Asked, Asking, ServedModel
 from stretto.engine.openai_choices import Choice, Choices, PromptListener
-from stretto.engine.openai_replies import LAST_EVENT, ModelCard, ModelList, Reply, Usage, error, event
+from stretto.engine.openai_replies import LAST_EVENT, ModelCard, ModelList, Part, Reply, Usage, error, event
 from stretto.engine.prometheus import CONTENT_TYPE, Counters
 from stretto.model.tokenizer import Tokenizer
 
@@ -178,26 +178,29 @@ class OpenAIApp:
             usage=None if usage else msgspec.UNSET,
         )
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-        ready = [part for choice in choices.choices for part in form.opening(choice.index)]
-        while True:
-            body = b"".join(event(msgspec.structs.replace(chunk, choices=[part])) for part in ready)
-            if not choices.missing:
-                break
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        parts = [part for choice in choices.choices for part in form.opening(choice.index)]
+        unfinished = len(choices.choices)
+        while unfinished:
+            await send({"type": "http.response.body", "body": _events(chunk, parts), "more_body": True})
             pieces = await choices.pieces()
+            unfinished -= sum(piece.finish is not None for piece in pieces)
             if choices.gone:
                 return
-            if choices.broken and choices.missing:
+            if choices.broken and unfinished:
                 told = error(f"{self._generation.engine.name} ended before the answer did", "server_error")
                 await send({"type": "http.response.body", "body": b"data: " + told + b"\n\n"})
                 return
-            ready = [part for piece in pieces for part in form.chunk(piece)]
-        if usage:
-            body += event(msgspec.structs.replace(chunk, usage=_usage(asked, choices)))
-        await send({"type": "http.response.body", "body": body + LAST_EVENT})
+            parts = [part for piece in pieces for part in form.chunk(piece)]
+        last = event(msgspec.structs.replace(chunk, usage=_usage(asked, choices))) if usage else b""
+        await send({"type": "http.response.body", "body": _events(chunk, parts) + last + LAST_EVENT})
 
 
 _INVALID = "invalid_request_error"
+
+
+def _events(chunk: Reply, parts: Iterable[Part]) -> bytes:
+    """Each part in a chunk of its own."""
+    return b"".join(event(msgspec.structs.replace(chunk, choices=[part])) for part in parts)
 
 
 def _usage(asked: Asked, choices: Choices) -> Usage:

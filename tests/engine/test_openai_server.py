@@ -345,13 +345,47 @@ def test_no_body_makes_the_server_fail(serving: Serving, body: bytes, path: str)
         assert error["type"] == "invalid_request_error"
 
 
-def test_a_signal_ends_the_command_well(byte_folder: Path) -> None:
-    with serve_process(byte_folder, "--name", "mine") as first:
-        assert first.post(COMPLETIONS, {"model": "mine", "prompt": "a", "max_tokens": 2}).status_code == 200
-        first.process.terminate()
-        assert first.process.wait(30) == 0
-        assert first.process.stderr is not None
-        assert first.process.stderr.read() == ""
+MESSAGE_LEAVES = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.integers(-2, 300) | st.text(max_size=4)
+)
+MESSAGE_VALUES = st.recursive(MESSAGE_LEAVES | st.floats(1.0), lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+SAMPLINGS = st.dictionaries(
+    st.sampled_from(["max_tokens", "temperature", "stop_token_ids", "top_p", "top_k", "min_p", "stop", "x"]),
+    MESSAGE_VALUES,
+    max_size=2,
+).map(lambda more: {"max_tokens": 2} | more)
+MESSAGES = st.builds(
+    lambda sampling, more: {"id": "fuzz", "prompt_token_ids": [5, 6], "seeds": [1], "sampling": sampling} | more,
+    SAMPLINGS,
+    st.dictionaries(st.sampled_from(["id", "prompt_token_ids", "seeds", "sampling", "x"]), MESSAGE_VALUES, max_size=1),
+)
+
+
+@settings(max_examples=200)
+@given(
+    body=MESSAGES.map(msgspec.msgpack.encode) | st.binary(max_size=40),
+    path=st.sampled_from(["/generate", "/generate", "/generate", "/update_weights", "/abort"]),
+)
+def test_no_message_makes_the_token_interface_fail(serving: Serving, body: bytes, path: str) -> None:
+    response = serving.post(path, body)
+    assert response.status_code in (200, 400, 409), (body, response.content)
+    if response.status_code != 200:
+        assert msgspec.msgpack.decode(response.content, type=Refusal).found
+
+
+def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Path) -> None:
+    with serve_process(byte_folder, "--name", "mine", "engine.slots=1") as running:
+        body = asked(model="mine", n=8, max_tokens=100, stream=True)
+        with httpx.stream("POST", running.url + COMPLETIONS, json=body, timeout=30, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.terminate()
+            told = [line for line in lines if line]
+        assert told[-1] == "data: [DONE]"
+        assert sum('"finish_reason":null' not in line for line in told[:-1]) == 8
+        assert running.process.wait(30) == 0
+        assert running.process.stderr is not None
+        assert running.process.stderr.read() == ""
 
 
 def test_a_model_whose_numbers_break_ends_the_command_with_a_message(byte_folder: Path, tmp_path: Path) -> None:
