@@ -24,6 +24,10 @@ Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe."),
 ]
+EngineOverrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - as above
+    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Settings of the engine, as in a recipe."),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
 
@@ -80,6 +84,20 @@ def evaluate(
 
     evaluation = examine(model, task, overrides or [])
     print(evaluation.as_json() if json else evaluation)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    overrides: EngineOverrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model [default: the folder's name].")] = None,
+) -> None:
+    """Serve a policy behind OpenAI's HTTP interface, until Ctrl-C."""
+    from stretto.launch.serve import serve
+
+    serve(model, host=host, port=port, name=name, overrides=overrides or [])
 
 
 @app.command()

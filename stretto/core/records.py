@@ -65,6 +65,12 @@ class Sampling(Record, frozen=True):
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0  # smallest set of likeliest tokens whose probability reaches this
+    top_k: int = 0  # this many likeliest tokens; 0: all
+    min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
+    stop: tuple[
+        str, ...
+    ] = ()  # texts that end the answer; the answer's tokens include those that completed the stop text
 
 
 class GenerateRequest(Record, frozen=True):

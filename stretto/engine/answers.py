@@ -9,6 +9,8 @@ Axes: R rows of this step, in the order of the logits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,15 @@ Ints = npt.NDArray[np.int64]
 
 _FIRST_WIDTH = 128
 _NO_TOKEN = -1
+
+
+class Written(NamedTuple):
+    """Tokens of an answer that goes on."""
+
+    request: str
+    member: int
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 class Answers:
@@ -67,6 +78,12 @@ class Answers:
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
         ended: Ints = order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
         return ended
+
+    def written(self, row: int, member: Member, known: int) -> Written:
+        """What an answer has beyond its first `known` tokens."""
+        new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
+        tokens, logprobs = self._history[row, new].tolist(), self._logprobs[row, new].tolist()
+        return Written(member.request.id, member.index, tokens, logprobs)
 
     def close(self, row: int, member: Member) -> Completion:
         """The whole answer of a row that has ended."""

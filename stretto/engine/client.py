@@ -56,7 +56,7 @@ class HttpEngine:
 
         Raises:
             RefusedRequest: the engine will not serve it.
-            EngineLost: it cannot be reached, or ended before the last answer.
+            EngineLost: it cannot be reached, is stopping, or ended before the last answer.
             DeadlineExceeded: no answer ended for `answer_seconds`.
         """
         missing, unframer = len(request.seeds), Unframer()
@@ -133,7 +133,7 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
         raise WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})") from None
 
 
-def refusal(body: bytes) -> WireError:
+def refusal(body: bytes) -> WireError | EngineLost:
     """The error that the engine raised, from the body of its reply."""
     try:
         told = decoded(body, Refusal)
@@ -141,4 +141,6 @@ def refusal(body: bytes) -> WireError:
         return error
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
+    if told.error == "EngineLost":
+        return EngineLost(told.field, told.found)
     return (TornPublication if told.error == "TornPublication" else WireError)(told.found)

@@ -14,7 +14,7 @@ import httptools
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost, WireError
-from stretto.engine.wire import split_address
+from stretto.engine.wire import MSGPACK, split_address
 
 _CONNECT_SECONDS = 10.0
 
@@ -49,8 +49,8 @@ class Connection(asyncio.Protocol):
         """Begin an exchange."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
-        head = f"{method} {path} HTTP/1.1\r\nhost: engine\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._transport.write(head.encode() + body)
+        headers = f"host: engine\r\naccept: {MSGPACK}\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(f"{method} {path} HTTP/1.1\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
         """What has come of the response's body since the last call; empty when it is over.

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
-from stretto.engine.answers import Answers
+from stretto.engine.answers import Answers, Written
 from stretto.engine.checking import check_request, check_tensors
 from stretto.engine.config import EngineConfig
 from stretto.engine.sampling import sample
@@ -93,6 +93,11 @@ class EmbeddedEngine:
         """No answer is wanted."""
         return self._scheduler.idle
 
+    @property
+    def waiting(self) -> int:
+        """Answers that wait for a row."""
+        return self._scheduler.waiting
+
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; its answers come out of later steps.
 
@@ -132,6 +137,20 @@ class EmbeddedEngine:
         self._generated += len(order)
         self._spend("recompute" if recomputed else "generate", start)
         return completions
+
+    def written(self, known: Mapping[str, Sequence[int]]) -> list[Written]:
+        """What the answers that are running have beyond the tokens that are known.
+
+        Args:
+            known: tokens known of each member's answer, by request; answers of other requests are left out.
+        """
+        rows = ((row, self._scheduler.member(row)) for row in self._scheduler.running)
+        found = (
+            self._answers.written(row, member, known[member.request.id][member.index])
+            for row, member in rows
+            if member.request.id in known
+        )
+        return [written for written in found if written.token_ids]
 
     def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Interrupt every running answer, load weights, go on with the next step.

@@ -1,19 +1,46 @@
-"""The one task that steps an engine, and the streams that its answers leave by.
+"""The one task that steps an engine, and those who listen to its answers.
 
-open(request) ─► stream ◄─ put(frame) ◄─ run(): step, step, step ...
+open(request) ─► stream ◄─ ended(completion) ◄─ run(): step, step, step ...
+follow(request, listener) ─► listener ◄─ wrote(tokens), ended(completion)
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
+from stretto.core.errors import EngineLost
 from stretto.core.frames import frame
-from stretto.core.records import GenerateRequest
+from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.embedded import EmbeddedEngine
+
+#: Answers that may wait for a row; more of them would only grow the memory and the waiting.
+MOST_WAITING = 65_536
+
+
+class Listener(Protocol):
+    """Who asked for answers. Called between two steps, so what it does must be quick."""
+
+    @property
+    def missing(self) -> int:
+        """Answers that have not ended."""
+        ...
+
+    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """An unfinished answer has new tokens. Only those who follow every token are told."""
+        ...
+
+    def ended(self, completion: Completion) -> None:
+        """An answer is whole; it holds the tokens that were told before, too."""
+        ...
+
+    def break_off(self) -> None:
+        """No more answers will come: the engine failed, or the request was aborted."""
+        ...
 
 
 class Stream:
-    """The answers of one open request on their way to the client."""
+    """The answers of one open request on their way to the client, as frames."""
 
     def __init__(self, answers: int) -> None:
         self.missing = answers
@@ -25,13 +52,16 @@ class Stream:
     def ready(self) -> bool:
         return bool(self._ready)
 
-    def put(self, answer: bytes) -> None:
-        self._ready += answer
+    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
+        """Nothing: frames hold whole answers."""
+
+    def ended(self, completion: Completion) -> None:
+        self._ready += frame(completion)
         self.missing -= 1
         self._wake.set()
 
     def break_off(self) -> None:
-        self.broken = True
+        self.broken = self.missing > 0  # whole answers are delivered all the same
         self._wake.set()
 
     async def next(self) -> bytes:
@@ -43,33 +73,56 @@ class Stream:
 
 
 class Generation:
-    """The engine and the streams of its open requests."""
+    """The engine and those who listen to it."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.engine = engine
-        self._streams: dict[str, Stream] = {}
+        self.stopping = False  # open requests are answered, new ones are not
+        self._listeners: dict[str, Listener] = {}
+        self._told: dict[str, list[int]] = {}  # tokens of each answer that its follower knows, by request
         self._work = asyncio.Event()
 
+    @property
+    def open_requests(self) -> int:
+        return len(self._listeners)
+
     def open(self, request: GenerateRequest) -> Stream:
-        """Begin a request.
+        """Begin a request whose answers are wanted whole.
 
         Raises:
             RefusedRequest: the engine will not serve it.
+            EngineLost: the server is stopping, or too many answers wait already.
         """
+        stream = Stream(len(request.seeds))
+        self.follow(request, stream, every_token=False)
+        return stream
+
+    def follow(self, request: GenerateRequest, listener: Listener, *, every_token: bool) -> None:
+        """Begin a request; `listener` hears of its answers until `close`.
+
+        Raises:
+            RefusedRequest, EngineLost: as for `open`.
+        """
+        if self.stopping:
+            raise EngineLost(self.engine.name, "is stopping")
+        if self.engine.waiting > MOST_WAITING:
+            raise EngineLost(self.engine.name, f"has {self.engine.waiting:,} answers waiting already")
         self.engine.add(request)
         self._work.set()
-        self._streams[request.id] = stream = Stream(len(request.seeds))
-        return stream
+        self._listeners[request.id] = listener
+        if every_token:
+            self._told[request.id] = [0] * len(request.seeds)
 
     def close(self, request: str) -> None:
         """End a request; unfinished answers are aborted. Closing twice is no error."""
-        stream = self._streams.pop(request, None)
-        if stream is not None and stream.missing:
-            stream.break_off()
+        listener = self._listeners.pop(request, None)
+        self._told.pop(request, None)
+        if listener is not None and listener.missing:
+            listener.break_off()
             self.engine.abort(request)
 
     async def run(self) -> None:
-        """Step for as long as there is work, for ever. An error of the engine breaks all streams and is raised."""
+        """Step for as long as there is work, for ever. An error of the engine breaks all requests and is raised."""
         try:
             while True:
                 if self.engine.idle:
@@ -77,8 +130,20 @@ class Generation:
                     self._work.clear()
                     await self._work.wait()  # without a deadline: having nothing to do is no failure
                 for completion in self.engine.step():
-                    self._streams[completion.request].put(frame(completion))
+                    self._listeners[completion.request].ended(completion)
+                if self._told:
+                    self._tell()
                 await asyncio.sleep(0)  # requests are read, answers written, weights loaded
         finally:
-            for stream in self._streams.values():
-                stream.break_off()
+            self.break_off()
+
+    def break_off(self) -> None:
+        """End every request as it is, and begin no other."""
+        self.stopping = True
+        for listener in self._listeners.values():
+            listener.break_off()
+
+    def _tell(self) -> None:
+        for written in self.engine.written(self._told):
+            self._told[written.request][written.member] += len(written.token_ids)
+            self._listeners[written.request].wrote(written.member, written.token_ids, written.logprobs)

@@ -11,29 +11,28 @@ cannot happen inside a step. The wire is described in `stretto.engine.wire`.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
-import uvicorn
 import uvloop
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
-from stretto.core.errors import Problem, RecipeError, RefusedRequest, WireError
+from stretto.core.errors import EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest
+from stretto.engine.asgi import LARGEST_BODY, read_body, reply, when_gone
 from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import Generation, Stream
-from stretto.engine.wire import AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest, split_address
+from stretto.engine.generation import Generation
+from stretto.engine.listening import bind, run_app, server_of
+from stretto.engine.wire import MSGPACK, AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest, split_address
 
-_HEADERS = [(b"content-type", b"application/msgpack")]
+_HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
-_SHUTDOWN_SECONDS = 1
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
 
 
@@ -62,8 +61,12 @@ class _Exchange:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive)
+        if body is None:
+            await _reply(send, *_TOO_LARGE)
+            return
         try:
-            status, message = 200, self._handler(await _body(receive))
+            status, message = 200, self._handler(body)
         except (WireError, msgspec.DecodeError) as error:
             status, message = _refusal(error)
         await _reply(send, status, message)
@@ -91,13 +94,17 @@ class EngineApp:
 
     async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream each answer as it ends; a client that goes away has its request aborted."""
+        body = await read_body(scope, receive)
+        if body is None:
+            await _reply(send, *_TOO_LARGE)
+            return
         try:
-            request = self._requests.decode(await _body(receive))
+            request = self._requests.decode(body)
             stream = self._generation.open(request)
-        except (RefusedRequest, msgspec.DecodeError) as error:
+        except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
             await _reply(send, *_refusal(error))
             return
-        watch = asyncio.create_task(_break_when_gone(receive, stream))
+        watch = asyncio.create_task(when_gone(receive, stream.break_off))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             while stream.missing or stream.ready:
@@ -147,72 +154,32 @@ async def run_server(engine: EmbeddedEngine, subscriber: Subscriber, listen: str
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine)
-    server, sockets = _listen(EngineApp(generation, subscriber), listen)
-    serving, steps = asyncio.create_task(server.serve(sockets)), asyncio.create_task(generation.run())
-    try:
-        # Without a deadline: a healthy engine serves for as long as the run goes on.
-        await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        server.should_exit = True
-        steps.cancel()
-        await asyncio.wait((serving, steps))  # uvicorn has a deadline of its own for what is still open
-    if not steps.cancelled():
-        steps.result()
-    serving.result()
-
-
-def _listen(app: EngineApp, listen: str) -> tuple[uvicorn.Server, list[socket.socket] | None]:
+    app = EngineApp(generation, subscriber)
     unix_path, host, port = split_address(listen)
-    config = uvicorn.Config(
-        app,
-        uds=unix_path,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_level="critical",  # what goes wrong in a request is told to its client; what ends the loop is raised
-        access_log=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-    )
-    return uvicorn.Server(config), None if unix_path else [_bind(host, port)]
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        place = f"engine.base_port: {host}:{port}"
-        raise RecipeError([Problem(place, error.strerror or str(error), "choose a free port")]) from None
-    return bound
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
+    if unix_path is not None:
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, generation)
+    else:
+        bound = bind(host, port, "engine.base_port")
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS), [bound], generation)
 
 
 async def _reply(send: Send, status: int, message: object) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": _HEADERS})
-    await send({"type": "http.response.body", "body": msgspec.msgpack.encode(message)})
+    headers = [(b"retry-after", b"1")] if status == 503 else []
+    await reply(send, status, MSGPACK, msgspec.msgpack.encode(message), headers)
+
+
+_TOO_LARGE = (
+    413,
+    Refusal(error="RefusedRequest", field="body", found="too many bytes", allowed=f"at most {LARGEST_BODY:,} bytes"),
+)
 
 
 def _refusal(error: Exception) -> tuple[int, Refusal]:
     """Status and body by which the client raises the same error again."""
     if isinstance(error, RefusedRequest):
         return 400, Refusal(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
+    if isinstance(error, EngineLost):
+        return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
     if isinstance(error, msgspec.DecodeError):
         return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed="see stretto.engine.wire")
     return 409, Refusal(error=type(error).__name__, found=str(error))
-
-
-async def _break_when_gone(receive: Receive, stream: Stream) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    stream.break_off()

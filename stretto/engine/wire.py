@@ -6,12 +6,16 @@
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once
 
-Bodies are MessagePack. A refusal has a status of 400 or above and a `Refusal` as its body.
+Bodies are MessagePack. A refusal has a status of 400 or above and a `Refusal` as its body. The server of
+`stretto serve` has these beside OpenAI's; its /health is JSON unless MessagePack is asked for (``accept``).
 """
 
 from __future__ import annotations
 
 from stretto.core.records import Record
+
+#: The media type of all bodies.
+MSGPACK = "application/msgpack"
 
 
 class UpdateRequest(Record, frozen=True):

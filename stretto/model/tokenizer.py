@@ -70,6 +70,10 @@ class Tokenizer:
         """The text of `ids`, without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def name(self, token_id: int) -> str:
+        """The text of one token by itself, special ones too."""
+        return self._backend.decode((token_id,), skip_special_tokens=False)
+
     def _unknown(self, text: str, why: str) -> DataError:
         known = self._backend.get_vocab()
         strange = sorted({character for character in text if character not in known})

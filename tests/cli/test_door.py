@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from stretto.model.build import BuildConfig, build_policy
 from tests.launch.running import TINY, Ended, Laboratory, with_sections
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["train", "sft", "eval", "inspect", "export"]
+COMMANDS = ["train", "sft", "eval", "serve", "inspect", "export"]
 HEAVY = ["torch", "transformers", "matplotlib", "numpy", "asyncio", "rich.table"]  # pydantic is typer's own
 HELP_SECONDS = 0.6  # of processor time; the promise is 0.3 on a quiet machine
 
@@ -155,3 +157,34 @@ def test_a_dry_run_says_everything_and_starts_nothing(
 def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> None:
     door("sft", TINY, tmp_path / "out").refused("warm_start: missing", "`stretto sft` runs this section")
     door("sft", TINY, tmp_path, "warm_start.steps=1").refused(f"{tmp_path}: exists already; give a new folder")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["engine.slot=3"], "engine.slot: unknown key; did you mean 'slots'?"),
+        (["engine.slots=0"], "engine.slots: 0"),
+        (["trainer.steps=3"], "trainer.steps: is no setting of the engine; only engine.key=value is understood here"),
+        (["slots"], "slots: is no setting of the engine"),
+        (["engine.count=2"], "engine.count: has no meaning for a server; one engine is served"),
+        (["engine.base_port=9"], "engine.base_port: has no meaning for a server; give --port"),
+    ],
+)
+def test_serve_understands_the_engines_settings_alone(
+    door: Door, tmp_path: Path, words: list[str], expected: str
+) -> None:
+    door("serve", tmp_path, *words).refused(expected)
+
+
+def test_serve_refuses_a_folder_or_an_address_that_cannot_be(door: Door, tmp_path: Path) -> None:
+    door("serve", tmp_path / "nowhere").refused("nowhere: no such folder")
+    door("serve", tmp_path).refused("config.json: no such file", "holds no weights")
+    door("serve", tmp_path, "--port", "70000").refused("Invalid value for '--port'")
+    folder = tmp_path / "policy"
+    build_policy(BuildConfig(), folder, seed=1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        door("serve", folder, "--port", port).refused(f"--port: 127.0.0.1:{port}: Address already in use")
+    door("serve", folder, "--host", "192.0.2.1").refused("--port: 192.0.2.1:8000: ")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.model.build import BuildConfig, build_policy
+from tests.engine.openai_serving import NAME, Serving, build_byte_policy, serve_process
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +36,16 @@ def plain(folder: Path) -> PreTrainedModel:
     """The same policy as transformers loads it by itself."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return model
+
+
+@pytest.fixture(scope="session")
+def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that writes any bytes, with a chat template."""
+    return build_byte_policy(tmp_path_factory.mktemp("openai") / NAME)
+
+
+@pytest.fixture(scope="session")
+def serving(byte_folder: Path) -> Iterator[Serving]:
+    """The real command, once for all tests that only ask it something."""
+    with serve_process(byte_folder, "engine.slots=16") as running:
+        yield running

@@ -1,0 +1,169 @@
+"""The answers to one OpenAI request on their way to the client: text and log-probabilities, whole or in pieces.
+
+    engine ─► listener of a prompt ─► choice: tokens ─► characters ─► text before a stop ─► pieces ─► client
+
+One HTTP request may hold several prompts, and each is a request to the engine. Choice k of prompt p has the index
+``p * n + k``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from stretto.core.records import Completion, StopReason
+from stretto.engine.detokenizer import Decode, Detokenizer, StopFinder
+
+Finish = Literal["stop", "length"]
+
+
+class Token(NamedTuple):
+    """A sampled token, its log-probability, and where its text begins in the text of the choice."""
+
+    id: int
+    logprob: float
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a choice has come to since the last piece; the last one has a finish."""
+
+    index: int
+    text: str
+    tokens: list[Token]
+    finish: Finish | None
+
+
+class Choice:
+    """One answer. Tokens after a stop text are none of it; those that complete the stop text are counted."""
+
+    def __init__(self, index: int, decode: Decode, stops: Sequence[str], *, token_by_token: bool) -> None:
+        """
+        Args:
+            token_by_token: know of each token where its text begins, and whether it completes a stop text.
+        """
+        self.index = index
+        self.finish: Finish | None = None
+        self.sampled = 0  # tokens
+        self._token_by_token = token_by_token
+        self._characters, self._stop = Detokenizer(decode), StopFinder(stops)
+        self._length = 0  # of the text so far, with what is held back
+        self._text: list[str] = []
+        self._tokens: list[Token] = []
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """The answer goes on."""
+        if not self._token_by_token:
+            self._push(token_ids)
+            return
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            if self.finish is not None:
+                return
+            self._tokens.append(Token(token, logprob, self._length))
+            self._push((token,))
+
+    def end(self, reason: StopReason) -> None:
+        """The engine has nothing more."""
+        if self.finish is None:
+            self._say(self._characters.end())
+        if self.finish is None:
+            self._text.append(self._stop.end())
+            self.finish = "stop" if reason is StopReason.STOP else "length"
+
+    def drain(self) -> Piece | None:
+        """What is new; None when there is nothing to say yet."""
+        text = "".join(self._text)
+        if not text and self.finish is None:
+            return None
+        piece = Piece(self.index, text, self._tokens, self.finish)
+        self._text, self._tokens = [], []
+        return piece
+
+    def _push(self, token_ids: Sequence[int]) -> None:
+        self.sampled += len(token_ids)
+        self._say(self._characters.push(token_ids))
+
+    def _say(self, text: str) -> None:
+        self._length += len(text)
+        self._text.append(self._stop.push(text))
+        if self._stop.found:
+            self.finish = "stop"
+
+
+class Choices:
+    """All choices of one HTTP request."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self.broken = False  # the engine failed or stopped
+        self.gone = False  # the client went away
+        self.first_token: float | None = None  # when the first token was there, as time.monotonic
+        self._changed: dict[int, Choice] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def missing(self) -> int:
+        return sum(choice.finish is None for choice in self.choices)
+
+    @property
+    def sampled(self) -> int:
+        return sum(choice.sampled for choice in self.choices)
+
+    def changed(self, choice: Choice) -> None:
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        self._changed[choice.index] = choice
+        self._wake.set()
+
+    def break_off(self) -> None:
+        self.broken = True
+        self._wake.set()
+
+    def leave(self) -> None:
+        self.gone = True
+        self._wake.set()
+
+    async def whole(self) -> list[Piece]:
+        """Every choice as one piece, when all have ended; empty when they never will."""
+        while self.missing and not (self.broken or self.gone):
+            self._wake.clear()
+            await self._wake.wait()  # the client keeps the deadline
+        return [] if self.missing else [piece for choice in self.choices if (piece := choice.drain()) is not None]
+
+    async def pieces(self) -> list[Piece]:
+        """What is new since the last call; the client keeps the deadline. Look at `broken` and `gone` afterwards."""
+        await self._wake.wait()
+        self._wake.clear()
+        changed, self._changed = self._changed, {}
+        return [piece for choice in changed.values() if (piece := choice.drain()) is not None]
+
+
+class PromptListener:
+    """The answers to one prompt (satisfies `generation.Listener`)."""
+
+    def __init__(self, whole: Choices, choices: Sequence[Choice]) -> None:
+        self.missing = len(choices)
+        self._whole, self._choices = whole, choices
+        self._known = [0] * len(choices)  # tokens of each member that its choice has got
+
+    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
+        choice = self._choices[member]
+        if choice.finish is None:
+            self._known[member] += len(token_ids)
+            choice.take(token_ids, logprobs)
+            self._whole.changed(choice)
+
+    def ended(self, completion: Completion) -> None:
+        self.missing -= 1
+        choice, known = self._choices[completion.member], self._known[completion.member]
+        if choice.finish is None:
+            choice.take(completion.token_ids[known:], completion.behavior_logprobs[known:])
+            choice.end(completion.stop_reason)
+            self._whole.changed(choice)
+
+    def break_off(self) -> None:
+        self._whole.break_off()

@@ -1,0 +1,256 @@
+"""What OpenAI's clients ask for, and what of it is refused.
+
+A body is decoded into a record whose types and bounds msgspec checks; what depends on the engine (tokens, context) is
+checked by the engine itself. Fields are OpenAI's, with `top_k` and `min_p` on top. Every field may be null, which is as
+if it were absent. Three kinds of fields are no part of the engine's answer:
+
+    harmless   `user`, `metadata` ...: accepted, nothing depends on them
+    neutral    `presence_penalty`, `tools` ...: accepted with the value that changes nothing, refused with any other
+    unknown    refused by name
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Record
+
+MOST_CHOICES = 128
+MOST_PROMPTS = 1024
+MOST_STOPS = 16
+LONGEST_STOP = 256
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+_COLDEST = 1e-3  # below it logits / temperature leaves the range of float32
+_LARGEST = 2**31 - 1
+
+Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+Decoded = TypeVar("Decoded", bound="Body")
+_SAMPLED_ONLY = "log-probabilities are those of the sampled tokens, without alternatives"
+_WHY = {"logprobs": _SAMPLED_ONLY, "top_logprobs": _SAMPLED_ONLY}
+_PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
+
+
+class StreamOptions(Record, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class TextPart(Record, frozen=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Record, frozen=True):
+    """One turn of a conversation. The last fields are those that a client sends back from a reply of ours."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+    def turn(self) -> dict[str, str]:
+        """What a chat template sees."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text, **named}
+
+
+class Body(Record, frozen=True, kw_only=True):
+    """What both endpoints understand."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_LARGEST)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # harmless
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # neutral
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def neutral(self) -> Mapping[str, tuple[object, ...]]:
+        """The values, besides null, that the neutral fields may have."""
+        return {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+    def most_tokens(self, room: int) -> int:
+        """The length that was asked for; `room` is what the context leaves."""
+        raise NotImplementedError
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def neutral(self) -> Mapping[str, tuple[object, ...]]:
+        return {**super().neutral, "echo": (False,), "suffix": ("",), "best_of": (self.n or 1,), "logprobs": (0,)}
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def most_tokens(self, room: int) -> int:
+        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """Each prompt as text or as token ids.
+
+        Raises:
+            RefusedRequest: there is none, there are too many, or the list mixes kinds.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = tuple(part for part in self.prompt if isinstance(part, int))
+        if tokens and len(tokens) == len(self.prompt):
+            return [tokens]
+        texts: list[str | tuple[int, ...]] = [part for part in self.prompt if isinstance(part, str)]
+        lists: list[str | tuple[int, ...]] = [tuple(part) for part in self.prompt if isinstance(part, list)]
+        found = texts or lists
+        if not found or len(found) != len(self.prompt):
+            shown = "an empty list" if not self.prompt else "a list of different kinds"
+            raise RefusedRequest("prompt", shown, "a text, a list of token ids, or a list of either")
+        if len(found) > MOST_PROMPTS:
+            raise RefusedRequest("prompt", f"{len(found):,} prompts", f"at most {MOST_PROMPTS:,} in one request")
+        return found
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    # neutral
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+
+    @property
+    def neutral(self) -> Mapping[str, tuple[object, ...]]:
+        return {
+            **super().neutral,
+            "top_logprobs": (0,),
+            "response_format": ({"type": "text"},),
+            "tools": ([],),
+            "tool_choice": ("none", "auto"),
+            "parallel_tool_calls": (True, False),
+            "modalities": (["text"],),
+        }
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def most_tokens(self, room: int) -> int:
+        """Without a limit of the client's, an answer may fill the context."""
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return room if asked is None else asked
+
+
+def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
+    """The request in a body.
+
+    Raises:
+        RefusedRequest: it is none; names the first field that is wrong.
+    """
+    try:
+        body = msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        field = _field_that_is_no_number(raw)
+        if field is not None:
+            raise RefusedRequest(field, "NaN or infinite", "a finite number") from None
+        raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
+    except RecursionError:
+        raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
+    _check(body)
+    return body
+
+
+def _check(body: Body) -> None:
+    for field, values in body.neutral.items():
+        found = getattr(body, field)
+        if found is not None and found not in values:
+            allowed = " or ".join(json.dumps(value) for value in values)
+            why = _WHY.get(field, "the engine has nothing else to offer")
+            raise RefusedRequest(field, _short(found), f"only {allowed} or null: {why}")
+    if body.temperature is not None and 0 < body.temperature < _COLDEST:
+        raise RefusedRequest("temperature", str(body.temperature), f"0, or at least {_COLDEST}")
+    if body.stream_options is not None and not body.stream:
+        raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')
+
+
+def _named(message: str) -> RefusedRequest:
+    """msgspec's sentence with the field's name taken out of it."""
+    place = _PLACE.search(message)
+    path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
+    name = _FIELD.match(sentence)
+    if name is None:
+        return RefusedRequest(path or "body", sentence, "see docs/serve.md")
+    field = f"{path}.{name['name']}".removeprefix(".")
+    return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see docs/serve.md")
+
+
+def _field_that_is_no_number(raw: bytes) -> str | None:
+    """The field that holds NaN or Infinity, which Python's json writes and JSON does not know."""
+    try:
+        tree = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(tree, dict):
+        return None
+    return next((str(k) for k, v in tree.items() if isinstance(v, float) and not math.isfinite(v)), None)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

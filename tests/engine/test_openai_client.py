@@ -1,0 +1,241 @@
+"""Promises, by the `openai` package against a process of ``stretto serve``: text and chat, streaming and not, say the
+same; usage counts tokens; seeds reproduce, and the answers of one request differ; log-probabilities are the engine's; a
+refusal is the exception that OpenAI's own would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion as Reply
+from openai.types.chat import ChatCompletionMessageParam
+
+from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason, derive_seed
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated
+
+PROMPT = "the cat"
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Say é."},
+]
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def client(serving: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_folder: Path) -> Tokenizer:
+    return load_tokenizer(byte_folder)
+
+
+@pytest.fixture(scope="module")
+def engine(byte_folder: Path) -> EmbeddedEngine:
+    return EmbeddedEngine.load(byte_folder, EngineConfig())
+
+
+def expected(engine: EmbeddedEngine, prompt: tuple[int, ...], answers: int, **sampling: Any) -> list[Completion]:
+    """What the engine itself makes of the same request."""
+    seeds = (SEED, *(derive_seed(SEED, member) for member in range(1, answers)))
+    wanted = Sampling(stop_token_ids=(2,), **sampling)
+    return generated(engine, GenerateRequest(id="a", prompt_token_ids=prompt, seeds=seeds, sampling=wanted))
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "stretto"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_completions_are_the_engines(client: openai.OpenAI, engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(PROMPT)
+    answers = expected(engine, prompt, 3, max_tokens=60, temperature=0.8)
+    reply = client.completions.create(
+        model=NAME, prompt=PROMPT, n=3, seed=SEED, max_tokens=60, temperature=0.8, logprobs=0
+    )
+    assert [choice.text for choice in reply.choices] == [tokenizer.decode(answer.token_ids) for answer in answers]
+    assert [choice.finish_reason for choice in reply.choices] == [answer.stop_reason for answer in answers]
+    assert len({choice.text for choice in reply.choices}) == 3
+    for choice, answer in zip(reply.choices, answers, strict=True):
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == list(answer.behavior_logprobs)
+        assert choice.logprobs.tokens == [tokenizer.name(token) for token in answer.token_ids]
+        assert choice.logprobs.text_offset is not None
+        assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(prompt)
+    assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_streamed_completion_says_the_same(client: openai.OpenAI, logprobs: int | None) -> None:
+    fields: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "n": 2, "seed": SEED, "max_tokens": 80}
+    whole = client.completions.create(**fields, logprobs=logprobs)
+    chunks: list[Reply] = list(
+        client.completions.create(**fields, logprobs=logprobs, stream=True, stream_options={"include_usage": True})
+    )
+    assert len(chunks) > 20
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [part.finish_reason for part in parts if part.finish_reason] == [choice.finish_reason]
+        if choice.logprobs is not None and choice.logprobs.token_logprobs is not None:
+            told = [part.logprobs for part in parts if part.logprobs is not None]
+            assert [x for each in told for x in each.token_logprobs or ()] == choice.logprobs.token_logprobs
+            assert [x for each in told for x in each.text_offset or ()] == choice.logprobs.text_offset
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_chats_are_the_engines(client: openai.OpenAI, engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
+    answers = expected(engine, prompt, 2, max_tokens=50)
+    reply = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, n=2, seed=SEED, max_completion_tokens=50, logprobs=True
+    )
+    assert [choice.message.content for choice in reply.choices] == [
+        tokenizer.decode(answer.token_ids) for answer in answers
+    ]
+    assert {choice.message.role for choice in reply.choices} == {"assistant"}
+    for choice, answer in zip(reply.choices, answers, strict=True):
+        assert choice.logprobs is not None
+        assert [token.logprob for token in choice.logprobs.content or ()] == list(answer.behavior_logprobs)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(prompt)
+    assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
+
+
+def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 2, "seed": SEED, "max_tokens": 60}
+    whole = client.chat.completions.create(**fields, logprobs=True)
+    chunks = list(
+        client.chat.completions.create(**fields, logprobs=True, stream=True, stream_options={"include_usage": True})
+    )
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert parts[0].delta.role == "assistant"
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert [part.finish_reason for part in parts if part.finish_reason] == [choice.finish_reason]
+        assert choice.logprobs is not None
+        told = [token for part in parts if part.logprobs for token in part.logprobs.content or ()]
+        assert told == choice.logprobs.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_the_helper_for_streams_understands_ours(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model=NAME, messages=MESSAGES, seed=SEED, max_tokens=30) as stream:
+        final = stream.get_final_completion().choices[0]
+    whole = client.chat.completions.create(model=NAME, messages=MESSAGES, seed=SEED, max_tokens=30).choices[0]
+    assert final.message.content == whole.message.content
+    assert final.finish_reason == whole.finish_reason
+
+
+def test_a_reply_can_be_sent_back_as_a_turn(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model=NAME, messages=MESSAGES, seed=SEED, max_tokens=4).choices[0].message
+    turns: list[Any] = [*MESSAGES, first, {"role": "user", "content": [{"type": "text", "text": "And é?"}]}]
+    again = client.chat.completions.create(model=NAME, messages=turns, max_tokens=4)
+    assert again.usage is not None
+    assert again.usage.prompt_tokens > len(MESSAGES)
+
+
+def test_seeds_reproduce_and_their_absence_does_not(client: openai.OpenAI) -> None:
+    def text(**fields: Any) -> str:
+        return client.completions.create(model=NAME, prompt=PROMPT, max_tokens=40, **fields).choices[0].text
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text() != text()
+    assert text(temperature=0) == text(temperature=0, seed=9)
+
+
+def test_an_answer_may_end_early_or_fill_the_context(client: openai.OpenAI, engine: EmbeddedEngine) -> None:
+    """With enough seeds some answer ends by itself; without a limit, a chat's answer ends there or with the context."""
+    answers = expected(engine, (7, 8), 40, max_tokens=100)
+    assert StopReason.STOP in {answer.stop_reason for answer in answers}
+    reply = client.completions.create(model=NAME, prompt=[7, 8], n=40, seed=SEED, max_tokens=100)
+    assert [choice.finish_reason for choice in reply.choices] == [answer.stop_reason for answer in answers]
+    chat = client.chat.completions.create(model=NAME, messages=MESSAGES, n=20, seed=SEED)
+    assert chat.usage is not None
+    assert {choice.finish_reason for choice in chat.choices} == {"stop", "length"}
+    assert chat.usage.completion_tokens <= 20 * (CONTEXT - chat.usage.prompt_tokens)
+
+
+def test_prompts_in_a_list_are_answered_in_its_order(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    texts = ["the", "cat", "sat"]
+    alone = [client.completions.create(model=NAME, prompt=text, seed=SEED, n=2).choices for text in texts]
+    together = client.completions.create(model=NAME, prompt=texts, seed=SEED, n=2)
+    assert [choice.text for choice in together.choices] == [choice.text for choices in alone for choice in choices]
+    assert [choice.index for choice in together.choices] == list(range(6))
+    tokens = [list(tokenizer.encode(text)) for text in texts]
+    assert client.completions.create(model=NAME, prompt=tokens, seed=SEED, n=2).choices == together.choices
+
+
+def test_extensions_travel_in_the_extra_body(client: openai.OpenAI) -> None:
+    extra = {"top_k": 1, "min_p": 0.0}
+    reply = client.completions.create(model=NAME, prompt=PROMPT, seed=3, top_p=1, extra_body=extra)
+    assert reply.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"model": "gpt-5"}, openai.NotFoundError, "model"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": CONTEXT}, openai.BadRequestError, "max_tokens"),
+        ({"n": 0}, openai.BadRequestError, "n"),
+        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"logprobs": 5}, openai.BadRequestError, "logprobs"),
+        ({"prompt": [1, -1]}, openai.BadRequestError, "prompt"),
+        ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt"),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_the_clients_own_exception(
+    client: openai.OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], param: str, stream: bool
+) -> None:
+    with pytest.raises(error) as refused:
+        client.completions.create(**{"model": NAME, "prompt": PROMPT, "stream": stream, **fields})
+    assert refused.value.param == param
+    assert param in refused.value.message
+
+
+def test_a_stream_that_is_left_does_not_disturb_others(client: openai.OpenAI, serving: Serving) -> None:
+    stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=200, n=16, seed=SEED, stream=True)
+    next(iter(stream))
+    stream.close()
+    reply = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, seed=SEED)
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_many_clients_at_once_get_what_they_would_get_alone(client: openai.OpenAI, serving: Serving) -> None:
+    alone = [
+        client.completions.create(model=NAME, prompt=PROMPT, seed=seed, max_tokens=30).choices[0].text
+        for seed in range(8)
+    ]
+
+    async def main() -> list[str]:
+        url = f"{serving.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as many:
+
+            async def streamed(seed: int) -> str:
+                chunks = await many.completions.create(model=NAME, prompt=PROMPT, seed=seed, max_tokens=30, stream=True)
+                return "".join([part.text async for chunk in chunks for part in chunk.choices])
+
+            return await asyncio.gather(*(streamed(seed % 8) for seed in range(64)))
+
+    assert asyncio.run(main()) == alone * 8

@@ -1,0 +1,422 @@
+"""Promises, over real sockets: a stream delivers each piece when its token is there; a request that comes during an
+update of the weights is served after it; who leaves frees the rows; a thousand connections are all served; a server
+that stops finishes what is open and refuses the rest with 503; an engine that fails is told to the client; no body
+makes the server fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+import resource
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.asgi import LARGEST_BODY
+from stretto.engine.client import HttpEngine
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.wire import Refusal
+from stretto.model.folder import quiet_transformers
+from stretto.model.tokenizer import load_tokenizer
+from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_process
+from tests.engine.serving import Mailbox
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
+    return EmbeddedEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "prompt": "ab", "seed": 3, "max_tokens": 200, **fields}
+
+
+async def events(client: httpx.AsyncClient, body: dict[str, Any], path: str = COMPLETIONS) -> AsyncIterator[Any]:
+    async with client.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data: "))
+
+
+async def text_of(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    return "".join([c["text"] async for event in events(client, body) for c in event["choices"]])
+
+
+def assert_error(response: httpx.Response, status: int, param: str | None = None) -> None:
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert "Traceback" not in response.text
+    assert ".py" not in response.text
+
+
+def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder)
+        async with openai_served(engine, byte_folder) as (client, _):
+            seen, text = [], ""
+            async for event in events(client, asked()):
+                text += event["choices"][0]["text"]
+                seen.append(engine.health().generated)
+            assert len(seen) > 50
+            assert seen[len(seen) // 2] < 150  # of 200: the middle came long before the end
+            whole = (await client.post(COMPLETIONS, json=asked())).json()["choices"][0]
+            assert (text, event["choices"][0]["finish_reason"]) == (whole["text"], whole["finish_reason"])
+
+    asyncio.run(main())
+
+
+def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -> None:
+    async def main() -> None:
+        tokenizer = load_tokenizer(byte_folder)
+        engine = engine_of(byte_folder)
+        async with openai_served(engine, byte_folder) as (client, _):
+            plain = (await client.post(COMPLETIONS, json=asked(logprobs=0))).json()["choices"][0]
+            text, offsets = plain["text"], plain["logprobs"]["text_offset"]
+            for start, length in ((20, 1), (31, 3), (40, 7)):
+                stop = text[start : start + length]
+                at = text.index(stop)
+                body = asked(stop=[stop, "never written"])
+                whole = (await client.post(COMPLETIONS, json=body)).json()
+                assert whole["choices"][0]["text"] == text[:at] == await text_of(client, body)
+                assert whole["choices"][0]["finish_reason"] == "stop"
+                # The tokens that complete the stop text are sampled, and counted; those after them are not.
+                sampled = sum(offset < at + length for offset in offsets)
+                assert abs(whole["usage"]["completion_tokens"] - sampled) <= 3  # a character has up to four tokens
+            assert tokenizer.decode(tokenizer.encode(text, special_tokens=False)) == text
+
+    asyncio.run(main())
+
+
+def test_a_request_during_an_update_is_served_after_it(byte_folder: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.02)
+
+    async def main() -> None:
+        engine, mailbox = engine_of(byte_folder), Mailbox({})
+        async with openai_served(engine, byte_folder, mailbox) as (client, _):
+            before = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
+            while engine.health().generated < 20:
+                await asyncio.sleep(0)
+            mailbox.publications[1] = dict(other.named_parameters())
+            update = asyncio.create_task(client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1})))
+            during = [asyncio.create_task(client.post(COMPLETIONS, json=asked(seed=k))) for k in range(4)]
+            assert (await update).status_code == 200
+            replies = await asyncio.gather(before, *during)
+            assert [reply.status_code for reply in replies] == [200] * 5
+            assert engine.health().interrupted >= 1
+            after = (await client.post(COMPLETIONS, json=asked(seed=0))).json()
+            assert after["choices"] == replies[1].json()["choices"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder, slots=2)
+        async with openai_served(engine, byte_folder) as (client, _):
+            body = asked(n=6, max_tokens=250, stream=stream)
+            leaver = asyncio.create_task(client.post(COMPLETIONS, json=body))
+            while engine.health().running < 2:
+                await asyncio.sleep(0)
+            leaver.cancel()
+            await asyncio.gather(leaver, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while engine.health().running or engine.health().waiting:
+                    await asyncio.sleep(0)
+            engine.check_integrity()
+            assert (await client.post(COMPLETIONS, json=asked(max_tokens=5))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends of every connection are in this process
+
+    async def one(host: str, port: int, body: bytes, gate: asyncio.Event) -> bytes:
+        reader, writer = await asyncio.open_connection(host, port)
+        await gate.wait()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        reply = await reader.read()
+        writer.close()
+        return reply
+
+    async def main() -> None:
+        engine = engine_of(byte_folder, slots=64)
+        async with openai_served(engine, byte_folder) as (client, _):
+            body, gate = json.dumps(asked(max_tokens=3)).encode(), asyncio.Event()
+            host, port = client.base_url.host, int(client.base_url.port or 0)
+            waiting = [asyncio.create_task(one(host, port, body, gate)) for _ in range(1000)]
+            await asyncio.sleep(0.5)
+            gate.set()
+            replies = await asyncio.gather(*waiting)
+            assert {reply.split(b"\r\n")[0] for reply in replies} == {b"HTTP/1.1 200 OK"}
+            texts = {json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies}
+            assert len(texts) == 1
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder)
+        async with openai_served(engine, byte_folder, patience=20.0) as (client, server):
+            stream = asyncio.create_task(text_of(client, asked(max_tokens=200)))
+            await client.get("/health")  # a second connection, from before the end
+            while engine.health().generated < 5:
+                await asyncio.sleep(0)
+            server.handle_exit(15, None)
+            refused = await client.post(COMPLETIONS, json=asked())
+            assert_error(refused, 503)
+            assert refused.headers["retry-after"] == "1"
+            assert (await client.get("/health")).status_code == 503
+            request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
+            told = await client.post("/generate", content=msgspec.msgpack.encode(request))
+            assert (told.status_code, told.headers["retry-after"]) == (503, "1")
+            assert msgspec.msgpack.decode(told.content, type=Refusal).error == "EngineLost"
+            assert len(await stream) > 20
+            assert engine.health().generated == 200
+
+    asyncio.run(main())
+
+
+def test_patience_ends_and_a_second_signal_ends_it_at_once(byte_folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder, slots=1)
+        async with openai_served(engine, byte_folder, patience=60.0) as (client, server):
+            whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=100, max_tokens=250)))
+            stream = asyncio.create_task(collected(client, asked(n=100, max_tokens=250)))
+            while engine.health().generated < 5:
+                await asyncio.sleep(0)
+            server.handle_exit(15, None)
+            server.handle_exit(15, None)
+            assert_error(await whole, 503)
+            assert (await stream)[-1]["error"]["type"] == "server_error"
+
+    asyncio.run(main())
+
+
+async def collected(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
+    return [event async for event in events(client, body)]
+
+
+def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.named_parameters()}
+
+    async def main() -> None:
+        engine = engine_of(byte_folder, slots=2)
+        async with openai_served(engine, byte_folder, Mailbox({1: broken})) as (client, _):
+            whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
+            stream = asyncio.create_task(collected(client, asked(n=8)))
+            while engine.health().waiting < 10:
+                await asyncio.sleep(0)
+            await client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1}))
+            assert_error(await whole, 503)
+            assert "engine-0 ended before the answer did" in (await stream)[-1]["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: Serving) -> None:
+    request = GenerateRequest(
+        id="a", prompt_token_ids=(5, 12), seeds=(1, 2, 3), sampling=Sampling(max_tokens=20, stop_token_ids=(2,))
+    )
+
+    async def main() -> None:
+        client = HttpEngine("engine-0", serving.url.removeprefix("http://"))
+        completions = sorted([c async for c in client.generate(request)], key=lambda completion: completion.member)
+        assert completions == generated(engine_of(byte_folder), request)
+        assert (await client.health()).version == 0
+        hot = msgspec.structs.replace(request, sampling=Sampling(max_tokens=2, temperature=math.nan))
+        with pytest.raises(RefusedRequest, match="temperature"):
+            await anext(client.generate(hot))
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_asked_for_by_get(serving: Serving) -> None:
+    def get(path: str) -> httpx.Response:
+        return httpx.get(serving.url + path, trust_env=False)
+
+    assert [model["id"] for model in get("/v1/models").json()["data"]] == [NAME]
+    assert get(f"/v1/models/{NAME}").json()["max_model_len"] == CONTEXT
+    assert_error(get("/v1/models/other"), 404, "model")
+    assert (get("/health").json()["status"], get("/health").status_code) == ("ok", 200)
+    assert_error(get("/nowhere"), 404)
+    assert_error(get(COMPLETIONS), 405)
+    assert_error(httpx.delete(serving.url + "/metrics", trust_env=False), 405)
+
+
+def test_metrics_count_what_was_served(byte_folder: Path) -> None:
+    async def main() -> None:
+        async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+            await client.post(COMPLETIONS, json=asked(max_tokens=7, prompt=[[5, 6, 7], [8]]))
+            await text_of(client, asked(max_tokens=5))
+            await client.post(COMPLETIONS, json={})
+            response = await client.get("/metrics")
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+            values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+            assert values["stretto_prompt_tokens_total"] == 6
+            assert values["stretto_completion_tokens_total"] == 19 == values["stretto_engine_generated_total"]
+            assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="200"}}'] == 2
+            assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="400"}}'] == 1
+            assert values["stretto_first_token_seconds_count"] == 1
+            assert values["stretto_last_token_seconds_count"] == 2
+            assert len(response.text.splitlines()) == len({*response.text.splitlines()})
+
+    asyncio.run(main())
+
+
+def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
+    body = b'{"model": "' + b"x" * LARGEST_BODY + b'"}'
+    assert_error(serving.post(COMPLETIONS, body), 413, "body")
+    chunks = (body[at : at + (1 << 20)] for at in range(0, len(body), 1 << 20))
+    response = httpx.post(serving.url + CHAT, content=chunks, trust_env=False, timeout=30)
+    assert_error(response, 413, "body")
+    told = serving.post("/generate", body)
+    assert told.status_code == 413
+    assert msgspec.msgpack.decode(told.content, type=Refusal).field == "body"
+
+
+FIELDS = [
+    *("model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "suffix", "best_of"),
+    *("user", "logit_bias", "tools", "response_format", "x"),
+]
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 300) | st.floats() | st.text(max_size=8)
+    | st.sampled_from([NAME, "user", "text", "system"])
+)  # fmt: skip
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+PROMPT = st.fixed_dictionaries({"model": st.just(NAME), "prompt": st.just("ab"), "max_tokens": st.just(2)})
+TALK = st.fixed_dictionaries(
+    {"model": st.just(NAME), "messages": st.just([{"role": "user", "content": "a"}]), "max_tokens": st.just(2)}
+)
+BODIES = st.builds(
+    lambda base, more: base | more, PROMPT | TALK, st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3)
+)
+
+
+@settings(max_examples=300)
+@given(
+    body=BODIES.map(lambda tree: json.dumps(tree).encode()) | st.binary(max_size=40),
+    path=st.sampled_from([COMPLETIONS, CHAT]),
+)
+def test_no_body_makes_the_server_fail(serving: Serving, body: bytes, path: str) -> None:
+    response = serving.post(path, body)
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, (body, response.text)
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+MESSAGE_LEAVES = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.integers(-2, 300) | st.text(max_size=4)
+)
+MESSAGE_VALUES = st.recursive(MESSAGE_LEAVES | st.floats(1.0), lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+SAMPLINGS = st.dictionaries(
+    st.sampled_from(["max_tokens", "temperature", "stop_token_ids", "top_p", "top_k", "min_p", "stop", "x"]),
+    MESSAGE_VALUES,
+    max_size=2,
+).map(lambda more: {"max_tokens": 2} | more)
+MESSAGES = st.builds(
+    lambda sampling, more: {"id": "fuzz", "prompt_token_ids": [5, 6], "seeds": [1], "sampling": sampling} | more,
+    SAMPLINGS,
+    st.dictionaries(st.sampled_from(["id", "prompt_token_ids", "seeds", "sampling", "x"]), MESSAGE_VALUES, max_size=1),
+)
+
+
+@settings(max_examples=200)
+@given(
+    body=MESSAGES.map(msgspec.msgpack.encode) | st.binary(max_size=40),
+    path=st.sampled_from(["/generate", "/generate", "/generate", "/update_weights", "/abort"]),
+)
+def test_no_message_makes_the_token_interface_fail(serving: Serving, body: bytes, path: str) -> None:
+    response = serving.post(path, body)
+    assert response.status_code in (200, 400, 409), (body, response.content)
+    if response.status_code != 200:
+        assert msgspec.msgpack.decode(response.content, type=Refusal).found
+
+
+def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Path) -> None:
+    with serve_process(byte_folder, "--name", "mine", "engine.slots=1") as running:
+        body = asked(model="mine", n=8, max_tokens=100, stream=True)
+        with httpx.stream("POST", running.url + COMPLETIONS, json=body, timeout=30, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.terminate()
+            told = [line for line in lines if line]
+        assert told[-1] == "data: [DONE]"
+        assert sum('"finish_reason":null' not in line for line in told[:-1]) == 8
+        assert running.process.wait(30) == 0
+        assert running.process.stderr is not None
+        assert running.process.stderr.read() == ""
+
+
+def test_a_model_whose_numbers_break_ends_the_command_with_a_message(byte_folder: Path, tmp_path: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(math.nan)
+    shutil.copytree(byte_folder, tmp_path / "broken")
+    with quiet_transformers():
+        model.save_pretrained(tmp_path / "broken")
+    with serve_process(tmp_path / "broken") as broken:
+        assert_error(broken.post(COMPLETIONS, {"model": "broken", "prompt": "a"}), 503)
+        assert broken.process.wait(30) == 1
+        assert broken.process.stderr is not None
+        told = broken.process.stderr.read()
+        assert told == "stretto: the engine: the model's logits are not finite: its weights are broken\n"
+
+
+def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder)
+        async with openai_served(engine, byte_folder, patience=20.0) as (http, server):
+            open_request = asyncio.create_task(text_of(http, asked()))
+            while not engine.health().generated:
+                await asyncio.sleep(0)
+            client = HttpEngine("engine-0", f"{http.base_url.host}:{http.base_url.port}")
+            await client.health()
+            server.handle_exit(15, None)
+            request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
+            with pytest.raises(EngineLost, match="engine-0 is stopping"):
+                await anext(client.generate(request))
+            await open_request
+            await client.close()
+
+    asyncio.run(main())
