@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
-import psutil
 from transformers import PreTrainedModel
 
 from benchmarks.report import Table, save
@@ -93,7 +92,14 @@ class Load:
                 self.tokens += len(completion.token_ids)
 
 
-async def soak(process: psutil.Process, engine: HttpEngine, publisher: SharedMemoryPublisher, words: Words) -> None:
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in use now, in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def soak(
+    process: subprocess.Popen[bytes], engine: HttpEngine, publisher: SharedMemoryPublisher, words: Words
+) -> None:
     """Load the engine, sample its memory, show and save what was seen."""
     load, samples = Load(engine), list[Sample]()
     table = Table("seconds", "resident MiB", "tokens/s", "answers", "preempted", "recomputed", "version")
@@ -106,7 +112,7 @@ async def soak(process: psutil.Process, engine: HttpEngine, publisher: SharedMem
             health, now = await engine.health(), time.monotonic()
             rate = (health.generated - before) / (now - last)
             before, last = health.generated, now
-            resident = process.memory_info().rss / 2**20
+            resident = resident_bytes(process.pid) / 2**20
             counts = (load.answers, health.preempted, health.recomputed, health.version)
             samples.append(Sample(round(now - start, 1), round(resident, 1), round(rate), *counts))
             table.add(*asdict(samples[-1]).values())
@@ -192,12 +198,11 @@ async def main_in(folder: Path, minutes: float) -> None:
     engine = HttpEngine("engine-0", spec.address)
     try:
         await until_up(engine, process)
-        await soak(psutil.Process(process.pid), engine, publisher, words)
+        await soak(process, engine, publisher, words)
     finally:
         await engine.close()
         process.terminate()
         process.wait(timeout=20)
-        publisher.close()
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from stretto.engine.config import EngineConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.recipe import Recipe
 from stretto.model.build import build_policy
-from stretto.model.cached import refuse_unsupported
 from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
+from stretto.model.kinds import refuse_unsupported
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import BUILT_IN

@@ -97,7 +97,7 @@ def serve(
     torch.set_num_threads(config.threads)
     engine = EmbeddedEngine.load(model, config)
     generation = Generation(engine)
-    context = min(folder.context_length, config.cache_tokens)
+    context = folder.context_length
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
     app = OpenAIApp(generation, served, tokenizer, EngineApp(generation, NoMailbox()))
     server = PatientServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
