@@ -1,7 +1,7 @@
 """Promises, over real sockets: a stream delivers each piece when its token is there; a request that comes during an
 update of the weights is served after it; who leaves frees the rows; a thousand connections are all served; a server
-that stops finishes what is open and refuses the rest with 503; an engine that fails is told to the client; no body
-makes the server fail.
+that stops finishes what is open and refuses the rest with 503; an engine that fails is told to the client; a
+signal ends the command.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import httpx
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.errors import EngineLost, RefusedRequest
@@ -303,74 +301,6 @@ def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
     told = serving.post("/generate", body)
     assert told.status_code == 413
     assert msgspec.msgpack.decode(told.content, type=Refusal).field == "body"
-
-
-FIELDS = [
-    *("model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
-    *("min_p", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "suffix", "best_of"),
-    *("user", "logit_bias", "tools", "response_format", "x"),
-]
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.integers(-2, 300) | st.floats() | st.text(max_size=8)
-    | st.sampled_from([NAME, "user", "text", "system"])
-)  # fmt: skip
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-PROMPT = st.fixed_dictionaries({"model": st.just(NAME), "prompt": st.just("ab"), "max_tokens": st.just(2)})
-TALK = st.fixed_dictionaries(
-    {"model": st.just(NAME), "messages": st.just([{"role": "user", "content": "a"}]), "max_tokens": st.just(2)}
-)
-BODIES = st.builds(
-    lambda base, more: base | more, PROMPT | TALK, st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3)
-)
-
-
-@settings(max_examples=300)
-@given(
-    body=BODIES.map(lambda tree: json.dumps(tree).encode()) | st.binary(max_size=40),
-    path=st.sampled_from([COMPLETIONS, CHAT]),
-)
-def test_no_body_makes_the_server_fail(serving: Serving, body: bytes, path: str) -> None:
-    response = serving.post(path, body)
-    if response.status_code != 200:
-        assert 400 <= response.status_code < 500, (body, response.text)
-        error = response.json()["error"]
-        assert error["message"]
-        assert error["type"] == "invalid_request_error"
-
-
-MESSAGE_LEAVES = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.integers(-2, 300) | st.text(max_size=4)
-)
-MESSAGE_VALUES = st.recursive(MESSAGE_LEAVES | st.floats(1.0), lambda inner: st.lists(inner, max_size=3), max_leaves=4)
-SAMPLINGS = st.dictionaries(
-    st.sampled_from(["max_tokens", "temperature", "stop_token_ids", "top_p", "top_k", "min_p", "stop", "x"]),
-    MESSAGE_VALUES,
-    max_size=2,
-).map(lambda more: {"max_tokens": 2} | more)
-MESSAGES = st.builds(
-    lambda sampling, more: {"id": "fuzz", "prompt_token_ids": [5, 6], "seeds": [1], "sampling": sampling} | more,
-    SAMPLINGS,
-    st.dictionaries(st.sampled_from(["id", "prompt_token_ids", "seeds", "sampling", "x"]), MESSAGE_VALUES, max_size=1),
-)
-
-
-@settings(max_examples=200)
-@given(
-    body=MESSAGES.map(msgspec.msgpack.encode) | st.binary(max_size=40),
-    path=st.sampled_from(["/generate", "/generate", "/generate", "/update_weights", "/abort"]),
-)
-def test_no_message_makes_the_token_interface_fail(serving: Serving, body: bytes, path: str) -> None:
-    response = serving.post(path, body)
-    assert response.status_code in (200, 400, 409), (body, response.content)
-    if response.status_code != 200:
-        assert msgspec.msgpack.decode(response.content, type=Refusal).found
 
 
 def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Path) -> None:
