@@ -13,6 +13,9 @@ import hashlib
 
 import msgspec
 
+MOST_STOPS = 64  #: stop texts of one request
+LONGEST_STOP = 256  #: characters of a stop text
+
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all records: immutable, refuses fields it does not know."""
@@ -21,7 +24,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StopReason(enum.StrEnum):
     """Why an answer ended."""
 
-    STOP = "stop"  #: the model sampled an end-of-sequence token
+    STOP = "stop"  #: the model sampled an end-of-sequence token, or completed a stop text
     LENGTH = "length"  #: the token budget or the context was used up
 
 
@@ -59,7 +62,12 @@ class Prompt(Record, frozen=True):
 class Sampling(Record, frozen=True):
     """How answers are drawn. One setting for the engine and the trainer: both evaluate the same distribution.
 
-    `temperature` 0 means the likeliest token (evaluation only). `stop_token_ids` end an answer and belong to it.
+    `temperature` 0 means the likeliest token (evaluation only), whatever the filters say. `stop_token_ids` end an
+    answer and belong to it.
+
+    The filters work after the temperature and in the order `top_k`, `top_p`, `min_p`, each on what the one before has
+    left; what is left in the end is renormalised. A token exactly as likely as the last one that a filter keeps is
+    kept with it.
     """
 
     max_tokens: int
@@ -68,9 +76,12 @@ class Sampling(Record, frozen=True):
     top_p: float = 1.0  # smallest set of likeliest tokens whose probability reaches this
     top_k: int = 0  # this many likeliest tokens; 0: all
     min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
-    stop: tuple[
-        str, ...
-    ] = ()  # texts that end the answer; the answer's tokens include those that completed the stop text
+    stop: tuple[str, ...] = ()  # texts that end the answer; its tokens include those that completed the stop text
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens may not be drawn at all."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 class GenerateRequest(Record, frozen=True):

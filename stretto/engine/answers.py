@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.core.records import Completion, StopReason
+from stretto.engine.sampling import Filtered
 from stretto.engine.scheduler import Member
+from stretto.engine.stops import StopTexts, Watch
+from stretto.model.truncation import Truncation
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,14 +38,19 @@ class Written(NamedTuple):
 class Answers:
     """Columns are public: the engine hands whole columns to the policy and the sampler, indexed by row."""
 
-    def __init__(self, rows: int, context_length: int) -> None:
+    def __init__(self, rows: int, context_length: int, stop_texts: StopTexts) -> None:
         self._context_length = context_length
+        self._stop_texts = stop_texts
         self.newest: Ints = np.zeros(rows, np.int64)
         self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and answer
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
         self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
         self.seeds = np.zeros(rows, np.uint64)
         self.temperatures = np.zeros(rows, np.float32)
+        self._truncation = Truncation(np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
+        self._filtered = np.zeros(rows, np.bool_)
+        self._watches: dict[int, Watch] = {}
+        self._stopped = np.zeros(rows, np.bool_)
         self.interrupted: Ints = np.zeros(rows, np.int64)
         self._stops = np.full((rows, 1), _NO_TOKEN, np.int64)
         self._history: Ints = np.zeros((rows, _FIRST_WIDTH), np.int64)
@@ -59,9 +67,21 @@ class Answers:
         self.lengths[row] = self.prompts[row] = len(prompt)
         self.seeds[row] = member.request.seeds[member.index]
         self.temperatures[row] = sampling.temperature
+        self._truncation.top_k[row] = sampling.top_k
+        self._truncation.top_p[row] = sampling.top_p
+        self._truncation.min_p[row] = sampling.min_p
+        self._filtered[row] = sampling.filtered
+        self._watches.pop(row, None)
+        if sampling.stop:
+            self._watches[row] = self._stop_texts.watch(sampling.stop)
         self.interrupted[row] = 0
         self._stops[row] = _NO_TOKEN
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+
+    def filtered(self, order_R: Ints) -> Filtered | None:
+        """Which of the rows have top-k, top-p or min-p, and what theirs are; None if no row has."""
+        places = self._filtered[order_R].nonzero()[0]
+        return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
 
     def context(self, row: int) -> Ints:
         """All tokens of a row but the newest: what the cache must hold before the row goes on."""
@@ -76,6 +96,9 @@ class Answers:
         self.newest[order_R] = tokens_R
         self.lengths[order_R] = places_R + 1
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
+        if self._watches:
+            stopped_R |= [row in self._watches and self._completed_stop(row) for row in order_R.tolist()]
+        self._stopped[order_R] = stopped_R
         ended: Ints = order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
         return ended
 
@@ -88,16 +111,20 @@ class Answers:
     def close(self, row: int, member: Member) -> Completion:
         """The whole answer of a row that has ended."""
         answer = slice(int(self.prompts[row]), int(self.lengths[row]))
-        stopped = bool((self._stops[row] == self.newest[row]).any())
+        self._watches.pop(row, None)
         return Completion(
             request=member.request.id,
             member=member.index,
             token_ids=tuple(self._history[row, answer].tolist()),
             behavior_logprobs=tuple(self._logprobs[row, answer].tolist()),
             versions=tuple(self._versions[row, answer].tolist()),
-            stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+            stop_reason=StopReason.STOP if self._stopped[row] else StopReason.LENGTH,
             interrupted=int(self.interrupted[row]),
         )
+
+    def _completed_stop(self, row: int) -> bool:
+        watch, begin = self._watches[row], int(self.prompts[row])
+        return watch.completed(self._history[row, begin + watch.seen : self.lengths[row]].tolist())
 
     def _widen(self, width: int, stops: int) -> None:
         """Make room for longer answers or more stop tokens than any row had before."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stretto.core.errors import RefusedRequest, TornPublication
-from stretto.core.records import GenerateRequest
+from stretto.core.records import LONGEST_STOP, MOST_STOPS, GenerateRequest, Sampling
+from stretto.engine.stops import NO_CHARACTER
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
@@ -31,10 +32,27 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
     if not request.seeds or wrong_seeds:
         found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
         raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
+    _check_sampling(sampling, vocab_size)
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
         raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")
     if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
         raise RefusedRequest("sampling.temperature", str(sampling.temperature), "0 or a positive number")
+    if not 0 < sampling.top_p <= 1:
+        raise RefusedRequest("sampling.top_p", str(sampling.top_p), "greater than 0, at most 1; 1 keeps all tokens")
+    if not 0 <= sampling.top_k <= vocab_size:
+        raise RefusedRequest("sampling.top_k", str(sampling.top_k), f"0 to {vocab_size}, the vocabulary; 0 keeps all")
+    if not 0 <= sampling.min_p <= 1:
+        raise RefusedRequest("sampling.min_p", str(sampling.min_p), "0 to 1; 0 keeps all tokens")
+    if len(sampling.stop) > MOST_STOPS:
+        raise RefusedRequest("sampling.stop", f"{len(sampling.stop)} texts", f"at most {MOST_STOPS}")
+    for text in sampling.stop:
+        if not 1 <= len(text) <= LONGEST_STOP:
+            raise RefusedRequest("sampling.stop", f"a text of {len(text)} characters", f"1 to {LONGEST_STOP}")
+        if NO_CHARACTER in text:
+            raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD stands for bytes that are none")
 
 
 def check_tensors(version: int, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self, cast
 
@@ -29,11 +30,13 @@ from stretto.engine.checking import check_request, check_tensors
 from stretto.engine.config import EngineConfig
 from stretto.engine.sampling import sample
 from stretto.engine.scheduler import Member, Scheduler
+from stretto.engine.stops import Detokenizer, StopTexts
 from stretto.engine.stretches import Stretches
 from stretto.engine.wire import EngineHealth
 from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
 from stretto.model.folder import load_policy
 from stretto.model.onednn import use_onednn
+from stretto.model.tokenizer import load_tokenizer
 
 #: From this width on oneDNN's products save more than its calls cost: at 64 a decode step takes 7 % longer with it and
 #: a recomputation 25 % less time, at 128 they take 6 % and 30 % less, at 512 33 % and 44 % less.
@@ -52,7 +55,16 @@ class EmbeddedEngine:
                 ...
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, name: str = "engine", version: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        name: str = "engine",
+        version: int = 0,
+        detokenizer: Callable[[], Detokenizer] | None = None,
+    ) -> None:
+        """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
         cache_bytes = int(config.cache_gib * 2**30)
         self._policy = CachedPolicy(model.requires_grad_(False).eval(), cache_bytes)
         if model.config.get_text_config().hidden_size >= _WIDE:
@@ -62,7 +74,8 @@ class EmbeddedEngine:
         self._config = config
         layout = self._policy.layout
         self._scheduler = Scheduler(config.slots, cache_bytes // layout.bytes_per_token, layout.slot)
-        self._answers = Answers(config.slots, layout.context_length)
+        self._stop_texts = StopTexts(detokenizer)
+        self._answers = Answers(config.slots, layout.context_length, self._stop_texts)
         self._stretches = Stretches(name)
         self.name = name
         self.version = version
@@ -81,7 +94,7 @@ class EmbeddedEngine:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         device = automatic if config.device == "auto" else config.device
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=device)
-        return cls(model, config, name=name, version=version)
+        return cls(model, config, name=name, version=version, detokenizer=partial(load_tokenizer, folder))
 
     @property
     def updates(self) -> int:
@@ -105,6 +118,8 @@ class EmbeddedEngine:
             RefusedRequest: with the field that is wrong, what it holds and what is allowed.
         """
         check_request(request, self._vocab_size, self._policy.layout.context_length)
+        if request.sampling.stop:
+            self._stop_texts.check_served()
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -130,7 +145,8 @@ class EmbeddedEngine:
             return []
         order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
         places = answers.lengths[order] - answers.prompts[order]
-        tokens, logprobs = sample(logits_RV, answers.temperatures[order], answers.seeds[order], places)
+        seeds, filtered = answers.seeds[order], answers.filtered(order)
+        tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
         ended = answers.record(order, tokens, logprobs, self.version)
         completions = [answers.close(row, self._end(row)) for row in ended.tolist()]
         self._tally(completions)

@@ -8,15 +8,27 @@ Axes: R row, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stretto.model.truncation import Truncation, truncate
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-52
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """The rows of a step that may not draw every token, and the settings of each; most steps have none."""
+
+    rows: npt.NDArray[np.int64]  # places in the step's logits, at least one
+    truncation: Truncation
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -37,6 +49,7 @@ def sample(
     temperatures: npt.NDArray[np.float32],
     seeds: npt.NDArray[np.uint64],
     places: npt.NDArray[np.int64],
+    filtered: Filtered | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw one token per row.
 
@@ -45,11 +58,12 @@ def sample(
         temperatures: [R]; 0 takes the likeliest token.
         seeds: [R], one per answer.
         places: [R], how many tokens of the answer come before.
+        filtered: rows with top-k, top-p or min-p.
 
     Returns:
         Token ids [R], and their log-probabilities [R] under the distribution that they were drawn from, the softmax of
-        ``logits / temperature``. Where the temperature is 0, that distribution is a single point, which says nothing;
-        the log-probability at temperature 1 stands instead.
+        ``logits / temperature`` over the tokens that the filters leave. Where the temperature is 0, that distribution
+        is a single point, which says nothing; the log-probability at temperature 1 stands instead.
 
     Raises:
         FloatingPointError: the logits of a row are not finite, so there is no distribution to draw from.
@@ -58,6 +72,8 @@ def sample(
     if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(greedy, np.float32(1.0), temperatures))
         logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]
+    if filtered is not None:
+        logits_RV = _filter(logits_RV, filtered)
     logprobs_RV = logits_RV.log_softmax(-1)
     cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:]
@@ -71,3 +87,10 @@ def sample(
     if not bool(total_R1.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return tokens_R1[:, 0].cpu().numpy(), logprobs_RV.gather(1, tokens_R1)[:, 0].cpu().numpy()
+
+
+def _filter(logits_RV: Tensor, filtered: Filtered) -> Tensor:
+    if len(filtered.rows) == len(logits_RV):
+        return truncate(logits_RV, filtered.truncation)
+    rows = torch.from_numpy(filtered.rows).to(logits_RV.device)
+    return logits_RV.index_copy(0, rows, truncate(logits_RV[rows], filtered.truncation))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from stretto.core.records import Sampling
+from stretto.core.records import LONGEST_STOP, MOST_STOPS, Sampling
 from stretto.model.build import BuildConfig
 
 
@@ -23,14 +23,24 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         return self
 
 
-class SamplingConfig(BaseModel, extra="forbid", frozen=True):
-    """How answers are drawn, for the engine and the trainer alike; there is no second temperature."""
+class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """How answers are drawn, for the engine and the trainer alike; there is no second setting.
+
+    Temperature, then top_k, then top_p, then min_p; log-probabilities are of the distribution that is left.
+    """
 
     max_tokens: int = Field(256, ge=1, description="tokens of one answer at most")
-    temperature: float = Field(1.0, gt=0, le=10, allow_inf_nan=False)
+    temperature: float = Field(1.0, gt=0, le=10, description="divides the logits")
+    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of likeliest tokens whose probability reaches this")
+    top_k: int = Field(0, ge=0, description="this many likeliest tokens; 0: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this fraction as likely as the likeliest")
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")], ...] = Field(
+        (), max_length=MOST_STOPS, description="texts that end an answer, beside the end-of-sequence token"
+    )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, temperature=self.temperature, stop_token_ids=stop_token_ids)
+        """The same setting as requests and the trainer get it."""
+        return Sampling(stop_token_ids=stop_token_ids, **self.model_dump())
 
 
 class EvaluationConfig(BaseModel, extra="forbid", frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from stretto.engine.server import serve
 from stretto.launch.playing import play
 from stretto.model.cached import CACHED_ATTENTION
 from stretto.model.folder import load_policy
+from stretto.model.tokenizer import load_tokenizer
 from stretto.weights.shared_memory import SharedMemorySubscriber
 
 _LOOK_SECONDS = 0.02
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> int:
 def _serve(spec: EngineSpec) -> None:
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
-    engine = EmbeddedEngine(model, config, name=spec.name)
+    engine = EmbeddedEngine(model, config, name=spec.name, detokenizer=partial(load_tokenizer, spec.model))
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:
         await_publication(subscriber, spec.name, spec.publication_seconds)

@@ -62,6 +62,7 @@ def make_plan(recipe: Recipe) -> Plan:
     _check_attention(base)
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
+    _check_top_k(recipe, base)
     questions = recipe.task.questions(recipe.seed)
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:
@@ -87,6 +88,12 @@ def _room(recipe: Recipe, base: ModelFolder) -> int:
         found = f"sampling.max_tokens = {answer}, and the model's context has {base.context_length} tokens"
         raise ModelFolderError([Problem(str(base.path), found, "choose fewer tokens or a longer context")])
     return base.context_length - answer
+
+
+def _check_top_k(recipe: Recipe, base: ModelFolder) -> None:
+    if recipe.sampling.top_k > base.vocab_size:
+        found = f"sampling.top_k = {recipe.sampling.top_k}, and the model's vocabulary has {base.vocab_size} tokens"
+        raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
 
 
 def _check_reward(config: RewardsConfig) -> None:

@@ -236,7 +236,7 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
         mailbox_folder=str(mailbox_folder),
         trainer=recipe.trainer.model_dump_json(),
         algorithm=recipe.algorithm.model_dump_json(),
-        temperature=recipe.sampling.temperature,
+        sampling=plan.sampling,
         threads=recipe.trainer.threads,
         checkpoint=str(beginning.checkpoint) if beginning.checkpoint else None,
     )

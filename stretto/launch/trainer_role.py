@@ -11,7 +11,7 @@ import torch
 
 from stretto.core.events import Span
 from stretto.core.lifeline import die_with_parent
-from stretto.core.records import Record
+from stretto.core.records import Record, Sampling
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
@@ -33,7 +33,10 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 
 
 class TrainerSpec(Record, frozen=True):
-    """What the trainer is started with; the two configurations are JSON texts of their pydantic models."""
+    """What the trainer is started with; the two configurations are JSON texts of their pydantic models.
+
+    `sampling` is the record that the engines' requests carry: both sides speak of one distribution.
+    """
 
     parent: int
     model: str
@@ -41,7 +44,7 @@ class TrainerSpec(Record, frozen=True):
     mailbox_folder: str
     trainer: str
     algorithm: str
-    temperature: float
+    sampling: Sampling
     threads: int
     checkpoint: str | None = None
     descriptor: int = -1
@@ -55,9 +58,8 @@ class TrainerRole:
         self._spec = spec
         self._channel = channel
         model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
-        self._trainer = Trainer(
-            model, config, AlgorithmConfig.model_validate_json(spec.algorithm), temperature=spec.temperature
-        )
+        algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
+        self._trainer = Trainer(model, config, algorithm, spec.sampling)
         if spec.checkpoint is not None:
             self._trainer.load_checkpoint(Path(spec.checkpoint))
         self._publisher = SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder))

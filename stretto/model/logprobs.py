@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
+from stretto.core.records import Sampling
 from stretto.model.layout import Packing, pack
+from stretto.model.truncation import Truncation, truncate
 
 #: Logits alive at once (64 MiB in float32).
 CHUNK_LOGITS = 1 << 24
@@ -94,24 +96,29 @@ def _borrowed(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> lis
 def token_logprobs(
     model: PreTrainedModel,
     packed: PackedTokens,
-    temperature: float,
+    sampling: Sampling,
     *,
     entropy: bool = False,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> TokenLogprobs:
     """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
 
-    p is the softmax of the logits divided by `temperature` (greater than 0), in float32. The model must have been
-    loaded with the packed attention (`stretto.model.packed`) and have passed `check_policy`.
+    p is the distribution that an engine with this model draws from: the softmax, in float32, of the logits divided by
+    the temperature (greater than 0), over the tokens that top-k, top-p and min-p leave by the logits of this model.
+    The token itself is always left: it was drawn by another version, whose set it was in, and a token that has left
+    the set since then has become unlikely, not impossible. Without it the ratio of the two policies would be zero,
+    its logarithm infinite, and no gradient could ever bring the token back. Of the gradient the set is no part.
+
+    The model must have been loaded with the packed attention (`stretto.model.packed`) and have passed `check_policy`.
     """
     hidden_TW = _hidden(model, packed)
     hidden_NW = hidden_TW.index_select(0, packed.before)
     targets_N = packed.input_ids[0].index_select(0, packed.wanted)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
-        return TokenLogprobs(*_head_logprobs(model, hidden_NW, targets_N, temperature, entropy))
+        return TokenLogprobs(*_head_logprobs(model, hidden_NW, targets_N, sampling, entropy))
     chunks = [
-        checkpoint(_head_logprobs, model, hidden, targets, temperature, entropy, use_reentrant=False)
+        checkpoint(_head_logprobs, model, hidden, targets, sampling, entropy, use_reentrant=False)
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
@@ -152,11 +159,13 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 
 
 def _head_logprobs(
-    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, temperature: float, entropy: bool
+    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     logits_NV = model.get_output_embeddings()(hidden_NW).float()
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
+    if sampling.temperature != 1.0:
+        logits_NV = logits_NV / sampling.temperature
+    if sampling.filtered:
+        logits_NV = truncate(logits_NV, Truncation.of(sampling), targets_N)
     if not entropy:
         return -functional.cross_entropy(logits_NV, targets_N, reduction="none"), None
     logprobs_NV = logits_NV.log_softmax(-1)

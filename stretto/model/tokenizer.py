@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -65,6 +66,11 @@ class Tokenizer:
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
         return self.encode(cast(str, text), special_tokens=False)  # the template has written them already
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that are no text: `decode` leaves them out."""
+        return frozenset(at for at, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""

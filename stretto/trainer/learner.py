@@ -10,9 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
+from stretto.core.records import Sampling
 from stretto.model.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.model.onednn import use_onednn
 from stretto.trainer.config import OptimizerConfig
+
+#: The model's own distribution; how long answers may become makes no difference to it.
+UNCHANGED = Sampling(max_tokens=1)
 
 
 @dataclass(frozen=True)
@@ -35,24 +39,24 @@ class Learner:
     A step whose gradient is not finite is not taken and is counted; `max_bad_steps` of them in a row end the training.
     """
 
-    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, temperature: float = 1.0) -> None:
+    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED) -> None:
         """Raises ModelFolderError when `check_policy` refuses the model, ValueError for a temperature of 0 or less."""
-        if temperature <= 0:
-            raise ValueError(f"log-probabilities need a temperature above 0, not {temperature}")
+        if sampling.temperature <= 0:
+            raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
         model.eval()
         check_policy(model)
         use_onednn(model)
         self.model = model
         self.config = config
-        self.temperature = temperature
+        self.sampling = sampling
         self.bad_steps_in_a_row = 0
         self.optimizer = _adamw(model, config)
 
     def logprobs(self, packed: PackedTokens, *, entropy: bool = False) -> TokenLogprobs:
-        """log p of the wanted tokens, [N]; the body runs in `config.dtype`, the softmax in float32."""
+        """log p of the wanted tokens, [N], as they are drawn; the body runs in `config.dtype`, the rest in float32."""
         half = self.config.dtype != "float32"
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=half):
-            return token_logprobs(self.model, packed, self.temperature, entropy=entropy)
+            return token_logprobs(self.model, packed, self.sampling, entropy=entropy)
 
     def step(self, learning_rate: float, training_step: int) -> OptimizerStep:
         """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient.

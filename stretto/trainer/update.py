@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import BoundViolated
 from stretto.core.events import Span
-from stretto.core.records import Batch, Update
+from stretto.core.records import Batch, Sampling, Update
 from stretto.model.logprobs import PackedTokens, pack_tokens
 from stretto.trainer import checkpoint
 from stretto.trainer.config import AlgorithmConfig, TrainerConfig
-from stretto.trainer.learner import Learner, learning_rate
+from stretto.trainer.learner import UNCHANGED, Learner, learning_rate
 from stretto.trainer.losses import Objective, Tokens, decoupled_ppo, ppo
 from stretto.trainer.metrics import Meter
 from stretto.trainer.packing import micro_batches, minibatches
@@ -63,7 +63,7 @@ class Trainer:
 
     Example: a trainer at version 6 takes the batch of version 6 and holds version 7::
 
-        trainer = Trainer(model, config, algorithm, temperature=1.0, version=6)
+        trainer = Trainer(model, config, algorithm, plan.sampling, version=6)
         update = trainer.train(batch)
         trainer.publish(publisher)      # engines can load version 7
     """
@@ -73,12 +73,12 @@ class Trainer:
         model: PreTrainedModel,
         config: TrainerConfig,
         algorithm: AlgorithmConfig,
+        sampling: Sampling = UNCHANGED,
         *,
-        temperature: float = 1.0,
         version: int = 0,
     ) -> None:
-        """`model` must be loaded with the packed attention, in float32; `temperature` is the one of sampling."""
-        self.learner = Learner(model, config, temperature)
+        """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by."""
+        self.learner = Learner(model, config, sampling)
         self.version = version
         self._config, self._algorithm = config, algorithm
         self._loss = LOSSES[algorithm.loss]

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.engine.sampling import mix, sample, uniforms
+from stretto.engine.sampling import Filtered, mix, sample, uniforms
+from stretto.model.truncation import Truncation
 
 
 def draw(logits: torch.Tensor, temperature: float = 1.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -79,3 +80,56 @@ def test_temperature_zero_takes_the_likeliest_token_and_leaves_other_rows_alone(
 def test_logits_that_are_no_distribution_are_an_error(bad: float) -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
         draw(torch.tensor([[0.0, bad]]))
+
+
+def filtered(top_k: list[int], top_p: list[float], min_p: list[float], rows: list[int] | None = None) -> Filtered:
+    rows = list(range(len(top_k))) if rows is None else rows
+    return Filtered(np.array(rows), Truncation(np.array(top_k), np.array(top_p), np.array(min_p)))
+
+
+def test_behind_filters_tokens_come_as_often_as_their_probability_says() -> None:
+    # Top-p 0.8 leaves 0.5 and 0.3 and 0.15 (0.95): each divided by 0.95.
+    draws, log = 40_000, torch.tensor([0.3, 0.02, 0.5, 0.03, 0.15]).log()
+    rows = log.expand(draws, 5)
+    seeds, places = np.full(draws, 3, np.uint64), np.arange(draws)
+    setting = filtered([0] * draws, [0.81] * draws, [0.0] * draws)
+    tokens, logprobs = sample(rows, np.ones(draws, np.float32), seeds, places, setting)
+    expected = torch.tensor([0.3, 0.0, 0.5, 0.0, 0.15]) / 0.95
+    counts = torch.bincount(torch.from_numpy(tokens), minlength=5)
+    assert counts[[1, 3]].tolist() == [0, 0]
+    wanted = draws * expected[[0, 2, 4]]
+    assert float(((counts[[0, 2, 4]] - wanted) ** 2 / wanted).sum()) < 18.4  # once in 10,000 with 2 degrees of freedom
+    assert np.allclose(logprobs, expected.log().numpy()[tokens], atol=1e-6)
+
+
+def test_filters_touch_their_own_rows_alone() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = 3 * torch.randn(48, 40, generator=generator)
+    temperatures = np.where(np.arange(48) % 5 == 4, 0.0, 0.7).astype(np.float32)
+    seeds, places = np.arange(48, dtype=np.uint64), np.arange(48) % 7
+    rows = [r for r in range(48) if r % 3 == 0]
+    top_k, top_p, min_p = [r % 4 * 2 for r in rows], [1.0 if r % 2 else 0.8 for r in rows], [r / 480 for r in rows]
+    tokens, logprobs = sample(logits, temperatures, seeds, places, filtered(top_k, top_p, min_p, rows))
+    free_tokens, free_logprobs = sample(logits, temperatures, seeds, places)
+    for r in range(48):
+        one = slice(r, r + 1)
+        setting = None
+        if r in rows:
+            at = rows.index(r)
+            setting = filtered([top_k[at]], [top_p[at]], [min_p[at]])
+        token, logprob = sample(logits[one], temperatures[one], seeds[one], places[one], setting)
+        assert (tokens[r], logprobs[r]) == (token[0], logprob[0])
+        if r not in rows:
+            assert (tokens[r], logprobs[r]) == (free_tokens[r], free_logprobs[r])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_filters_do_not_hide_logits_that_are_no_distribution(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(
+            torch.tensor([[0.0, bad, 3.0]]),
+            np.ones(1, np.float32),
+            np.zeros(1, np.uint64),
+            np.zeros(1, np.int64),
+            filtered([1], [0.5], [0.5]),
+        )

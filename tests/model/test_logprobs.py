@@ -1,5 +1,6 @@
-"""Promises: log-probabilities are those of the plain transformers module, at any temperature and in any chunking;
-positions that are not wanted cost no logits; a model that changes its logits after the output matrix is refused.
+"""Promises: log-probabilities are those of the plain transformers module, at any temperature, behind any filters and
+in any chunking; positions that are not wanted cost no logits; a model that changes its logits after the output matrix
+is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from stretto.core.errors import ModelFolderError
+from stretto.core.records import Sampling
 from stretto.model.logprobs import check_policy, pack_tokens, token_logprobs
 from stretto.model.packed import PACKED_ATTENTION
 
@@ -44,6 +47,13 @@ def build(attention: str = PACKED_ATTENTION) -> PreTrainedModel:
     return model
 
 
+def drawn(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
+    return Sampling(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+FILTERS = [drawn(0.7, top_p=0.9), drawn(top_k=3), drawn(min_p=0.4), drawn(1.3, top_k=9, top_p=0.8, min_p=0.1)]
+
+
 def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy at every token but the first, sequence by sequence, by the plain module."""
     model, chosen, entropies = build("eager"), [], []
@@ -54,19 +64,86 @@ def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(chosen), torch.cat(entropies)
 
 
+def left(probabilities: torch.Tensor, sampling: Sampling) -> list[int]:
+    """The tokens that the filters leave, one after the other as their definitions say."""
+    ranked = sorted(range(len(probabilities)), key=lambda token: -float(probabilities[token]))
+    ranked = ranked[: sampling.top_k or len(ranked)]
+    share = probabilities / probabilities[ranked].sum()
+    nucleus = next(n for n in range(1, len(ranked) + 1) if share[ranked[:n]].sum() >= sampling.top_p - 1e-6)
+    return [token for token in ranked[:nucleus] if share[token] >= sampling.min_p * share[ranked[0]]]
+
+
+def filtered_reference(model: PreTrainedModel, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy under the tokens that are left and the token itself, token by token, by autograd."""
+    chosen, entropies = [], []
+    for sequence in SEQUENCES:
+        for logits, token in zip(model(torch.tensor([sequence])).logits[0], sequence[1:], strict=False):
+            scaled = logits / sampling.temperature
+            kept = sorted({*left(scaled.detach().softmax(-1), sampling), token})
+            logprobs = scaled[kept].log_softmax(-1)
+            chosen.append(logprobs[kept.index(token)])
+            entropies.append(-(logprobs.exp() * logprobs).sum())
+    return torch.stack(chosen), torch.stack(entropies)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_logprobs_and_entropy_are_those_of_the_plain_module(temperature: float) -> None:
-    ours = token_logprobs(build(), pack_tokens(SEQUENCES), temperature, entropy=True)
+    ours = token_logprobs(build(), pack_tokens(SEQUENCES), drawn(temperature), entropy=True)
     logprobs, entropy = reference(temperature)
     assert ours.entropy is not None
     torch.testing.assert_close(ours.logprobs, logprobs, rtol=0, atol=5e-6)
     torch.testing.assert_close(ours.entropy, entropy, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("sampling", FILTERS)
+@pytest.mark.parametrize("chunk_logits", [1 << 24, 3 * 17])
+def test_behind_filters_values_and_gradients_are_those_of_the_plain_definition(
+    sampling: Sampling, chunk_logits: int
+) -> None:
+    ours, plain = build(), build("eager")
+    got = token_logprobs(ours, pack_tokens(SEQUENCES), sampling, entropy=True, chunk_logits=chunk_logits)
+    logprobs, entropy = filtered_reference(plain, sampling)
+    assert got.entropy is not None
+    torch.testing.assert_close(got.logprobs, logprobs, rtol=0, atol=5e-6)
+    torch.testing.assert_close(got.entropy, entropy, rtol=0, atol=5e-6)
+    (got.logprobs.square().sum() + got.entropy.sum()).backward()
+    (logprobs.square().sum() + entropy.sum()).backward()
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(
+            mine.grad, other.grad, rtol=1e-4, atol=2e-5 * max(1.0, float(other.grad.abs().max()))
+        )
+
+
+@pytest.mark.parametrize("sampling", FILTERS)
+def test_without_entropy_the_values_are_the_same(sampling: Sampling) -> None:
+    packed = pack_tokens(SEQUENCES)
+    bare, full = token_logprobs(build(), packed, sampling), token_logprobs(build(), packed, sampling, entropy=True)
+    torch.testing.assert_close(bare.logprobs, full.logprobs, rtol=0, atol=1e-6)
+
+
+def test_a_token_that_has_left_the_set_keeps_a_finite_log_probability_and_a_gradient() -> None:
+    # With top_k = 1 the set is the likeliest token alone; others count beside it: log p = -ln(1 + e^(gap)).
+    model = build()
+    logprobs = token_logprobs(model, pack_tokens(SEQUENCES), drawn(top_k=1)).logprobs
+    expected = []
+    for sequence in SEQUENCES:
+        logits = build("eager")(torch.tensor([sequence])).logits[0, :-1].detach()
+        gaps = logits.amax(-1) - logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        expected.append(torch.where(gaps == 0, 0.0, -functional.softplus(gaps)))
+    torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=5e-6)
+    assert bool((logprobs < -0.1).any())
+    logprobs.sum().backward()
+    head = model.get_output_embeddings().weight.grad
+    assert head is not None
+    assert bool(head.isfinite().all())
+    assert bool((head != 0).any())
+
+
 def test_only_wanted_positions_are_answered_and_in_their_order() -> None:
     packed = pack_tokens(SEQUENCES, wanted=[[2, 3], [], [1, 6]])
     assert packed.wanted.tolist() == [2, 3, 7, 12]
-    ours = token_logprobs(build(), packed, 1.0).logprobs
+    ours = token_logprobs(build(), packed, drawn()).logprobs
     torch.testing.assert_close(ours, reference(1.0)[0][[1, 2, 4, 9]], rtol=0, atol=5e-6)
 
 
@@ -82,7 +159,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(wanted: list[range
     one, two = pack_tokens(ANSWERS, wanted), pack_tokens(ANSWERS, wanted, prompts=PROMPTS)
     assert (one.packing.tokens, two.packing.tokens) == (21, 21 - 2 * 3 - 1)
     assert one.input_ids[0, one.wanted].tolist() == two.input_ids[0, two.wanted].tolist()
-    theirs, ours = token_logprobs(apart, one, 1.0).logprobs, token_logprobs(shared, two, 1.0).logprobs
+    theirs, ours = token_logprobs(apart, one, drawn()).logprobs, token_logprobs(shared, two, drawn()).logprobs
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     theirs.square().sum().backward()
     ours.square().sum().backward()
@@ -101,8 +178,8 @@ def test_nothing_within_a_shared_prompt_can_be_wanted() -> None:
 def test_chunks_change_neither_values_nor_gradients(entropy: bool) -> None:
     whole, chunked = build(), build()
     packed = pack_tokens(SEQUENCES)
-    one = token_logprobs(whole, packed, 0.7, entropy=entropy)
-    many = token_logprobs(chunked, packed, 0.7, entropy=entropy, chunk_logits=3 * 17)
+    one = token_logprobs(whole, packed, drawn(0.7), entropy=entropy)
+    many = token_logprobs(chunked, packed, drawn(0.7), entropy=entropy, chunk_logits=3 * 17)
     torch.testing.assert_close(one.logprobs, many.logprobs, rtol=0, atol=1e-6)
     assert (one.entropy is not None) == entropy == (many.entropy is not None)
     one.logprobs.square().sum().backward()
@@ -120,7 +197,7 @@ def kept_logits(chunk_logits: int) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        token_logprobs(model, pack_tokens([tuple(range(16))] * 4), 1.0, chunk_logits=chunk_logits)
+        token_logprobs(model, pack_tokens([tuple(range(16))] * 4), drawn(), chunk_logits=chunk_logits)
     return max(kept)
 
 
@@ -132,7 +209,7 @@ def test_no_more_than_one_chunk_of_logits_is_kept_for_the_backward_pass() -> Non
 def test_a_uniform_model_gives_the_logarithm_of_the_vocabulary() -> None:
     model = build()
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    ours = token_logprobs(model, pack_tokens(SEQUENCES), 1.0, entropy=True)
+    ours = token_logprobs(model, pack_tokens(SEQUENCES), drawn(), entropy=True)
     assert ours.entropy is not None
     torch.testing.assert_close(ours.logprobs, torch.full((10,), -math.log(17)))
     torch.testing.assert_close(ours.entropy, torch.full((10,), math.log(17)))

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
+from stretto.core.records import Sampling
 from stretto.model.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.learner import Learner, learning_rate
@@ -77,7 +78,7 @@ def test_bad_steps_in_a_row_end_the_training_with_a_name(build: Build) -> None:
 
 def test_a_temperature_of_zero_has_no_log_probabilities(build: Build) -> None:
     with pytest.raises(ValueError, match="above 0"):
-        Learner(build(), OptimizerConfig(), temperature=0.0)
+        Learner(build(), OptimizerConfig(), Sampling(max_tokens=1, temperature=0.0))
 
 
 def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32(build: Build) -> None:

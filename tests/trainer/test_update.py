@@ -20,6 +20,7 @@ from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
 from stretto.model.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.config import AlgorithmConfig, TrainerConfig
+from stretto.trainer.learner import UNCHANGED
 from stretto.trainer.packing import minibatches
 from stretto.trainer.rows import Row, rows_of
 from stretto.trainer.update import Trainer
@@ -50,7 +51,7 @@ def _trajectory(
     if model is not None:
         start = len(prompt.token_ids)
         packed = pack_tokens([prompt.token_ids + answer], [range(start, start + len(answer))])
-        logprobs = tuple(token_logprobs(model, packed, 1.0).logprobs.tolist())
+        logprobs = tuple(token_logprobs(model, packed, UNCHANGED).logprobs.tolist())
     completion = Completion(
         request=prompt.id,
         member=member,

@@ -1,0 +1,104 @@
+"""Which tokens may be drawn at all: top-k, then top-p, then min-p, on logits that the temperature has been applied to.
+
+Engine and trainer both call `truncate`, so there is one definition of the distribution that an answer comes from.
+
+Each filter keeps the tokens whose logit reaches a *cutoff*; the highest of the three cutoffs decides. Hence
+
+- a token that is exactly as likely as the last one that a filter keeps is kept with it: what is kept depends on
+  probabilities alone, never on token ids or on the order in which a sort leaves equals;
+- at least the likeliest token is kept, whatever the settings.
+
+Axes: R row, S tokens ranked from the likeliest on, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stretto.core.records import Sampling
+
+#: A nucleus is looked for among this many likeliest tokens first; only rows where it is larger are ranked as a whole.
+_FIRST_RANKED = 512
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The settings of each row, or one setting [1] for all rows."""
+
+    top_k: npt.NDArray[np.int64]  # [R], 0: all
+    top_p: npt.NDArray[np.float64]  # [R]
+    min_p: npt.NDArray[np.float64]  # [R]
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Self:
+        """One setting for all rows."""
+        return cls(np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]))
+
+    def rows(self, rows: npt.NDArray[np.int64]) -> Self:
+        """The settings of some of the rows."""
+        if len(self.top_k) == 1:
+            return self
+        return type(self)(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+def truncate(logits_RV: Tensor, truncation: Truncation, always_R: Tensor | None = None) -> Tensor:
+    """The logits [R, V] with the lowest finite number for tokens that may not be drawn: their probability is zero.
+
+    Differentiable; the set of tokens that are left counts as given. (Infinity would make NaN of entropies.)
+
+    Args:
+        logits_RV: float32, after the temperature. NaN stays NaN.
+        truncation: settings of the rows.
+        always_R: one token per row that stays whatever the filters say.
+    """
+    outside_RV = logits_RV.detach() < cutoffs(logits_RV.detach(), truncation)
+    if always_R is not None:
+        outside_RV = outside_RV.scatter(1, always_R[:, None], False)
+    return logits_RV.masked_fill(outside_RV, torch.finfo(logits_RV.dtype).min)
+
+
+def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
+    """The lowest logit that each row keeps, [R, 1]."""
+    highest_R1 = logits_RV.amax(-1, keepdim=True)
+    cutoff_R1 = highest_R1 + _column(truncation.min_p, logits_RV).log().to(logits_RV.dtype)
+    if truncation.top_k.any():
+        first = int(max(truncation.top_k.max(), _FIRST_RANKED if (truncation.top_k == 0).any() else 0))
+    elif (truncation.top_p < 1).any():
+        first = _FIRST_RANKED
+    else:
+        return cutoff_R1
+    return torch.maximum(cutoff_R1, _ranked_cutoffs(logits_RV, highest_R1, truncation, first))
+
+
+def _ranked_cutoffs(logits_RV: Tensor, highest_R1: Tensor, truncation: Truncation, ranked: int) -> Tensor:
+    """The cutoffs of top-k and top-p, [R, 1], from the `ranked` likeliest tokens; from all where those are too few."""
+    size = min(ranked, logits_RV.shape[1])
+    logits_RS = logits_RV.topk(size).values
+    top_k_R1, top_p_R1 = _column(truncation.top_k, logits_RV), _column(truncation.top_p, logits_RV)
+    last_R1 = (top_k_R1 - 1).clamp(0, size - 1).expand(len(logits_RV), 1)
+    cutoff_R1 = logits_RS.gather(1, last_R1).masked_fill(top_k_R1 == 0, -torch.inf)
+    # What top-p has to reach is a share of what top-k has left, equals of its last token included.
+    weights_RV = (logits_RV - highest_R1).exp().masked_fill(logits_RV < cutoff_R1, 0.0)
+    wanted_R1 = top_p_R1 * weights_RV.sum(-1, keepdim=True, dtype=torch.float64)
+    reached_RS = (logits_RS - highest_R1).exp().cumsum(-1, dtype=torch.float64)
+    place_R1 = (reached_RS < wanted_R1).sum(-1, keepdim=True)
+    nucleus_R1 = logits_RS.gather(1, place_R1.clamp(max=size - 1))
+    all_R1 = (place_R1 == size) | (top_p_R1 >= 1.0)
+    short_R = ((place_R1 == size) & (top_k_R1 == 0) & (top_p_R1 < 1.0))[:, 0]
+    cutoff_R1 = torch.where(all_R1, cutoff_R1, torch.maximum(cutoff_R1, nucleus_R1))
+    if size == logits_RV.shape[1] or not bool(short_R.any()):
+        return cutoff_R1
+    rows = short_R.nonzero()[:, 0]
+    whole = truncation.rows(rows.cpu().numpy())
+    longer_R1 = _ranked_cutoffs(logits_RV[rows], highest_R1[rows], whole, logits_RV.shape[1])
+    return cutoff_R1.index_copy(0, rows, longer_R1)
+
+
+def _column(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)[:, None]
