@@ -14,6 +14,7 @@ import hashlib
 import msgspec
 
 MOST_STOPS = 64  #: stop texts of one request
+COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
 
 

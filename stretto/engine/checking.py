@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stretto.core.errors import RefusedRequest, TornPublication
-from stretto.core.records import LONGEST_STOP, MOST_STOPS, GenerateRequest, Sampling
+from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, GenerateRequest, Sampling
 from stretto.engine.stops import NO_CHARACTER
 
 
@@ -38,8 +38,9 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
         raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")
-    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
-        raise RefusedRequest("sampling.temperature", str(sampling.temperature), "0 or a positive number")
+    warm = COLDEST <= sampling.temperature < math.inf
+    if sampling.temperature != 0 and not warm:
+        raise RefusedRequest("sampling.temperature", str(sampling.temperature), f"0, or at least {COLDEST}")
     if not 0 < sampling.top_p <= 1:
         raise RefusedRequest("sampling.top_p", str(sampling.top_p), "greater than 0, at most 1; 1 keeps all tokens")
     if not 0 <= sampling.top_k <= vocab_size:

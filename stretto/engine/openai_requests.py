@@ -21,14 +21,13 @@ import msgspec
 from msgspec import Meta
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import Record
+from stretto.core.records import COLDEST, Record
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024
 MOST_STOPS = 16
 LONGEST_STOP = 256
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_COLDEST = 1e-3  # below it logits / temperature leaves the range of float32
 _LARGEST = 2**31 - 1
 
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -223,8 +222,8 @@ def _check(body: Body) -> None:
             allowed = " or ".join(json.dumps(value) for value in values)
             why = _WHY.get(field, "the engine has nothing else to offer")
             raise RefusedRequest(field, _short(found), f"only {allowed} or null: {why}")
-    if body.temperature is not None and 0 < body.temperature < _COLDEST:
-        raise RefusedRequest("temperature", str(body.temperature), f"0, or at least {_COLDEST}")
+    if body.temperature is not None and 0 < body.temperature < COLDEST:
+        raise RefusedRequest("temperature", str(body.temperature), f"0, or at least {COLDEST}")
     if body.stream_options is not None and not body.stream:
         raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')
 

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from stretto.core.records import LONGEST_STOP, MOST_STOPS, Sampling
+from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, Sampling
 from stretto.model.build import BuildConfig
 
 
@@ -30,12 +30,15 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     """
 
     max_tokens: int = Field(256, ge=1, description="tokens of one answer at most")
-    temperature: float = Field(1.0, gt=0, le=10, description="divides the logits")
+    temperature: float = Field(1.0, ge=COLDEST, le=10, description="divides the logits")
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of likeliest tokens whose probability reaches this")
     top_k: int = Field(0, ge=0, description="this many likeliest tokens; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this fraction as likely as the likeliest")
     stop: tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")], ...] = Field(
-        (), max_length=MOST_STOPS, description="texts that end an answer, beside the end-of-sequence token"
+        (),
+        strict=False,
+        max_length=MOST_STOPS,
+        description="texts that end an answer, beside the end-of-sequence token",
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:

@@ -58,8 +58,10 @@ def items(*completions: str, answer: str = "ok") -> list[ScoreItem]:
 
 
 def children() -> list[int]:
-    """The processes that this one has started and not yet reaped."""
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    """The workers that this process has started and not yet reaped."""
+    started = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started}  # of a zombie it is empty
+    return [pid for pid, command in commands.items() if not command or b"stretto.rewards.worker" in command]
 
 
 def runs(pid: int) -> bool:
