@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, Sampling
 from stretto.model.build import BuildConfig
@@ -23,6 +23,14 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         return self
 
 
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")]
+
+
+def _as_tuple(value: object) -> object:
+    """TOML has lists; what is not one is left to be refused."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How answers are drawn, for the engine and the trainer alike; there is no second setting.
 
@@ -34,9 +42,8 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of likeliest tokens whose probability reaches this")
     top_k: int = Field(0, ge=0, description="this many likeliest tokens; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this fraction as likely as the likeliest")
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")], ...] = Field(
+    stop: Annotated[tuple[StopText, ...], BeforeValidator(_as_tuple)] = Field(
         (),
-        strict=False,
         max_length=MOST_STOPS,
         description="texts that end an answer, beside the end-of-sequence token",
     )
