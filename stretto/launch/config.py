@@ -35,7 +35,7 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     top_k: int = Field(0, ge=0, description="this many likeliest tokens; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this fraction as likely as the likeliest")
     stop: tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")], ...] = Field(
-        (), max_length=MOST_STOPS, description="texts that end an answer, beside the end-of-sequence token"
+        (), max_length=MOST_STOPS, strict=False, description="texts that end an answer, beside the end of sequence"
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:

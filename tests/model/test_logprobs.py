@@ -1,5 +1,6 @@
 """Promises: log-probabilities are those of the plain transformers module, at any temperature, behind any filters and
-in any chunking; positions that are not wanted cost no logits; a model that changes its logits after the output matrix is refused.
+in any chunking; positions that are not wanted cost no logits; a model that changes its logits after the output matrix
+is refused.
 """
 
 from __future__ import annotations
