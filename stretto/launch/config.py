@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.records import LONGEST_STOP, MOST_STOPS, Sampling
 from stretto.model.build import BuildConfig
+
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")]
+# TOML has lists only, and a recipe is validated strictly.
+StopTexts = Annotated[tuple[StopText, ...], BeforeValidator(lambda x: tuple(x) if isinstance(x, list) else x)]
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
@@ -34,8 +38,8 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of likeliest tokens whose probability reaches this")
     top_k: int = Field(0, ge=0, description="this many likeliest tokens; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this fraction as likely as the likeliest")
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")], ...] = Field(
-        (), max_length=MOST_STOPS, strict=False, description="texts that end an answer, beside the end of sequence"
+    stop: StopTexts = Field(
+        (), max_length=MOST_STOPS, description="texts that end an answer, beside the end-of-sequence token"
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
