@@ -129,6 +129,18 @@ def test_answers_as_long_as_the_context_are_refused(plan_for: Planner) -> None:
     assert "sampling.max_tokens = 32, and the model's context has 32 tokens" in told
 
 
+def test_more_likeliest_tokens_than_there_are_tokens_are_a_mistake(plan_for: Planner) -> None:
+    told = message(plan_for, sampling={"max_tokens": 16, "top_k": 10_000})
+    assert "sampling.top_k = 10000, and the model's vocabulary has" in told
+
+
+def test_the_engine_and_the_trainer_get_one_setting(plan_for: Planner) -> None:
+    section = {"max_tokens": 16, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop": ["=", "\n"]}
+    sampling = plan_for(sampling=section).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 5, 0.1)
+    assert sampling.stop == ("=", "\n")
+
+
 def test_a_model_folder_that_cannot_be_loaded_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
     def copy(name: str) -> Path:
         return Path(shutil.copytree(policy, tmp_path / name))

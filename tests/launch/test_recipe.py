@@ -79,6 +79,13 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         "[trainer]\nkeep_versions = 0",
         ["trainer.keep_versions: 0; input should be 'all' or greater than or equal to 1"],
     ),
+    ("a nucleus of nothing", "[sampling]\ntop_p = 0.0", ["sampling.top_p: 0.0", "greater than 0"]),
+    ("a nucleus that is no number", "[sampling]\ntop_p = nan", ["sampling.top_p: nan", "finite"]),
+    ("a negative top_k", "[sampling]\ntop_k = -1", ["sampling.top_k: -1", "greater than or equal to 0"]),
+    ("a min_p above one", "[sampling]\nmin_p = 1.5", ["sampling.min_p: 1.5", "less than or equal to 1"]),
+    ("an empty stop text", '[sampling]\nstop = ["a", ""]', ["sampling.stop.1: ''", "at least 1 character"]),
+    ("too many stop texts", f"[sampling]\nstop = {['a'] * 65}", ["sampling.stop", "at most 64 items"]),
+    ("a stop that is no text", "[sampling]\nstop = [7]", ["sampling.stop.0: 7", "valid string"]),
     ("a right worth nothing", "[rewards]\nright = 0.0", ["rewards: right (0) must be greater than wrong (0)"]),
 ]
 

@@ -1,0 +1,293 @@
+"""Promises: an answer is a function of weights, prompt, seed and sampling, with filters and stop texts as without:
+
+- the same alone, in a full batch, in few slots, before or after others, on another engine, with or without siblings;
+- the same after any number of interruptions by equal weights, with the cache computed again;
+- log-probabilities are those of the distribution that was drawn from;
+- the edges: an end at the first token, a budget or a context used up, a stop text across an interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.cached import CACHED_ATTENTION
+from stretto.model.folder import load_policy
+from stretto.model.tokenizer import load_tokenizer
+
+Ended = dict[tuple[str, int], Completion]
+SETTINGS: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 5},
+    {"min_p": 0.2},
+    {"temperature": 0.9, "top_k": 8, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 0.0, "top_k": 3},
+    {"stop": ("7", "12", "=(")},
+    {"temperature": 1.5, "top_p": 0.95, "stop": ("3+",)},
+]
+
+
+def request(name: str, prompt: int, seeds: Sequence[int], **sampling: object) -> GenerateRequest:
+    random = np.random.default_rng(prompt)
+    settings = {"max_tokens": 24, "stop_token_ids": (1,)} | sampling
+    return GenerateRequest(
+        id=name,
+        prompt_token_ids=tuple(random.integers(2, 22, prompt).tolist()),
+        seeds=tuple(seeds),
+        sampling=Sampling(**settings),  # type: ignore[arg-type]
+    )
+
+
+REQUESTS = [request(f"r{i}", 3 + 2 * i, range(10 * i, 10 * i + 3), **SETTINGS[i % len(SETTINGS)]) for i in range(16)]
+
+
+def engine_of(folder: Path, **settings: object) -> EmbeddedEngine:
+    return EmbeddedEngine.load(folder, EngineConfig.model_validate({"slots": 64, **settings}))
+
+
+def drain(engine: EmbeddedEngine) -> Ended:
+    ended: Ended = {}
+    while not engine.idle:
+        ended |= {(c.request, c.member): c for c in engine.step()}
+        engine.check_integrity()
+    return ended
+
+
+def finish(engine: EmbeddedEngine, *requests: GenerateRequest) -> Ended:
+    for wanted in requests:
+        engine.add(wanted)
+    return drain(engine)
+
+
+def answers(ended: Ended) -> dict[tuple[str, int], tuple[tuple[int, ...], StopReason]]:
+    return {key: (completion.token_ids, completion.stop_reason) for key, completion in ended.items()}
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> Ended:
+    """All answers, from one full batch."""
+    return finish(engine_of(folder), *REQUESTS)
+
+
+def test_alone_on_an_engine_of_its_own(folder: Path, together: Ended) -> None:
+    alone: Ended = {}
+    for wanted in REQUESTS:
+        alone |= finish(engine_of(folder, slots=4), wanted)
+    assert answers(alone) == answers(together)
+
+
+def test_one_after_the_other_on_one_engine_and_in_the_other_order(folder: Path, together: Ended) -> None:
+    engine = engine_of(folder, slots=8)
+    backwards: Ended = {}
+    for wanted in reversed(REQUESTS):
+        backwards |= finish(engine, wanted)
+    assert answers(backwards) == answers(together)
+
+
+def test_in_few_slots_and_with_little_prefill(folder: Path, together: Ended) -> None:
+    assert answers(finish(engine_of(folder, slots=5, max_prefill_tokens=8), *REQUESTS)) == answers(together)
+
+
+def test_without_siblings(folder: Path, together: Ended) -> None:
+    engine = engine_of(folder)
+    for wanted in REQUESTS:
+        for member, seed in enumerate(wanted.seeds):
+            single = GenerateRequest(
+                id=f"{wanted.id}.{member}",
+                prompt_token_ids=wanted.prompt_token_ids,
+                seeds=(seed,),
+                sampling=wanted.sampling,
+            )
+            engine.add(single)
+    expected = {(f"{name}.{member}", 0): answer for (name, member), answer in answers(together).items()}
+    assert answers(drain(engine)) == expected
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_after_interruptions_by_equal_weights(
+    folder: Path, plain: PreTrainedModel, together: Ended, on_update: str
+) -> None:
+    engine = engine_of(folder, slots=16, on_update=on_update)
+    for wanted in REQUESTS:
+        engine.add(wanted)
+    ended: Ended = {}
+    for version in range(1, 12):
+        for _ in range(1 + version % 3):
+            ended |= {(c.request, c.member): c for c in engine.step()}
+        engine.update(version, dict(plain.named_parameters()))
+    ended |= drain(engine)
+    assert answers(ended) == answers(together)
+    assert max(completion.interrupted for completion in ended.values()) > 3
+
+
+def left(logits: torch.Tensor, sampling: Sampling) -> list[int]:
+    """The tokens that the filters leave, one after the other as their definitions say."""
+    shares = (logits / sampling.temperature).softmax(-1).double()
+    ranked = shares.argsort(descending=True).tolist()[: sampling.top_k or None]
+    shares = shares / shares[ranked].sum()
+    if sampling.top_p < 1:
+        ranked = ranked[: int((shares[ranked].cumsum(0) < sampling.top_p).sum()) + 1]
+    return [token for token in ranked if shares[token] >= sampling.min_p * shares[ranked[0]]]
+
+
+def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(
+    plain: PreTrainedModel, together: Ended
+) -> None:
+    for wanted in REQUESTS:
+        for member in range(3):
+            completion, sampling = together[wanted.id, member], wanted.sampling
+            ids = torch.tensor([[*wanted.prompt_token_ids, *completion.token_ids]])
+            with torch.no_grad():
+                lines = plain(ids).logits[0, len(wanted.prompt_token_ids) - 1 : -1]
+            for line, token, logprob in zip(lines, completion.token_ids, completion.behavior_logprobs, strict=True):
+                if sampling.temperature == 0:
+                    expected = line.log_softmax(-1)[token]
+                else:
+                    kept = left(line, sampling)
+                    assert token in kept
+                    expected = (line[kept] / sampling.temperature).log_softmax(-1)[kept.index(token)]
+                assert abs(logprob - float(expected)) < 1e-5
+
+
+def test_top_k_of_one_is_the_greedy_answer(folder: Path) -> None:
+    greedy, filtered = request("g", 9, (1,), temperature=0.0), request("k", 9, (5,), temperature=2.0, top_k=1)
+    ended = finish(engine_of(folder), greedy, filtered)
+    assert ended["g", 0].token_ids == ended["k", 0].token_ids
+    assert set(ended["k", 0].behavior_logprobs) == {0.0}
+
+
+def test_a_stop_text_ends_the_answer_with_the_token_that_completes_it(folder: Path) -> None:
+    tokenizer, free = load_tokenizer(folder), request("a", 9, range(6), stop_token_ids=(), max_tokens=40)
+    unstopped = finish(engine_of(folder), free)
+    for length in (1, 2, 3):
+        for member in range(6):
+            whole = unstopped["a", member].token_ids
+            text = tokenizer.decode(whole)
+            stop = text[9 : 9 + length]
+            wanted = request("b", 9, (member,), stop_token_ids=(), max_tokens=40, stop=("never", stop))
+            ended = finish(engine_of(folder), wanted)["b", 0]
+            assert ended.token_ids == whole[: len(ended.token_ids)]
+            assert ended.stop_reason is StopReason.STOP
+            assert tokenizer.decode(ended.token_ids) == text[: text.index(stop) + length]
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_a_stop_text_is_found_across_an_interruption(folder: Path, plain: PreTrainedModel, on_update: str) -> None:
+    tokenizer = load_tokenizer(folder)
+    whole = finish(engine_of(folder), request("a", 9, (3,), stop_token_ids=()))["a", 0].token_ids
+    stop = tokenizer.decode(whole)[3:7]
+    wanted = request("a", 9, (3,), stop_token_ids=(), stop=(stop,))
+    undisturbed = finish(engine_of(folder), wanted)["a", 0]
+    for steps in range(1, len(undisturbed.token_ids)):
+        engine = engine_of(folder, on_update=on_update)
+        engine.add(wanted)
+        for _ in range(steps):
+            engine.step()
+        engine.update(1, dict(plain.named_parameters()))
+        ended = drain(engine)["a", 0]
+        assert (ended.token_ids, ended.stop_reason) == (undisturbed.token_ids, StopReason.STOP)
+        assert ended.versions == (0,) * steps + (1,) * (len(ended.token_ids) - steps)
+
+
+def test_a_stop_text_at_the_end_of_the_budget_is_a_stop(folder: Path) -> None:
+    text = load_tokenizer(folder).decode(
+        finish(engine_of(folder), request("a", 9, (3,), max_tokens=4))["a", 0].token_ids
+    )
+    assert len(text) == 4
+    ended = finish(engine_of(folder), request("a", 9, (3,), max_tokens=4, stop=(text,)))["a", 0]
+    assert (len(ended.token_ids), ended.stop_reason) == (4, StopReason.STOP)
+
+
+def test_a_row_forgets_the_stop_texts_and_filters_of_the_answer_before(folder: Path) -> None:
+    free = request("b", 9, (3,), stop_token_ids=())
+    alone = answers(finish(engine_of(folder), free))
+    engine = engine_of(folder, slots=1)
+    every = tuple("0123456789+-*/=;#?()")
+    finish(engine, request("a", 9, (3,), stop_token_ids=(), stop=every, top_k=1))
+    assert answers(finish(engine, free)) == alone
+    engine.add(request("c", 9, (3,), stop_token_ids=(), stop=every))
+    engine.abort("c")
+    assert answers(finish(engine, free)) == alone
+
+
+def test_an_end_of_sequence_as_the_first_token_is_a_whole_answer(folder: Path) -> None:
+    first = finish(engine_of(folder), request("a", 9, (4,), max_tokens=1))["a", 0].token_ids
+    ended = finish(engine_of(folder), request("a", 9, (4,), stop_token_ids=first))["a", 0]
+    assert (ended.token_ids, ended.stop_reason) == (first, StopReason.STOP)
+    assert (len(ended.behavior_logprobs), ended.versions) == (1, (0,))
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_a_budget_whose_last_token_comes_after_an_interruption_ends_with_length(
+    folder: Path, plain: PreTrainedModel, on_update: str
+) -> None:
+    engine = engine_of(folder, on_update=on_update)
+    engine.add(request("a", 9, (1, 2), stop_token_ids=(), max_tokens=5))
+    for _ in range(4):
+        assert engine.step() == []
+    for version in (1, 2):
+        engine.update(version, dict(plain.named_parameters()))
+    ended = drain(engine)
+    for completion in ended.values():
+        assert completion.versions == (0, 0, 0, 0, 2)
+        assert completion.stop_reason is StopReason.LENGTH
+        assert completion.interrupted >= 1
+
+
+def test_a_prompt_that_leaves_one_place_gets_one_token_and_one_that_leaves_none_is_refused(folder: Path) -> None:
+    engine = engine_of(folder)
+    ended = finish(engine, request("a", 191, (1,), stop_token_ids=(), max_tokens=8))["a", 0]
+    assert (len(ended.token_ids), ended.stop_reason) == (1, StopReason.LENGTH)
+    for length in (192, 193, 500):
+        with pytest.raises(
+            RefusedRequest, match=f"prompt_token_ids: {length} tokens; at most 191, so that the context"
+        ):
+            engine.add(request("b", length, (1,)))
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"top_p": float("nan")}, "sampling.top_p: nan; greater than 0, at most 1"),
+        ({"top_p": 0.0}, "sampling.top_p: 0.0; greater than 0"),
+        ({"top_p": -0.5}, "sampling.top_p: -0.5; greater than 0"),
+        ({"top_p": 1.01}, "sampling.top_p: 1.01; greater than 0, at most 1"),
+        ({"top_k": -1}, "sampling.top_k: -1; 0 to 22, the vocabulary"),
+        ({"top_k": 23}, "sampling.top_k: 23; 0 to 22, the vocabulary"),
+        ({"min_p": float("nan")}, "sampling.min_p: nan; 0 to 1"),
+        ({"min_p": -0.1}, "sampling.min_p: -0.1; 0 to 1"),
+        ({"min_p": 2.0}, "sampling.min_p: 2.0; 0 to 1"),
+        ({"temperature": float("inf")}, "sampling.temperature: inf"),
+        ({"stop": ("",)}, "sampling.stop: a text of 0 characters; 1 to 256"),
+        ({"stop": ("7", "a" * 257)}, "sampling.stop: a text of 257 characters; 1 to 256"),
+        ({"stop": ("7",) * 100_000}, "sampling.stop: 100000 texts; at most 64"),
+        ({"stop": ("7\ufffd",)}, "sampling.stop: '7\ufffd'; characters; U+FFFD"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused_with_its_field(
+    folder: Path, sampling: dict[str, object], message: str
+) -> None:
+    engine = engine_of(folder)
+    with pytest.raises(RefusedRequest) as error:
+        engine.add(request("a", 9, (1,), **sampling))
+    assert message in str(error.value)
+    assert engine.idle
+
+
+def test_an_engine_without_a_tokenizer_refuses_stop_texts_alone(folder: Path) -> None:
+    engine = EmbeddedEngine(load_policy(folder, attention=CACHED_ATTENTION), EngineConfig(slots=2))
+    with pytest.raises(RefusedRequest, match=r"sampling.stop: .*no tokenizer"):
+        engine.add(request("a", 9, (1,), stop=("7",)))
+    assert engine.idle
+    assert len(finish(engine, request("b", 9, (1,)))) == 1

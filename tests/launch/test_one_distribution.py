@@ -1,0 +1,66 @@
+"""Promise: engine and trainer evaluate the same distribution, by the record that the recipe's `[sampling]` becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.core.records import GenerateRequest
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.launch.config import SamplingConfig
+from stretto.model.build import BuildConfig, build_policy
+from stretto.model.folder import load_policy
+from stretto.model.logprobs import pack_tokens
+from stretto.model.packed import PACKED_ATTENTION
+from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.learner import Learner
+
+SHAPE = BuildConfig(
+    hidden_size=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    context_length=128,
+    alphabet="0123456789+-*/=;#?()",
+    initializer_range=0.15,
+)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.7, "top_p": 0.9, "stop": ("12", "=")},
+        {"top_k": 4},
+        {"temperature": 1.4, "top_k": 9, "top_p": 0.8, "min_p": 0.1},
+        {},
+    ],
+)
+def test_the_trainers_log_probabilities_are_those_that_the_engine_logged(
+    section: dict[str, object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "policy"
+    build_policy(SHAPE, folder, seed=5)
+    sampling = SamplingConfig.model_validate({"max_tokens": 48, **section}).record((1,))
+    engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
+    prompts = np.random.default_rng(1).integers(2, 22, (8, 9))
+    for name, prompt in enumerate(prompts.tolist()):
+        seeds = tuple(range(8 * name, 8 * name + 8))
+        engine.add(GenerateRequest(id=str(name), prompt_token_ids=tuple(prompt), seeds=seeds, sampling=sampling))
+    ended = []
+    while not engine.idle:
+        ended += engine.step()
+    sequences = [[*prompts[int(completion.request)].tolist(), *completion.token_ids] for completion in ended]
+    packed = pack_tokens(sequences, [range(9, len(sequence)) for sequence in sequences])
+    learner = Learner(load_policy(folder, attention=PACKED_ATTENTION), OptimizerConfig(), sampling)
+    with torch.no_grad():
+        ours = learner.logprobs(packed).logprobs.numpy()
+    theirs = np.concatenate([completion.behavior_logprobs for completion in ended])
+    assert len(theirs) > 200
+    assert np.abs(ours - theirs).max() < 1e-5
