@@ -75,7 +75,8 @@ def sample(
     if filtered is not None:
         logits_RV = _filter(logits_RV, filtered)
     logprobs_RV = logits_RV.log_softmax(-1)
-    cumulative_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
+    # Not exp() of the line above: that is slow where it underflows, as it does at every token that a filter took.
+    cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:]
     targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * total_R1
     # The first token whose cumulative probability exceeds the target, so never one of probability zero. With 52 random

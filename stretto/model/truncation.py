@@ -75,20 +75,20 @@ def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
         first = _FIRST_RANKED
     else:
         return cutoff_R1
-    return torch.maximum(cutoff_R1, _ranked_cutoffs(logits_RV, highest_R1, truncation, first))
+    return torch.maximum(cutoff_R1, _ranked_cutoffs(logits_RV, logits_RV.softmax(-1), truncation, first))
 
 
-def _ranked_cutoffs(logits_RV: Tensor, highest_R1: Tensor, truncation: Truncation, ranked: int) -> Tensor:
+def _ranked_cutoffs(logits_RV: Tensor, shares_RV: Tensor, truncation: Truncation, ranked: int) -> Tensor:
     """The cutoffs of top-k and top-p, [R, 1], from the `ranked` likeliest tokens; from more where those are too few."""
     size = min(ranked, logits_RV.shape[1])
-    logits_RS = logits_RV.topk(size).values
+    logits_RS, tokens_RS = logits_RV.topk(size)
     top_k_R1, top_p_R1 = _column(truncation.top_k, logits_RV), _column(truncation.top_p, logits_RV)
     last_R1 = (top_k_R1 - 1).clamp(0, size - 1).expand(len(logits_RV), 1)
     cutoff_R1 = logits_RS.gather(1, last_R1).masked_fill(top_k_R1 == 0, -torch.inf)
     # What top-p has to reach is a share of what top-k has left, equals of its last token included.
-    weights_RV = (logits_RV - highest_R1).exp().masked_fill(logits_RV < cutoff_R1, 0.0)
-    wanted_R1 = top_p_R1 * weights_RV.sum(-1, keepdim=True, dtype=torch.float64)
-    reached_RS = (logits_RS - highest_R1).exp().cumsum(-1, dtype=torch.float64)
+    left_RV = shares_RV.masked_fill(logits_RV < cutoff_R1, 0.0)
+    wanted_R1 = top_p_R1 * left_RV.sum(-1, keepdim=True, dtype=torch.float64)
+    reached_RS = shares_RV.gather(1, tokens_RS).cumsum(-1, dtype=torch.float64)
     place_R1 = (reached_RS < wanted_R1).sum(-1, keepdim=True)
     nucleus_R1 = logits_RS.gather(1, place_R1.clamp(max=size - 1))
     all_R1 = (place_R1 == size) | (top_p_R1 >= 1.0)
@@ -97,7 +97,7 @@ def _ranked_cutoffs(logits_RV: Tensor, highest_R1: Tensor, truncation: Truncatio
     if size == logits_RV.shape[1] or not bool(short_R.any()):
         return cutoff_R1
     rows = short_R.nonzero()[:, 0]
-    more_R1 = _ranked_cutoffs(logits_RV[rows], highest_R1[rows], truncation.rows(rows.cpu().numpy()), ranked * _MORE)
+    more_R1 = _ranked_cutoffs(logits_RV[rows], shares_RV[rows], truncation.rows(rows.cpu().numpy()), ranked * _MORE)
     return cutoff_R1.index_copy(0, rows, more_R1)
 
 
