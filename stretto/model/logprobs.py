@@ -60,13 +60,18 @@ def pack_tokens(
     `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
     nothing within a prompt may be wanted then.
 
+    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`.
+
     Raises:
         ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
     """
     borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
+    wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
+    own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, borrowed, strict=True))
+    if filler := round_length(own) - own:
+        sequences, wanted, borrowed = [*sequences, [0] * filler], [*wanted, ()], [*borrowed, (len(sequences), 0)]
     packing = pack([len(sequence) for sequence in sequences], device, borrowed)
     starts = packing.starts.tolist()
-    wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
     at, before = list[int](), list[int]()
     for s, (sequence, inside, (lender, prefix)) in enumerate(zip(sequences, wanted, borrowed, strict=True)):
         if len(inside) and not max(1, prefix) <= min(inside) <= max(inside) < len(sequence):
@@ -81,6 +86,19 @@ def pack_tokens(
         wanted=torch.tensor(at, dtype=torch.int64, device=device),
         before=torch.tensor(before, dtype=torch.int64, device=device),
     )
+
+
+def round_length(tokens: int) -> int:
+    """The next length of which there are only 16 between two powers of two: at most 1/8 longer, 1/32 on average.
+
+    oneDNN makes code for every shape of a product that it has not seen, in 0.3 ms or so; lengths that never repeat
+    would make all of it anew in every step.
+
+    >>> [round_length(tokens) for tokens in (5, 16, 17, 100, 1000, 2100)]
+    [5, 16, 17, 100, 1024, 2176]
+    """
+    grain = max(1, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // grain) * grain
 
 
 def _borrowed(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
