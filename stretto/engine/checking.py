@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.core.errors import RefusedRequest, TornPublication
 from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, GenerateRequest, Sampling
-from stretto.engine.stops import NO_CHARACTER
+from stretto.engine.decoding import NO_CHARACTER
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:

@@ -28,9 +28,10 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Answers, Written
 from stretto.engine.checking import check_request, check_tensors
 from stretto.engine.config import EngineConfig
+from stretto.engine.decoding import Detokenizer
 from stretto.engine.sampling import sample
 from stretto.engine.scheduler import Member, Scheduler
-from stretto.engine.stops import Detokenizer, StopTexts
+from stretto.engine.stops import StopTexts
 from stretto.engine.stretches import Stretches
 from stretto.engine.wire import EngineHealth
 from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context

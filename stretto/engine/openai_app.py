@@ -135,14 +135,13 @@ class OpenAIApp:
             RefusedRequest, EngineLost: as `Generation.follow`, with the client's names of fields.
         """
         body, count = asked.body, asked.answers
-        one_by_one = bool(body.stops) or body.wants_logprobs
         total = count * len(asked.requests)
-        each = [Choice(k, self._tokenizer.decode, body.stops, token_by_token=one_by_one) for k in range(total)]
+        each = [Choice(k, self._tokenizer, body.stops, token_by_token=body.wants_logprobs) for k in range(total)]
         choices = Choices(each)
         try:
             for number, request in enumerate(asked.requests):
                 listener = PromptListener(choices, each[number * count : (number + 1) * count])
-                self._generation.follow(request, listener, every_token=bool(body.stream) or bool(body.stops))
+                self._generation.follow(request, listener, every_token=bool(body.stream))
         except (RefusedRequest, EngineLost) as refused:
             for request in asked.requests:
                 self._generation.close(request.id)

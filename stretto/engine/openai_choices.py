@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from stretto.core.records import Completion, StopReason
-from stretto.engine.detokenizer import Decode, Detokenizer, StopFinder
+from stretto.engine.decoding import Detokenizer, RunningText
+from stretto.engine.stops import StopFinder
 
 Finish = Literal["stop", "length"]
 
@@ -41,16 +42,16 @@ class Piece:
 class Choice:
     """One answer. Tokens after a stop text are none of it; those that complete the stop text are counted."""
 
-    def __init__(self, index: int, decode: Decode, stops: Sequence[str], *, token_by_token: bool) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, token_by_token: bool) -> None:
         """
         Args:
-            token_by_token: know of each token where its text begins, and whether it completes a stop text.
+            token_by_token: know of each token where its text begins.
         """
         self.index = index
         self.finish: Finish | None = None
         self.sampled = 0  # tokens
         self._token_by_token = token_by_token
-        self._characters, self._stop = Detokenizer(decode), StopFinder(stops)
+        self._running, self._stop = RunningText(detokenizer), StopFinder(stops)
         self._length = 0  # of the text so far, with what is held back
         self._text: list[str] = []
         self._tokens: list[Token] = []
@@ -61,15 +62,13 @@ class Choice:
             self._push(token_ids)
             return
         for token, logprob in zip(token_ids, logprobs, strict=True):
-            if self.finish is not None:
-                return
             self._tokens.append(Token(token, logprob, self._length))
             self._push((token,))
 
     def end(self, reason: StopReason) -> None:
         """The engine has nothing more."""
         if self.finish is None:
-            self._say(self._characters.end())
+            self._say(self._running.end())
         if self.finish is None:
             self._text.append(self._stop.end())
             self.finish = "stop" if reason is StopReason.STOP else "length"
@@ -85,7 +84,7 @@ class Choice:
 
     def _push(self, token_ids: Sequence[int]) -> None:
         self.sampled += len(token_ids)
-        self._say(self._characters.push(token_ids))
+        self._say(self._running.push(token_ids))
 
     def _say(self, text: str) -> None:
         self._length += len(text)

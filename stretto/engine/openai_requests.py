@@ -21,12 +21,10 @@ import msgspec
 from msgspec import Meta
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import COLDEST, Record
+from stretto.core.records import LONGEST_STOP, MOST_STOPS, Record
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024
-MOST_STOPS = 16
-LONGEST_STOP = 256
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _LARGEST = 2**31 - 1
 
@@ -222,8 +220,6 @@ def _check(body: Body) -> None:
             allowed = " or ".join(json.dumps(value) for value in values)
             why = _WHY.get(field, "the engine has nothing else to offer")
             raise RefusedRequest(field, _short(found), f"only {allowed} or null: {why}")
-    if body.temperature is not None and 0 < body.temperature < COLDEST:
-        raise RefusedRequest("temperature", str(body.temperature), f"0, or at least {COLDEST}")
     if body.stream_options is not None and not body.stream:
         raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')
 
