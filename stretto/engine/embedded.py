@@ -147,6 +147,7 @@ class EmbeddedEngine:
         order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
         places = answers.lengths[order] - answers.prompts[order]
         seeds, filtered = answers.seeds[order], answers.filtered(order)
+        answers.note_likeliest(order, logits_RV)
         tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
         ended = answers.record(order, tokens, logprobs, self.version)
         completions = [answers.close(row, self._end(row)) for row in ended.tolist()]

@@ -12,6 +12,7 @@ from typing import Protocol
 from stretto.core.errors import EngineLost
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.answers import Written
 from stretto.engine.embedded import EmbeddedEngine
 
 #: Answers that may wait for a row; more of them would only grow the memory and the waiting.
@@ -26,7 +27,7 @@ class Listener(Protocol):
         """Answers that have not ended."""
         ...
 
-    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
+    def wrote(self, written: Written) -> None:
         """An unfinished answer has new tokens. Only those who follow every token are told."""
         ...
 
@@ -52,7 +53,7 @@ class Stream:
     def ready(self) -> bool:
         return bool(self._ready)
 
-    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
+    def wrote(self, written: Written) -> None:
         """Nothing: frames hold whole answers."""
 
     def ended(self, completion: Completion) -> None:
@@ -146,4 +147,4 @@ class Generation:
     def _tell(self) -> None:
         for written in self.engine.written(self._told):
             self._told[written.request][written.member] += len(written.token_ids)
-            self._listeners[written.request].wrote(written.member, written.token_ids, written.logprobs)
+            self._listeners[written.request].wrote(written)

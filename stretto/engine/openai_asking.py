@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling, derive_seed
@@ -20,6 +20,7 @@ _MOST_ANSWERS = 4096
 _LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for them and lets other threads run meanwhile
 _LONGEST_MESSAGE = 400
 _SEEDS = 2**64
+_NAMES = 65_536  # texts of single tokens that are kept
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Asking:
 
     def __init__(self, model: ServedModel, tokenizer: Tokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer
+        self._name = lru_cache(maxsize=_NAMES)(tokenizer.name)
 
     async def completion(self, raw: bytes, name: str) -> Asked:
         """A body of /v1/completions; the engine's requests are called `name` with the number of the prompt.
@@ -60,7 +62,7 @@ class Asking:
         body = parse(raw, CompletionBody)
         self._check_model(body)
         prompts = [p if isinstance(p, tuple) else await self._encoded(p) for p in body.prompts()]
-        form = TextForm(self._tokenizer.name, body.wants_logprobs)
+        form = TextForm(self._name, body.wants_logprobs, body.alternatives > 0)
         return self._asked(body, form, prompts, name, "prompt")
 
     async def chat(self, raw: bytes, name: str) -> Asked:
@@ -80,7 +82,7 @@ class Asking:
             raise _refused("messages", error.problems[0]) from None
         except DataError as error:
             raise _refused("messages", error.problems[0]) from None
-        form = ChatForm(self._tokenizer.name, body.wants_logprobs)
+        form = ChatForm(self._name, body.wants_logprobs)
         return self._asked(body, form, [prompt], name, "messages")
 
     def field(self, error: RefusedRequest, asked: Asked) -> RefusedRequest:
@@ -115,6 +117,7 @@ class Asking:
                 prompt_token_ids=prompt,
                 seeds=seeds,
                 sampling=self._sampling(body, prompt, field),
+                top_logprobs=body.alternatives,
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from stretto.core.records import Completion, StopReason
+from stretto.core.records import Completion, Likeliest, StopReason
+from stretto.engine.answers import Written, rest_of
 from stretto.engine.decoding import Detokenizer, RunningText
 from stretto.engine.stops import StopFinder
 
@@ -27,6 +28,7 @@ class Token(NamedTuple):
     id: int
     logprob: float
     offset: int
+    likeliest: Likeliest  # empty if not wanted
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,14 @@ class Choice:
         self._text: list[str] = []
         self._tokens: list[Token] = []
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def take(self, written: Written) -> None:
         """The answer goes on."""
         if not self._token_by_token:
-            self._push(token_ids)
+            self._push(written.token_ids)
             return
-        for token, logprob in zip(token_ids, logprobs, strict=True):
-            self._tokens.append(Token(token, logprob, self._length))
+        told = written.top_logprobs or [()] * len(written.token_ids)
+        for token, logprob, likeliest in zip(written.token_ids, written.logprobs, told, strict=True):
+            self._tokens.append(Token(token, logprob, self._length, likeliest))
             self._push((token,))
 
     def end(self, reason: StopReason) -> None:
@@ -149,18 +152,18 @@ class PromptListener:
         self._whole, self._choices = whole, choices
         self._known = [0] * len(choices)  # tokens of each member that its choice has got
 
-    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
-        choice = self._choices[member]
+    def wrote(self, written: Written) -> None:
+        choice = self._choices[written.member]
         if choice.finish is None:
-            self._known[member] += len(token_ids)
-            choice.take(token_ids, logprobs)
+            self._known[written.member] += len(written.token_ids)
+            choice.take(written)
             self._whole.changed(choice)
 
     def ended(self, completion: Completion) -> None:
         self.missing -= 1
         choice, known = self._choices[completion.member], self._known[completion.member]
         if choice.finish is None:
-            choice.take(completion.token_ids[known:], completion.behavior_logprobs[known:])
+            choice.take(rest_of(completion, known))
             choice.end(completion.stop_reason)
             self._whole.changed(choice)
 

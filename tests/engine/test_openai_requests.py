@@ -63,7 +63,8 @@ WRONG_PROMPTS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True}, "echo", "true; only false or null"),
     ({"suffix": "end"}, "suffix", '"end"; only "" or null'),
     ({"best_of": 4}, "best_of", "4; only 1 or null"),
-    ({"logprobs": 2}, "logprobs", "those of the sampled tokens, without alternatives"),
+    ({"logprobs": 21}, "logprobs", "<= 20"),
+    ({"logprobs": True}, "logprobs", "got `bool`"),
     ({"messages": HELLO}, "messages", "unknown field"),
 ]
 WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -74,7 +75,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
     ({"messages": [{"role": "user", "content": "a" * CONTEXT}]}, "messages", "tokens"),
     ({"max_completion_tokens": CONTEXT}, "max_completion_tokens", "of the context of 256 tokens"),
-    ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "those of the sampled tokens, without alternatives"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "<= 20"),
+    ({"top_logprobs": 3}, "top_logprobs", 'only together with "logprobs": true'),
     ({"tools": [{"type": "function"}]}, "tools", "only [] or null"),
     ({"response_format": {"type": "json_object"}}, "response_format", 'only {"type": "text"} or null'),
     ({"prompt": "x"}, "prompt", "unknown field"),
