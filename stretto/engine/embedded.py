@@ -92,9 +92,7 @@ class EmbeddedEngine:
         Raises:
             ModelFolderError: the folder cannot be loaded, or its attention is of a kind that the cache cannot serve.
         """
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        device = automatic if config.device == "auto" else config.device
-        model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=device)
+        model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
         return cls(model, config, name=name, version=version, detokenizer=partial(load_tokenizer, folder))
 
     @property

@@ -2,7 +2,6 @@
 
     POST /generate         GenerateRequest   →  frames (`core.frames`) of one Completion each, as the answers finish
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
-    POST /abort            AbortRequest      →  EngineHealth
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once
 
@@ -25,16 +24,9 @@ class UpdateRequest(Record, frozen=True):
 
 
 class UpdateReply(Record, frozen=True):
-    """The version that the next step uses, and the seconds that its loading took."""
+    """The version that the next step uses."""
 
     version: int
-    seconds: float
-
-
-class AbortRequest(Record, frozen=True):
-    """Give up this request; answers that are not finished are forgotten."""
-
-    request: str
 
 
 class Refusal(Record, frozen=True):

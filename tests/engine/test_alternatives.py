@@ -17,7 +17,7 @@ from stretto.core.errors import RefusedRequest
 from stretto.engine.alternatives import likeliest
 from stretto.engine.sampling import Filtered
 from stretto.model.truncation import Truncation
-from tests.engine.test_embedded import EXACT, drain, engine_of, finish, request, shaken, weights
+from tests.engine.answering import EXACT, drain, engine_of, finish, request, shaken, weights
 
 HALF_THIRD = torch.tensor([[0.5, 0.3, 0.2]]).log()
 
