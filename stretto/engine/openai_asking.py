@@ -61,7 +61,7 @@ class Asking:
         """
         body = parse(raw, CompletionBody)
         self._check_model(body)
-        prompts = [p if isinstance(p, tuple) else await self._encoded(p) for p in body.prompts()]
+        prompts = await self._encoded(body.prompts())
         form = TextForm(self._name, body.wants_logprobs, body.alternatives > 0)
         return self._asked(body, form, prompts, name, "prompt")
 
@@ -78,9 +78,7 @@ class Asking:
         encode = partial(self._tokenizer.encode_chat, turns)
         try:
             prompt = await asyncio.to_thread(encode) if long else encode()
-        except ModelFolderError as error:
-            raise _refused("messages", error.problems[0]) from None
-        except DataError as error:
+        except (ModelFolderError, DataError) as error:
             raise _refused("messages", error.problems[0]) from None
         form = ChatForm(self._name, body.wants_logprobs)
         return self._asked(body, form, [prompt], name, "messages")
@@ -97,11 +95,13 @@ class Asking:
             shown = repr(body.model[:80])
             raise RefusedRequest("model", f"{shown} is not served here", f"the model is {self._model.name!r}")
 
-    async def _encoded(self, text: str) -> Tokens:
+    async def _encoded(self, prompts: Sequence[str | Tokens]) -> list[Tokens]:
+        def encode() -> list[Tokens]:
+            return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > _LONG_TEXT
         try:
-            if len(text) > _LONG_TEXT:
-                return await asyncio.to_thread(self._tokenizer.encode, text)
-            return self._tokenizer.encode(text)
+            return await asyncio.to_thread(encode) if long else encode()
         except DataError as error:
             raise _refused("prompt", error.problems[0]) from None
 

@@ -260,6 +260,7 @@ def test_extensions_travel_in_the_extra_body(client: openai.OpenAI) -> None:
         ({"prompt": [1, -1]}, openai.BadRequestError, "prompt"),
         ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt"),
         ({"temperature": 1e-30}, openai.BadRequestError, "temperature"),
+        ({"stop": ["a", "\ufffd"]}, openai.BadRequestError, "stop"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     ],
     ids=str,
