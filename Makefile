@@ -45,6 +45,9 @@ bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, dec
 	$(RUN) benchmarks.staleness
 	$(RUN) benchmarks.decisions
 
+bench-serving: .venv/ready-run  ## the server under 1, 16 and 64 streams, against the engine alone
+	$(RUN) benchmarks.serving
+
 bench-soak: .venv/ready-run  ## ten minutes of an engine at full load: does its memory stay flat
 	$(RUN) benchmarks.soak
 

@@ -3,7 +3,8 @@
     python -m benchmarks.serving                                   1, 16 and 64 streams at once
     python -m benchmarks.serving --model 48M --concurrency 64 --rounds 2
 
-Each client asks again as soon as its answer has ended (prompts of 32 tokens, 128 new ones, streamed token by token).
+Each client asks again as soon as its answer has ended (prompts of 32 tokens, 64 to 192 new ones, streamed token by
+token, so that answers begin and end at different times, as those of strangers do).
 The engine alone does the same requests, as many at a time, in this process; server and clients are two processes. Times
 are those that a client sees: to the first token of an answer, and from token to token behind it.
 """
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,7 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.model.folder import inspect_model_folder
 from stretto.model.tokenizer import load_tokenizer
 
-TOKENS = 128
+SHORTEST, LONGEST = 64, 192  # tokens of an answer, if it does not end by itself
 SLOTS = 64
 CONCURRENCY = (1, 16, 64)
 FEWEST_REQUESTS = 16
@@ -73,7 +75,7 @@ class Load:
         return [each for one in answered for each in one], time.perf_counter() - start
 
     async def _ask(self, seed: int, prompt: tuple[int, ...]) -> Answered:
-        fields = {"model": self._model, "prompt": prompt, "max_tokens": TOKENS, "seed": seed}
+        fields = {"model": self._model, "prompt": prompt, "max_tokens": length(seed), "seed": seed}
         body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}}).encode()
         async with self._connections.one() as connection:
             start = time.perf_counter()
@@ -85,6 +87,11 @@ class Load:
                 told += part
         usage = json.loads(told.rsplit(b"data: ", 2)[1])["usage"]
         return Answered(usage["completion_tokens"], first - start, last - first)
+
+
+def length(number: int) -> int:
+    """The most tokens of answer `number`."""
+    return random.Random(number).randint(SHORTEST, LONGEST)
 
 
 @contextlib.contextmanager
@@ -102,11 +109,11 @@ def serving(folder: Path) -> Iterator[str]:
 
 def engine_alone(engine: EmbeddedEngine, ends: tuple[int, ...], asked: Prompts, concurrency: int) -> float:
     """Tokens per second of the same requests without a server."""
-    sampling = Sampling(max_tokens=TOKENS, stop_token_ids=ends)
     left = iter(enumerate(asked))
     tokens, running, start = 0, 0, time.perf_counter()
     while True:
         for number, prompt in islice(left, concurrency - running):
+            sampling = Sampling(max_tokens=length(number), stop_token_ids=ends)
             engine.add(GenerateRequest(id=str(number), prompt_token_ids=prompt, seeds=(number,), sampling=sampling))
             running += 1
         if not running:
@@ -138,6 +145,17 @@ def measure(model: str, concurrency: Sequence[int], rounds: int) -> list[dict[st
     return rows
 
 
+def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows as docs/serve.md shows them."""
+    return [
+        f"| {each['streams']} | {each['requests_per_second']:.1f} | {each['tokens_per_second']:,.0f} "
+        f"| {each['engine_alone']:,.0f} | {each['fraction']:.2f} "
+        f"| {each['first_token_ms_p50']:.1f} / {each['first_token_ms_p99']:.1f} "
+        f"| {each['per_token_ms_p50']:.1f} / {each['per_token_ms_p99']:.1f} |"
+        for each in rows
+    ]
+
+
 def row(count: int, answered: Sequence[Answered], seconds: float, alone: float) -> dict[str, Any]:
     """What one number of streams came to; times in milliseconds."""
     tokens = sum(each.tokens for each in answered)
@@ -164,7 +182,10 @@ def main() -> None:
     words = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(words.model, words.concurrency, words.rounds)
-    save("serving", {"model": words.model, "prompt_tokens": 32, "new_tokens": TOKENS, "slots": SLOTS, "rows": rows})
+    save(
+        "serving",
+        {"model": words.model, "prompt_tokens": 32, "new_tokens": [SHORTEST, LONGEST], "slots": SLOTS, "rows": rows},
+    )
 
 
 if __name__ == "__main__":
