@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-loop bench-trl clean
+.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-serving bench-soak bench-loop bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
