@@ -43,7 +43,7 @@ from stretto.model.tokenizer import load_tokenizer
 SHORTEST, LONGEST = 64, 192  # tokens of an answer, if it does not end by itself
 SLOTS = 64
 CONCURRENCY = (1, 16, 64)
-FEWEST_REQUESTS = 16
+FEWEST_REQUESTS = 24
 
 Prompts = Sequence[tuple[int, ...]]
 
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="3.4M")
     parser.add_argument("--concurrency", nargs="+", type=int, default=CONCURRENCY)
-    parser.add_argument("--rounds", type=int, default=6, help="answers that each client asks for")
+    parser.add_argument("--rounds", type=int, default=8, help="answers that each client asks for")
     words = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(words.model, words.concurrency, words.rounds)

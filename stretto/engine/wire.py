@@ -5,8 +5,9 @@
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once
 
-Closing the connection of /generate gives up the answers that have not ended. Bodies are MessagePack. A refusal has a status of 400 or above and a `Refusal` as its body. The server of
-`stretto serve` has these beside OpenAI's; its /health is JSON unless MessagePack is asked for (``accept``).
+Closing the connection of /generate gives up the answers that have not ended. Bodies are MessagePack. A refusal has a
+status of 400 or above and a `Refusal` as its body. The server of `stretto serve` has these beside OpenAI's; its /health
+is JSON unless MessagePack is asked for (``accept``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
-"""Promise of `benchmarks.serving`: rates are of the wall clock, times of what clients saw."""
+"""Promises of `benchmarks.serving`: rates are of the wall clock, times of what clients saw; the table of docs/serve.md
+is the committed result."""
 
-from benchmarks.serving import Answered, row
+import json
+from pathlib import Path
+
+from benchmarks.report import RESULTS
+from benchmarks.serving import Answered, markdown, row
+
+PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
 def test_a_row_by_hand() -> None:
@@ -17,3 +24,9 @@ def test_a_row_by_hand() -> None:
         "per_token_ms_p50": 15.0,  # 10 and 20; an answer of one token has no time between tokens
         "per_token_ms_p99": 19.9,
     }
+
+
+def test_the_page_has_the_committed_rows() -> None:
+    result = json.loads((RESULTS / "serving.json").read_text())["results"]
+    page = PAGE.read_text(encoding="utf-8").splitlines()
+    assert [line for line in markdown(result["rows"]) if line not in page] == []
