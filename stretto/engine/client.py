@@ -13,7 +13,7 @@ from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.connections import Connection, Connections
-from stretto.engine.wire import EngineHealth, Refusal, UpdateReply, UpdateRequest
+from stretto.engine.wire import AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest
 
 Message = TypeVar("Message")
 
@@ -85,6 +85,10 @@ class HttpEngine:
         awaited = f"{self.name} to load version {version}"
         body = await self._exchange("/update_weights", UpdateRequest(version=version), awaited, self._load_seconds)
         return decoded(body, UpdateReply).version
+
+    async def abort(self, request_id: str) -> None:
+        """Give up a request; its `generate` ends with EngineLost, if anyone still listens."""
+        await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
 
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""

@@ -25,11 +25,12 @@ from stretto.engine.asgi import LARGEST_BODY, read_body, reply, when_gone
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.generation import Generation
 from stretto.engine.listening import bind, run_app, server_of
-from stretto.engine.wire import MSGPACK, EngineHealth, Refusal, UpdateReply, UpdateRequest, split_address
+from stretto.engine.wire import MSGPACK, AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest, split_address
 from stretto.weights.mailbox import Subscriber
 
 _HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
+_ABORT = msgspec.msgpack.Decoder(AbortRequest)
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
 
 
@@ -71,6 +72,7 @@ class EngineApp:
         routes = [
             Route("/generate", _Streaming(self.generate), methods=["POST"]),
             Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
+            Route("/abort", _Exchange(self.abort), methods=["POST"]),
             Route("/health", _Exchange(self.health)),
             Route("/spans", _Exchange(self.spans)),
         ]
@@ -111,6 +113,10 @@ class EngineApp:
         if version != engine.version or not engine.updates:
             engine.update(version, self._subscriber.load(version))
         return UpdateReply(version=engine.version)
+
+    def abort(self, body: bytes) -> EngineHealth:
+        self._generation.close(_ABORT.decode(body).request)
+        return self._generation.engine.health()
 
     def health(self, _: bytes) -> EngineHealth:
         return self._generation.engine.health()

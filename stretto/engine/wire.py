@@ -2,10 +2,11 @@
 
     POST /generate         GenerateRequest   →  frames (`core.frames`) of one Completion each, as the answers finish
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
+    POST /abort            AbortRequest      →  EngineHealth
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once
 
-Closing the connection of /generate gives up the answers that have not ended. Bodies are MessagePack. A refusal has a
+Closing the connection of /generate says the same as /abort. Bodies are MessagePack. A refusal has a
 status of 400 or above and a `Refusal` as its body. The server of `stretto serve` has these beside OpenAI's; its /health
 is JSON unless MessagePack is asked for (``accept``).
 """
@@ -28,6 +29,12 @@ class UpdateReply(Record, frozen=True):
     """The version that the next step uses."""
 
     version: int
+
+
+class AbortRequest(Record, frozen=True):
+    """Give up this request; answers that are not finished are forgotten."""
+
+    request: str
 
 
 class Refusal(Record, frozen=True):

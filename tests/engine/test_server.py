@@ -200,6 +200,20 @@ def test_leaving_after_the_first_answer_aborts_the_rest(folder: Path, tmp_path: 
     asyncio.run(main())
 
 
+def test_an_abort_ends_the_stream_of_that_request(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(engine_of(folder, slots=1), tmp_path / "e.sock") as client:
+            stream = asyncio.create_task(collect(client, endless("a", answers=3)))
+            while not (await client.health()).running:
+                pass
+            await client.abort("a")
+            with pytest.raises(EngineLost, match="engine-0 broke off"):
+                await stream
+            await client.abort("unknown")
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_fails_breaks_its_streams_and_ends_with_its_error(
     folder: Path, tmp_path: Path, plain: PreTrainedModel
 ) -> None:
