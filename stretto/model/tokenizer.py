@@ -28,7 +28,6 @@ class Tokenizer:
 
     place: str
     eos_token_ids: tuple[int, ...]
-    vocab_size: int
     _whole: PreTrainedTokenizerFast
     _backend: Backend
 
@@ -105,4 +104,4 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if not isinstance(whole, PreTrainedTokenizerFast):
         found = f"the tokenizer is a {type(whole).__name__}, which has no fast backend"
         raise ModelFolderError([Problem(place, found, "a folder with tokenizer.json is needed")])
-    return Tokenizer(place, eos_token_ids(Path(folder)), len(whole), whole, whole.backend_tokenizer)
+    return Tokenizer(place, eos_token_ids(Path(folder)), whole, whole.backend_tokenizer)
