@@ -27,7 +27,9 @@ from stretto.launch.messages import (
 from stretto.launch.playing import play
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.config import AlgorithmConfig, TrainerConfig
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.update import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
@@ -59,10 +61,18 @@ class TrainerRole:
         self._channel = channel
         model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
-        self._trainer = Trainer(model, config, algorithm, spec.sampling)
+        self._trainer = Trainer(model, config, algorithm, spec.sampling, reference=self._reference(algorithm, config))
         if spec.checkpoint is not None:
             self._trainer.load_checkpoint(Path(spec.checkpoint))
         self._publisher = SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder))
+
+    def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
+        """The policy to stay close to: that of its own folder, or the one that the run starts from."""
+        if algorithm.reference is None:
+            return None
+        folder = Path(algorithm.reference.path or self._spec.model)
+        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
+        return ReferencePolicy(model, config, self._spec.sampling)
 
     def run(self) -> None:
         """Publish the first version, then carry out orders until `Stop` or until the conductor is gone."""

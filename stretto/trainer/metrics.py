@@ -24,7 +24,7 @@ class Meter:
     """Adds up; means are over loss tokens unless `docs/metrics.md` says otherwise.
 
     A measurement that nothing was measured for is absent, never zero: `behavior_logprob_error` without on-policy
-    tokens, `entropy` unless it is asked for, all of the loss's when no token was trained on.
+    tokens, `entropy` and `kl_reference` unless they are asked for, all of the loss's when no token was trained on.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,7 @@ class Meter:
         self._sums: list[Tensor] = []
         self._tokens = 0
         self._entropy: list[Tensor] = []
+        self._kl_reference: list[Tensor] = []
         self._error: list[Tensor] = []
         self._agreeing: list[Tensor] = []
         self._steps: list[OptimizerStep] = []
@@ -41,6 +42,8 @@ class Meter:
         self._losses.append(loss.value.detach())
         self._sums.append(loss.sums)
         self._tokens += tokens
+        if loss.kl_reference is not None:
+            self._kl_reference.append(loss.kl_reference)
         if entropy is not None:
             self._entropy.append(entropy.detach().sum())
 
@@ -63,6 +66,8 @@ class Meter:
             measured |= {_NAMES[name]: total / self._tokens for name, total in zip(DIAGNOSTICS, sums, strict=True)}
         if self._entropy:
             measured["entropy"] = _total(self._entropy) / self._tokens
+        if self._kl_reference:
+            measured["kl_reference"] = _total(self._kl_reference) / self._tokens
         if agreeing := _total(self._agreeing):
             measured["behavior_logprob_error"] = _total(self._error) / agreeing
         return {name: value for name, value in measured.items() if math.isfinite(value)}

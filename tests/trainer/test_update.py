@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
 from stretto.model.logprobs import pack_tokens, token_logprobs
-from stretto.trainer.config import AlgorithmConfig, TrainerConfig
+from stretto.trainer.algorithm import PPO, AlgorithmConfig, Mask
+from stretto.trainer.config import TrainerConfig
 from stretto.trainer.learner import UNCHANGED
 from stretto.trainer.packing import minibatches
 from stretto.trainer.rows import Row, rows_of
@@ -28,7 +29,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySub
 
 Build = Callable[[], PreTrainedModel]
 CONFIG = TrainerConfig(learning_rate=3e-3, minibatches=3, micro_batch_tokens=24, weight_decay=0.1, max_grad_norm=0.7)
-ALGORITHM = AlgorithmConfig(behavior_weight_cap=4.0)
+ALGORITHM = AlgorithmConfig(correction=Mask(high=4.0))
 GROUPS, ANSWERS, LONGEST = 3, 4, 7
 
 
@@ -76,7 +77,7 @@ def row_logprobs(model: PreTrainedModel, row: Row) -> Tensor:
 
 def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """Equation 5 written out: proximal log-probs of all rows first, then three optimizer steps over single rows."""
-    rows = rows_of(batch, ALGORITHM).rows
+    rows = rows_of(batch, ALGORITHM, LONGEST).rows
     with torch.no_grad():
         proximal = [row_logprobs(model, row) for row in rows]
     for part in minibatches([len(row.token_ids) for row in rows], 3):
@@ -85,7 +86,7 @@ def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: 
             ratio = (row_logprobs(model, rows[i]) - proximal[i]).exp()
             weight = (proximal[i] - torch.tensor(rows[i].behavior_logprobs)).exp()
             weight = torch.where(weight > 4.0, 0.0, weight)
-            score = rows[i].advantage
+            score = torch.tensor(rows[i].advantages)
             terms.append(weight * torch.minimum(ratio * score, ratio.clamp(0.8, 1.2) * score))
         optimizer.zero_grad()
         (-torch.cat(terms).mean()).backward()
@@ -120,11 +121,11 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded(build: Build) -> None
     model = build()
     trainer = Trainer(model, CONFIG.model_copy(update={"learning_rate": 1e-3}), ALGORITHM)
     given = batch(0, model)
-    rows = rows_of(given, ALGORITHM).rows
+    rows = rows_of(given, ALGORITHM, LONGEST).rows
 
     def likelihood() -> float:
         with torch.no_grad():
-            return sum(float(row_logprobs(model, row).sum()) * row.advantage for row in rows)
+            return sum(float(row_logprobs(model, row).sum()) * row.advantages[0] for row in rows)
 
     before = likelihood()
     trainer.train(given)
@@ -162,7 +163,7 @@ def test_later_minibatches_are_anchored_before_the_first_update(build: Build) ->
 
 
 def test_ppo_is_anchored_at_the_behaviour_policy(build: Build) -> None:
-    algorithm = AlgorithmConfig(loss="ppo", entropy=True)
+    algorithm = AlgorithmConfig(loss=PPO(), entropy=True)
     metrics = Trainer(build(), CONFIG, algorithm).train(batch(0)).metrics
     assert metrics["behavior_weight_mean"] == 1.0
     assert abs(metrics["ratio_mean"] - 1) > 1e-2
@@ -191,7 +192,7 @@ def test_a_batch_of_another_version_stops_the_run(build: Build) -> None:
 
 
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_reported(build: Build) -> None:
-    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss="ppo"))
+    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=PPO()))
     update = trainer.train(_poison(batch(0)))
     assert update.metrics["bad_steps"] == 3
     assert_same(trainer.learner.model, build())
