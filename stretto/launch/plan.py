@@ -240,6 +240,12 @@ def warnings(plan: Plan) -> Sequence[str]:
     threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    if longest > recipe.trainer.micro_batch_tokens:
+        notes.append(
+            f"an answer with its prompt may have {longest} tokens, more than trainer.micro_batch_tokens = "
+            f"{recipe.trainer.micro_batch_tokens}: such a one is computed alone and takes more memory than that"
+        )
     memory = estimate_memory(plan)
     if memory.total > memory.available:
         notes.append(f"the run may not fit into memory: {memory}")

@@ -58,10 +58,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
                 'use a larger group or filter = "none"'
             )
+        kind = self.algorithm.advantages.kind
         if self.rollout.group_size == 1 and self.algorithm.advantages.compares:
             raise ValueError(
-                f'rollout.group_size = 1 and algorithm.advantages = "{self.algorithm.advantages.kind}" would make every '
-                'advantage zero; use a larger group or advantages = "batch"'
+                f'rollout.group_size = 1 and algorithm.advantages = "{kind}" would make every advantage zero; '
+                'use a larger group or advantages = "batch"'
             )
         if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
             raise ValueError(

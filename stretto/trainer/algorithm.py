@@ -150,9 +150,7 @@ class SequenceMask(_Section):
     high: Ratio = Field(1.01, description="largest geometric mean of anchor / behavior")
 
 
-CorrectionConfig = Annotated[
-    Mask | Truncate | KPop | SequenceMask, Field(discriminator="kind"), BeforeValidator(named)
-]
+CorrectionConfig = Annotated[Mask | Truncate | KPop | SequenceMask, Field(discriminator="kind"), BeforeValidator(named)]
 
 
 class Reference(_Section):
@@ -208,8 +206,12 @@ def _surrogate(loss: LossConfig) -> Surrogate:
         case DecoupledPPO() | PPO():
             return partial(surrogates.ppo, clip_low=loss.clip_low, clip_high=loss.clip_high)
         case DualClip():
-            bounds = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
-            return partial(surrogates.dual_clip, clip_negative=loss.clip_negative, **bounds)
+            return partial(
+                surrogates.dual_clip,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                clip_negative=loss.clip_negative,
+            )
         case GSPO():
             return partial(surrogates.gspo, clip_low=loss.clip_low, clip_high=loss.clip_high)
         case CISPO():

@@ -38,8 +38,8 @@ def mask(tokens: Tokens, *, low: float, high: float) -> Weights:
 
 
 def truncate(tokens: Tokens, *, high: float) -> Weights:
-    """min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; TIS for engines that
-    differ from the trainer."""
+    """min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS where
+    it corrects for an engine that differs from the trainer."""
     weight = _weight(tokens)
     return Weights(weight.clamp(max=high), weight > high)
 

@@ -5,8 +5,9 @@ Axes: N loss token, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -55,17 +56,17 @@ def minibatch(
 
 
 def _micro_batch(rows: Sequence[Row], scales: Sequence[float], device: torch.device) -> MicroBatch:
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def column(parts: Iterable[Sequence[float]]) -> Tensor:
+        return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float32, device=device)
 
     # Flash attention wants every sequence whole; elsewhere answers to one prompt share the prompt's computation.
     prompts = None if device.type == "cuda" else [row.prompt_tokens for row in rows]
     sequences = Sequences.of([len(row.loss_positions) for row in rows], device)
     return MicroBatch(
         packed=pack_tokens([row.token_ids for row in rows], [row.loss_positions for row in rows], device, prompts),
-        behavior_logprobs=column([x for row in rows for x in row.behavior_logprobs]),
-        advantages=column([x for row in rows for x in row.advantages]),
-        staleness=column([x for row in rows for x in row.staleness]),
-        scale=sequences.spread(column(scales)),
+        behavior_logprobs=column(row.behavior_logprobs for row in rows),
+        advantages=column(row.advantages for row in rows),
+        staleness=column(row.staleness for row in rows),
+        scale=sequences.spread(column([scales])),
         sequences=sequences,
     )

@@ -2,8 +2,8 @@
 
 x = reference / policy at the sampled token, for tokens that the policy itself sampled:
 
-    k1 = -log x                unbiased; as a loss its gradient is the score alone, whose mean is zero: a number to look at
-    k2 = (log x)^2 / 2         biased; its gradient is k1 times the score, which is that of the divergence
+    k1 = -log x                unbiased; its gradient is the score alone, whose mean is zero: a number to look at
+    k2 = (log x)^2 / 2         biased; its gradient is k1 times the score, whose mean is that of the divergence
     k3 = x - 1 - log x         unbiased, never negative (GRPO, arXiv 2402.03300, equation 4)
 
 Axes: N loss token.

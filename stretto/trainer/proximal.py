@@ -1,9 +1,9 @@
 """The anchor: the policy around which a step's trust region lies, token by token.
 
-    recomputed     the policy before this training step (AReaL, section 5.2): for the first minibatch that of its own
-                   training forward, for the later ones a forward of their own before the first update
-    interpolated   between the policy that sampled and the one in training, by their versions (A-3PO): no forward
-    behavior       the policy that sampled: nothing is decoupled, as in PPO
+recomputed     the policy before this training step (AReaL, section 5.2): for the first minibatch that of its own
+               training forward, for the later ones a forward of their own before the first update
+interpolated   between the policy that sampled and the one in training, by their versions (A-3PO): no forward
+behavior       the policy that sampled: nothing is decoupled, as in PPO
 """
 
 from __future__ import annotations

@@ -90,12 +90,15 @@ def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:
 
 def _row(prompt: Prompt, trajectory: Trajectory, answer: Answer, advantages: list[float], version: int) -> Row:
     completion, inside, start = trajectory.completion, answer.trained, len(prompt.token_ids)
+    logprobs, versions = completion.behavior_logprobs, completion.versions
+    if len(inside) < answer.tokens:
+        logprobs, versions = tuple(logprobs[t] for t in inside), tuple(versions[t] for t in inside)
     return Row(
         id=trajectory.id,
         token_ids=prompt.token_ids + completion.token_ids,
         prompt_tokens=start,
-        loss_positions=tuple(start + t for t in inside),
-        behavior_logprobs=tuple(completion.behavior_logprobs[t] for t in inside),
-        staleness=tuple(version - completion.versions[t] for t in inside),
+        loss_positions=tuple([start + t for t in inside]),
+        behavior_logprobs=logprobs,
+        staleness=tuple([version - one for one in versions]),
         advantages=tuple(advantages),
     )

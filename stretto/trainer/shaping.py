@@ -1,6 +1,6 @@
 """Rewards as the advantages see them; what is reported, and what a filter looks at, is the reward as it was given.
 
-    shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
+shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
 """
 
 from __future__ import annotations

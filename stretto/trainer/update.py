@@ -196,7 +196,7 @@ class Trainer:
             ratios = [self.learner.logprobs(m.packed).logprobs - m.behavior_logprobs for m in part.micro_batches]
             scores = torch.cat([micro.advantages for micro in part.micro_batches])
             kept: Tensor = self._objective.selection(torch.cat(ratios), scores)
-        return kept.split([len(ratio) for ratio in ratios])
+        return list(kept.split([len(ratio) for ratio in ratios]))
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
         """One optimizer step; False when its gradient was not finite and it was not taken."""

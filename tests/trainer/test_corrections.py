@@ -1,5 +1,5 @@
-"""Promises: each correction by hand; without bounds all of them are the plain weight; where the anchor is the policy that
-sampled none of them does anything; a masked weight may be infinite."""
+"""Promises: each correction by hand; without bounds all of them are the plain weight; where the anchor is the policy
+that sampled none of them does anything; a masked weight may be infinite."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ def test_a_divergence_and_an_entropy_are_averaged_like_the_rest() -> None:
 
 
 def part_of(whole: Tokens, rows: slice) -> Tokens:
-    cut = (whole.behavior_logprobs, whole.anchor_logprobs, whole.advantages, whole.scale)
-    return Tokens(*(column[rows] for column in cut), sequences=Sequences.of([1] * len(whole.scale[rows])))
+    scale, anchor = whole.scale[rows], whole.anchor_logprobs[rows]
+    return Tokens(anchor, anchor, whole.advantages[rows], scale, Sequences.of([1] * len(scale)))
 
 
 @given(ROWS, st.integers(0, 8))

@@ -1,5 +1,5 @@
-"""Promises: M2PO's choice by hand; it is the largest choice within the threshold; tokens that are pulled back towards the
-anchor stay; the order of the tokens, hence the packing, makes no difference."""
+"""Promises: M2PO's choice by hand; it is the largest choice within the threshold; tokens that are pulled back towards
+the anchor stay; the order of the tokens, hence the packing, makes no difference."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from stretto.trainer import surrogates
 from stretto.trainer.surrogates import Surrogate
+from stretto.trainer.tokens import Tokens
 from tests.trainer.packed_tokens import logs, tokens
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-PPO = partial(surrogates.ppo, **CLIP)
+PPO: Surrogate = partial(surrogates.ppo, clip_low=0.2, clip_high=0.2)
 ALL: dict[str, Surrogate] = {
     "ppo": PPO,
-    "dual_clip": partial(surrogates.dual_clip, clip_negative=3.0, **CLIP),
-    "gspo": partial(surrogates.gspo, **CLIP),
+    "dual_clip": partial(surrogates.dual_clip, clip_low=0.2, clip_high=0.2, clip_negative=3.0),
+    "gspo": partial(surrogates.gspo, clip_low=0.2, clip_high=0.2),
     "cispo": partial(surrogates.cispo, clip_low=1.0, clip_high=4.0),
     "sapo": partial(surrogates.sapo, positive=1.0, negative=1.05),
     "topr": surrogates.topr,
@@ -31,7 +31,7 @@ ALL: dict[str, Surrogate] = {
 ROWS = st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)), min_size=1, max_size=8)
 
 
-def gradient(surrogate: Surrogate, policy: Tensor, given: surrogates.Tokens) -> list[float]:
+def gradient(surrogate: Surrogate, policy: Tensor, given: Tokens) -> list[float]:
     policy = policy.detach().requires_grad_()
     surrogate(policy, given).objective.sum().backward()
     assert policy.grad is not None
@@ -80,7 +80,7 @@ def test_dual_clip_by_hand() -> None:
 def test_a_dual_clip_that_is_never_reached_is_ppo(rows: list[tuple[float, float, float]]) -> None:
     policy, anchor, scores = columns(rows)
     given = tokens(scores, anchor)
-    dual = partial(surrogates.dual_clip, clip_negative=math.exp(5), **CLIP)
+    dual = partial(surrogates.dual_clip, clip_low=0.2, clip_high=0.2, clip_negative=math.exp(5))
     assert torch.equal(dual(policy, given).objective, PPO(policy, given).objective)
 
 
