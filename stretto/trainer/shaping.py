@@ -28,9 +28,8 @@ def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
     >>> [overlong(length, longest=10, buffer=4, penalty=1.0) for length in (6, 7, 10)]
     [0.0, -0.25, -1.0]
     """
-    if not buffer:
-        return 0.0
-    return -penalty * min(max(length - (longest - buffer), 0), buffer) / buffer
+    over = min(length - (longest - buffer), buffer)
+    return -penalty * over / buffer if over > 0 else 0.0
 
 
 def shaped(reward: float, length: int, longest: int, shaping: Shaping) -> float:
