@@ -100,6 +100,10 @@ def flat(groups: list[list[float]]) -> list[float]:
 REWARDS, TOKENS, EPS = [[1.0, 0.0], [4.0, 4.0, 1.0]], [[2, 1], [3, 1, 1]], 1e-6
 FLAT = [(r, n) for group, counts in zip(REWARDS, TOKENS, strict=True) for r, n in zip(group, counts, strict=True)]
 TERMINAL = [advantages.terminal(r, n, range(n), 1.0) for r, n in FLAT]
+VALUES = [[0.5, 0.0, 2.0][:n] for _, n in FLAT]
+WITH_CRITIC = [
+    advantages.gae([0.0] * (n - 1) + [r], values, 1.0, 0.95) for (r, n), values in zip(FLAT, VALUES, strict=True)
+]
 #: What each function says about these answers, one number for each.
 SAID: dict[str, list[float]] = {
     "group_normalised": flat(advantages.group_normalised(REWARDS, EPS)),
@@ -110,13 +114,15 @@ SAID: dict[str, list[float]] = {
     "reinforce_pp": [answer[0] for answer in advantages.reinforce_pp(TERMINAL, EPS)],
     "reinforce_pp_baseline": flat(advantages.reinforce_pp_baseline(REWARDS, TOKENS, EPS)),
     "terminal": [answer[0] for answer in TERMINAL],
+    "gae": [answer[0] for answer in advantages.reinforce_pp(WITH_CRITIC, EPS)],
 }
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.chapter == "Advantages"], ids=lambda row: row.function)
 def test_an_estimator_says_what_the_function_beside_it_says(row: Row) -> None:
+    values = iter(VALUES if row.function == "gae" else [[]] * len(FLAT))
     groups = [
-        [Answer(r, n, range(n)) for r, n in zip(group, counts, strict=True)]
+        [Answer(r, n, range(n), next(values)) for r, n in zip(group, counts, strict=True)]
         for group, counts in zip(REWARDS, TOKENS, strict=True)
     ]
     got = advantages_of(AlgorithmConfig.model_validate(row.recipe).advantages, groups)

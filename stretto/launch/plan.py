@@ -209,16 +209,16 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan) -> MemoryEstimate:
-    """Trainer: weights, gradients, Adam's two moments, a reference if there is one, one micro-batch's activations.
-    Engine: weights and cache."""
+    """Trainer: weights, gradients, Adam's two moments, a reference and a critic if there are any, one micro-batch's
+    activations. Engine: weights and cache."""
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
     tokens = max(recipe.trainer.micro_batch_tokens, longest)
     # About 40 numbers of the model's width are kept per token and layer for the backward pass.
     activations = tokens * base.layers * base.hidden_size * 40 * 4
-    reference = base.parameters * 4 if recipe.algorithm.reference is not None else 0
-    trainer = base.parameters * 16 + reference + activations + _PROCESS_BYTES
+    policies = 16 + (4 if recipe.algorithm.reference is not None else 0) + (16 if recipe.algorithm.critic else 0)
+    trainer = base.parameters * policies + activations + _PROCESS_BYTES
     cache = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim
     engine = (base.parameters + cache) * width[recipe.engine.dtype] + _PROCESS_BYTES
     others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4

@@ -12,8 +12,9 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.trainer import corrections, penalties, surrogates
 from stretto.trainer.aggregation import Aggregation
+from stretto.trainer.config import CriticConfig
 from stretto.trainer.corrections import Correction
-from stretto.trainer.estimators import Estimator, GroupNormalised, named
+from stretto.trainer.estimators import GAE, Estimator, GroupNormalised, named
 from stretto.trainer.losses import Objective
 from stretto.trainer.proximal import Anchor
 from stretto.trainer.second_moment import second_moment
@@ -176,6 +177,11 @@ class AlgorithmConfig(_Section):
     reference: Reference | None = Field(None, description="a policy to stay close to; none is loaded without it")
     entropy: bool = Field(False, description="measure the policy's entropy (costs time, changes nothing)")
     entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False, description="what the mean entropy adds to J")
+
+    @property
+    def critic(self) -> CriticConfig | None:
+        """The critic that the advantages need, if they need one."""
+        return self.advantages.critic if isinstance(self.advantages, GAE) else None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

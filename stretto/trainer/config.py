@@ -44,6 +44,13 @@ class TrainerConfig(OptimizerConfig):
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
 
 
+class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """`[algorithm.advantages.critic]`: as the policy's optimizer, but for these."""
+
+    learning_rate: float = Field(1e-4, gt=0, description="the highest learning rate; schedule as the policy's")
+    clip: float = Field(0.2, gt=0, description="a value may move so far from the one before the step")
+
+
 class SupervisedConfig(OptimizerConfig):
     """Supervised fine-tuning on demonstrations (the warm start)."""
 

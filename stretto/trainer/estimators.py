@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, assert_never
 from pydantic import BaseModel, BeforeValidator, Field
 
 from stretto.trainer import advantages
+from stretto.trainer.config import CriticConfig
 
 Eps = Annotated[float, Field(gt=0, allow_inf_nan=False, description="added to a deviation before dividing by it")]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -72,11 +73,14 @@ class ReinforcePPBaseline(_Estimator):
 
 
 class GAE(_Estimator):
-    """Generalised advantage estimation without a critic: the terminal reward, discounted."""
+    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
 
     kind: Literal["gae"] = "gae"
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="lambda")
+    normalised: bool = Field(False, description="subtract the mean over all loss tokens, divide by their deviation")
+    eps: Eps = 1e-6
+    critic: CriticConfig | None = Field(None, description="a critic of its own, learnt beside the policy")
 
 
 class RawReward(_Estimator):
@@ -104,17 +108,23 @@ class Answer:
     reward: float  # shaped
     tokens: int
     trained: Sequence[int]  # places within the answer of its loss tokens, ascending
+    values: Sequence[float] = ()  # what a critic said of the state before each token; empty without one
+
+    @property
+    def rewards(self) -> list[float]:
+        """Token by token: the whole reward is at the end."""
+        return [0.0] * (self.tokens - 1) + [self.reward] if self.tokens else []
 
 
 def advantages_of(estimator: Estimator, groups: Sequence[Sequence[Answer]]) -> list[list[list[float]]]:
     """The advantage of each loss token of each answer of each group."""
     match estimator:
         case GAE():
-            return _discounted(groups, estimator.gamma * estimator.lam)
+            found = [[generalised(estimator, answer) for answer in group] for group in groups]
+            return _normalised(found, estimator.eps) if estimator.normalised else found
         case ReinforcePP():
-            returns = _discounted(groups, estimator.gamma)
-            flat = iter(advantages.reinforce_pp([answer for group in returns for answer in group], estimator.eps))
-            return [[next(flat) for _ in group] for group in groups]
+            returns = [[advantages.terminal(a.reward, a.tokens, a.trained, estimator.gamma) for a in g] for g in groups]
+            return _normalised(returns, estimator.eps)
         case _:
             scores = _scores(estimator, groups)
             return [
@@ -148,5 +158,14 @@ def _scores(
             assert_never(estimator)
 
 
-def _discounted(groups: Sequence[Sequence[Answer]], decay: float) -> list[list[list[float]]]:
-    return [[advantages.terminal(a.reward, a.tokens, a.trained, decay) for a in group] for group in groups]
+def generalised(estimator: GAE, answer: Answer) -> list[float]:
+    """The advantage of each loss token of one answer, before any normalisation."""
+    if not answer.values:
+        return advantages.terminal(answer.reward, answer.tokens, answer.trained, estimator.gamma * estimator.lam)
+    found = advantages.gae(answer.rewards, answer.values, estimator.gamma, estimator.lam)
+    return [found[t] for t in answer.trained]
+
+
+def _normalised(per_token: list[list[list[float]]], eps: float) -> list[list[list[float]]]:
+    flat = iter(advantages.reinforce_pp([answer for group in per_token for answer in group], eps))
+    return [[next(flat) for _ in group] for group in per_token]

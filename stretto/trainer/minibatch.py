@@ -30,6 +30,8 @@ class MicroBatch:
     staleness: Tensor  # [N], versions
     scale: Tensor  # [N], what each token weighs in the minibatch's mean
     sequences: Sequences
+    values: Tensor  # [N], by the critic before the step; empty without one
+    returns: Tensor  # [N], what the critic should say; empty without one
 
 
 @dataclass(frozen=True)
@@ -69,4 +71,6 @@ def _micro_batch(rows: Sequence[Row], scales: Sequence[float], device: torch.dev
         staleness=column(row.staleness for row in rows),
         scale=sequences.spread(column([scales])),
         sequences=sequences,
+        values=column(row.values for row in rows),
+        returns=column(row.returns for row in rows),
     )

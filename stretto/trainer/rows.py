@@ -6,13 +6,18 @@ A row is prompt + answer. Its loss tokens are the answer's tokens that are young
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch, Completion, Prompt, Trajectory
 from stretto.trainer.algorithm import AlgorithmConfig
-from stretto.trainer.estimators import Answer, advantages_of
+from stretto.trainer.estimators import GAE, Answer, Estimator, advantages_of, generalised
 from stretto.trainer.shaping import shaped
+
+#: The values of a run without a critic.
+NO_CRITIC: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Row:
     behavior_logprobs: tuple[float, ...]  # [N]
     staleness: tuple[int, ...]  # [N], versions between the one that sampled the token and the one in training
     advantages: tuple[float, ...]  # [N]
+    values: tuple[float, ...] = ()  # [N], by the critic before the step; empty without one, and the returns too
+    returns: tuple[float, ...] = ()  # [N], what the critic should have said
 
 
 @dataclass(frozen=True)
@@ -41,19 +48,22 @@ class Rows:
     reward_mean: float  # over all trajectories of the batch
 
 
-def rows_of(batch: Batch, config: AlgorithmConfig, longest: int) -> Rows:
+def rows_of(
+    batch: Batch, config: AlgorithmConfig, longest: int, values: Mapping[str, Sequence[float]] = NO_CRITIC
+) -> Rows:
     """Advantages over the whole batch, then one row for each answer that has loss tokens.
 
-    `longest` is the most tokens that an answer may have (``sampling.max_tokens``).
+    `longest` is the most tokens that an answer may have (``sampling.max_tokens``); `values` is what a critic says of
+    the state before each token of each answer, by the trajectory's id.
 
     Raises:
         BoundViolated: a token has no log-probability or version, or was sampled by a version not published yet.
     """
     members = [[(group.prompt, trajectory) for trajectory in group.trajectories] for group in batch.groups]
-    answers = [[_answer(trajectory, batch, config, longest) for _, trajectory in group] for group in members]
+    answers = [[_answer(trajectory, batch, config, longest, values) for _, trajectory in group] for group in members]
     scores = advantages_of(config.advantages, answers)
     rows = [
-        _row(*member, answer, score, batch.version)
+        _row(*member, answer, score, batch.version, config.advantages)
         for group in zip(members, answers, scores, strict=True)
         for member, answer, score in zip(*group, strict=True)
         if answer.trained
@@ -67,10 +77,12 @@ def rows_of(batch: Batch, config: AlgorithmConfig, longest: int) -> Rows:
     )
 
 
-def _answer(trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int) -> Answer:
+def _answer(
+    trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int, values: Mapping[str, Sequence[float]]
+) -> Answer:
     tokens = len(trajectory.completion.token_ids)
     reward = shaped(trajectory.reward, tokens, longest, config.shaping)
-    return Answer(reward, tokens, _trainable(trajectory.completion, batch))
+    return Answer(reward, tokens, _trainable(trajectory.completion, batch), values.get(trajectory.id, ()))
 
 
 def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:
@@ -88,7 +100,9 @@ def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:
     return tuple(t for t, version in enumerate(versions) if version >= batch.oldest_trainable)
 
 
-def _row(prompt: Prompt, trajectory: Trajectory, answer: Answer, advantages: list[float], version: int) -> Row:
+def _row(
+    prompt: Prompt, trajectory: Trajectory, answer: Answer, scores: list[float], version: int, estimator: Estimator
+) -> Row:
     completion, inside, start = trajectory.completion, answer.trained, len(prompt.token_ids)
     logprobs, versions = completion.behavior_logprobs, completion.versions
     if len(inside) < answer.tokens:
@@ -100,5 +114,15 @@ def _row(prompt: Prompt, trajectory: Trajectory, answer: Answer, advantages: lis
         loss_positions=tuple([start + t for t in inside]),
         behavior_logprobs=logprobs,
         staleness=tuple([version - one for one in versions]),
-        advantages=tuple(advantages),
+        advantages=tuple(scores),
+        **_targets(answer, estimator),
     )
+
+
+def _targets(answer: Answer, estimator: Estimator) -> dict[str, tuple[float, ...]]:
+    """The values and returns of the loss tokens, where there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
+    if not answer.values or not isinstance(estimator, GAE):
+        return {}
+    values = tuple(answer.values[t] for t in answer.trained)
+    gaps = generalised(estimator, answer)
+    return {"values": values, "returns": tuple(a + v for a, v in zip(gaps, values, strict=True))}

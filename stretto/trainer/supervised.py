@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from stretto.core.records import derive_seed
 from stretto.model.logprobs import pack_tokens
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.learner import Learner, learning_rate
+from stretto.trainer.learner import Learner
 from stretto.trainer.packing import micro_batches
+from stretto.trainer.stepper import learning_rate
 
 
 @dataclass(frozen=True)

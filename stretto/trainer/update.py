@@ -29,14 +29,16 @@ from stretto.core.records import Batch, Sampling, Update
 from stretto.trainer import checkpoint
 from stretto.trainer.algorithm import AlgorithmConfig, objective
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.learner import UNCHANGED, Learner, learning_rate
+from stretto.trainer.critic import Critic
+from stretto.trainer.learner import UNCHANGED, Learner
 from stretto.trainer.losses import evaluate
 from stretto.trainer.metrics import Meter
 from stretto.trainer.minibatch import MicroBatch, Minibatch, minibatch
 from stretto.trainer.packing import minibatches
 from stretto.trainer.proximal import interpolated
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.rows import NO_CRITIC, Row, rows_of
+from stretto.trainer.stepper import learning_rate
 from stretto.trainer.tokens import Tokens
 from stretto.weights.mailbox import Publisher
 
@@ -60,16 +62,19 @@ class Trainer:
         *,
         version: int = 0,
         reference: ReferencePolicy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by;
-        `reference` is needed where the algorithm has one.
+        `reference` and `critic` are given exactly where the algorithm has one.
         """
-        if algorithm.reference is not None and reference is None:
-            raise ValueError("algorithm.reference needs a reference policy")
+        if (algorithm.reference is None) != (reference is None):
+            raise ValueError("algorithm.reference needs a reference policy, and nothing else does")
+        if (algorithm.critic is None) != (critic is None):
+            raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
         self.learner = Learner(model, config, sampling)
         self.version = version
         self._config, self._algorithm = config, algorithm
-        self._objective, self._reference = objective(algorithm), reference
+        self._objective, self._reference, self._critic = objective(algorithm), reference, critic
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
@@ -85,7 +90,10 @@ class Trainer:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
         meter = Meter()
         began = time.monotonic()
-        rows = rows_of(batch, self._algorithm, self._longest)
+        values = self._critic.answer_values(batch) if self._critic else NO_CRITIC
+        rows = rows_of(batch, self._algorithm, self._longest, values)
+        if self._critic is not None:
+            meter.judged([v for row in rows.rows for v in row.values], [r for row in rows.rows for r in row.returns])
         parts = self._minibatches(rows.rows)
         proximal = self._proximal_logprobs(parts)
         proximal_done = self._span("proximal", began)
@@ -95,6 +103,8 @@ class Trainer:
             self._optimize(part, proximal[index], meter, first=index == 0)
             if not self._step(part, rate, batch.step, meter):
                 skipped += part.answers
+            if self._critic is not None:
+                meter.fitted(*self._critic.fit(part, batch.step, version=self.version))
         update_done = self._span("update", proximal_done)
         self.version += 1
         facts = {
@@ -124,6 +134,8 @@ class Trainer:
         """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""
         began = time.monotonic()
         checkpoint.save(folder, self.learner, self.version)
+        if self._critic is not None:
+            checkpoint.save(folder / "critic", self._critic, self.version)
         self._span("checkpoint", began)
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -132,6 +144,8 @@ class Trainer:
         Raises:
             StoreError: the folder is not whole, or is of another model.
         """
+        if self._critic is not None:
+            checkpoint.load(folder / "critic", self._critic)
         self.version = checkpoint.load(folder, self.learner)
 
     def drain_spans(self) -> list[Span]:

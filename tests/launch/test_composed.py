@@ -14,6 +14,7 @@ from stretto.store.metrics import read_metrics
 from tests.launch.running import Laboratory, assert_the_law, exported
 
 STEPS = 4
+CRITIC = "algorithm.advantages={kind = 'gae', lam = 0.9, normalised = true, critic = {}}"
 
 
 def test_a_run_with_a_reference_and_filters_does_what_its_recipe_says(laboratory: Laboratory, tmp_path: Path) -> None:
@@ -50,10 +51,14 @@ def test_a_run_with_a_reference_and_filters_does_what_its_recipe_says(laboratory
     assert all(reason == "cut off at its length" or reason.endswith("of the group are left") for reason in reasons)
 
 
-def test_a_loss_that_chooses_over_a_minibatch_runs_in_micro_batches(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_a_loss_that_chooses_over_a_minibatch_and_a_critic_run_in_micro_batches(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    laboratory.trained(run_dir, "trainer.steps=3", "trainer.micro_batch_tokens=64", "algorithm.loss=m2po")
+    laboratory.trained(run_dir, "trainer.steps=3", "trainer.micro_batch_tokens=64", "algorithm.loss=m2po", CRITIC)
     steps, _ = read_metrics(run_dir / "metrics.jsonl")
+    assert all(step.trainer["value_loss"] for step in steps)
+    assert {file.name for file in (run_dir / "checkpoints" / "step-000003" / "critic").iterdir()} >= {"optimizer.pt"}
     assert [step.trainer["behavior_weight_mean"] for step in steps] == [1.0] * 3
     assert (steps[0].trainer["behavior_logprob_error"] or 0) < 1e-5  # version 0 has sampled what it is trained on
     assert_the_law(run_dir)
