@@ -48,10 +48,11 @@ class Critic(Stepper):
         head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        self._body: PreTrainedModel = model.base_model
-        self._head, self._clip = head, settings.clip
+        body = model.base_model  # without the matrix to the vocabulary
+        assert isinstance(body, PreTrainedModel), type(body)
+        self._body, self._head, self._clip = body, head, settings.clip
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
-        super().__init__(nn.ModuleDict({"body": self._body, "head": head}), optimizer)
+        super().__init__(nn.ModuleDict({"body": body, "head": head}), optimizer)
         self._steps, self._half = config.steps, config.dtype != "float32"
 
     def values(self, packed: PackedTokens) -> Tensor:
