@@ -51,6 +51,15 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     clip: float = Field(0.2, gt=0, description="a value may move so far from the one before the step")
 
 
+class PreferenceConfig(OptimizerConfig):
+    """Learning from pairs of answers (DPO)."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="the highest learning rate")
+    steps: PositiveInt = Field(1000, description="optimizer steps")
+    batch_size: PositiveInt = Field(64, description="pairs per step")
+    beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
+
+
 class SupervisedConfig(OptimizerConfig):
     """Supervised fine-tuning on demonstrations (the warm start)."""
 

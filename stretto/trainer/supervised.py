@@ -60,9 +60,9 @@ def fine_tune(
     if not all(d.prompt_ids and d.answer_ids for d in demonstrations) or not demonstrations:
         raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and an answer")
     learner = Learner(model, config)
-    draws = _draw(len(demonstrations), config.batch_size, seed)
+    batches = drawn(len(demonstrations), config.batch_size, seed)
     for step in range(config.steps):
-        batch = [demonstrations[index] for index in next(draws)]
+        batch = [demonstrations[index] for index in next(batches)]
         loss = _accumulate(learner, batch, config)
         rate = learning_rate(config, step, config.steps)
         stepped = learner.step(rate, step)
@@ -83,7 +83,7 @@ def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: Superv
     return loss
 
 
-def _draw(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
     """Batches of indices for ever: pass after pass in a new order, a batch may span two passes."""
     ahead: list[int] = []
     epoch = 0
