@@ -201,7 +201,7 @@ class Recorder:
 
     def filtered(self, groups: int) -> None:
         """So many groups were filtered since the last batch: a run that may never come to a batch must say so."""
-        self._stage.say(f"{groups} groups were filtered since the last batch (rollout.filter)")
+        self._stage.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
     def examined(self, tokens: int) -> None:
         """An answer of an evaluation has ended; its tokens are not for training."""

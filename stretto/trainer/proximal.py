@@ -18,8 +18,9 @@ Anchor = Literal["recomputed", "interpolated", "behavior"]
 def interpolated(policy_logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
     """log behavior + d / (d + 1) (log policy - log behavior), [N], d = `staleness` in versions.
 
-    A-3PO, arXiv 2512.06547: the version in training, b, lies d steps after the one that sampled; the policy
-    that becomes b + 1 lies d + 1 after it. A token that version b itself sampled has the logged value.
+    A-3PO, arXiv 2512.06547: the share is (v_prox - v_behavior) / (v_policy - v_behavior). The version before the step,
+    b, lies d steps after the one that sampled, and the policy that becomes b + 1 lies d + 1 after it. A token that
+    version b itself sampled has the logged value.
     """
     share = staleness / (staleness + 1)
     return behavior_logprobs + share * (policy_logprobs - behavior_logprobs)

@@ -103,8 +103,6 @@ class Trainer:
             self._optimize(part, proximal[index], meter, first=index == 0)
             if not self._step(part, rate, batch.step, meter):
                 skipped += part.answers
-            if self._critic is not None:
-                meter.fitted(*self._critic.fit(part, batch.step, version=self.version))
         update_done = self._span("update", proximal_done)
         self.version += 1
         facts = {
@@ -158,24 +156,22 @@ class Trainer:
         config, aggregation, device = self._config, self._algorithm.aggregation, self.learner.model.device
         return [minibatch([rows[i] for i in part], config, aggregation, self._longest, device) for part in parts]
 
-    def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor | None]]:
-        """log-probs [N] of each micro-batch by the policy as it is now, where they are needed and the training forward
-        will not give them."""
-        later = parts[1:] if self._algorithm.loss.anchor == "recomputed" else []
-        missing: list[list[Tensor | None]] = [[None] * len(part.micro_batches) for part in parts]
-        return [*missing[:1], *map(self._evaluated, later), *missing[1 + len(later) :]]
+    def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
+        """Those of the later minibatches, if the loss is anchored there; the first one's training forward gives its."""
+        needed = self._algorithm.loss.anchor == "recomputed"
+        return [self._evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
     @torch.no_grad()
-    def _evaluated(self, part: Minibatch) -> list[Tensor | None]:
+    def _evaluated(self, part: Minibatch) -> list[Tensor]:
         """log-probs [N] of each micro-batch by the policy as it is now."""
         return [self.learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
 
-    def _optimize(self, part: Minibatch, proximal: Sequence[Tensor | None], meter: Meter, *, first: bool) -> None:
+    def _optimize(self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, *, first: bool) -> None:
         """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
         kept = self._selected(part)
         for index, micro in enumerate(part.micro_batches):
             policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)
-            before = policy.detach() if first else proximal[index]
+            before = policy.detach() if first else (proximal[index] if proximal is not None else None)
             tokens = Tokens(
                 behavior_logprobs=micro.behavior_logprobs,
                 anchor_logprobs=self._anchored(policy.detach(), before, micro),
@@ -206,20 +202,23 @@ class Trainer:
         """The tokens of each micro-batch that stay, of a loss that chooses over the whole minibatch."""
         if self._objective.selection is None:
             return [None] * len(part.micro_batches)
-        with torch.no_grad():
-            ratios = [self.learner.logprobs(m.packed).logprobs - m.behavior_logprobs for m in part.micro_batches]
-            scores = torch.cat([micro.advantages for micro in part.micro_batches])
-            kept: Tensor = self._objective.selection(torch.cat(ratios), scores)
+        pairs = zip(self._evaluated(part), part.micro_batches, strict=True)
+        ratios = [logprobs - micro.behavior_logprobs for logprobs, micro in pairs]
+        kept = self._objective.selection(torch.cat(ratios), torch.cat([m.advantages for m in part.micro_batches]))
         return list(kept.split([len(ratio) for ratio in ratios]))
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
-        """One optimizer step; False when its gradient was not finite and it was not taken."""
+        """One optimizer step of the policy and one of the critic; False when a gradient was not finite."""
         try:
-            stepped = self.learner.step(rate, step)
+            steps = [self.learner.step(rate, step)]
+            meter.stepped(steps[0])
+            if self._critic is not None:
+                loss, fitted = self._critic.fit(part, step, version=self.version)
+                meter.fitted(loss, fitted)
+                steps.append(fitted)
         except TrainingDiverged as error:
             raise TrainingDiverged(error.step, error.in_a_row, part.answers) from None
-        meter.stepped(stepped)
-        return stepped.taken
+        return all(one.taken for one in steps)
 
     def _span(self, name: str, began: float) -> float:
         now = time.monotonic()

@@ -55,7 +55,8 @@ def answer_logprob(model: PreTrainedModel, prompt: tuple[int, ...], answer: tupl
     packed = pack_tokens([prompt + answer])
     ids, positions = packed.input_ids, packed.packing.position_ids
     logits = model(ids, position_ids=positions, use_cache=False, packing=packed.packing).logits[0]
-    return logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
+    logprobs: Tensor = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])
+    return logprobs[len(prompt) - 1 :].sum()
 
 
 def elsewhere(build: Build) -> PreTrainedModel:
