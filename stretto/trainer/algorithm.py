@@ -189,7 +189,7 @@ class AlgorithmConfig(_Section):
             raise ValueError(
                 f'loss "{self.loss.kind}" is anchored at the policy that sampled, so every weight anchor / behavior is '
                 f'1 and correction "{self.correction.kind}" does nothing; choose a loss with anchor = "recomputed", or '
-                "remove the correction"
+                'remove the correction (correction = "mask" leaves every weight as it is)'
             )
         return self
 
