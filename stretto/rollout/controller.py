@@ -129,7 +129,7 @@ class Controller:
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
         """The group's answers are judged: buffer it, or filter it, or fail it when too few could be decided.
 
-        Returns all that could be decided (buffered or filtered), None when the group failed.
+        Returns the group when it was decided (buffered or filtered), None when it failed.
         """
         decided = tuple(t for t in trajectories if t.verdict.outcome is not Outcome.UNDECIDED)
         for trajectory in trajectories:
