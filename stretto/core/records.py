@@ -187,13 +187,17 @@ class Batch(Record, frozen=True):
 
 
 class Update(Record, frozen=True):
-    """What a training step reports: the version it published and its measurements (docs/metrics.md)."""
+    """What a training step reports: the version it published and its measurements (docs/metrics.md).
+
+    `skipped` names the trajectories of the optimizer steps that were not taken, their gradient not being finite.
+    """
 
     step: int
     version: int
     trained_tokens: int
     masked_tokens: int
     metrics: dict[str, float]
+    skipped: tuple[str, ...] = ()
 
 
 def trajectory_id(group: str, member: int) -> str:

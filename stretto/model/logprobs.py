@@ -129,7 +129,7 @@ def token_logprobs(
 
     The model must have been loaded with the packed attention (`stretto.model.packed`) and have passed `check_policy`.
     """
-    hidden_TW = _hidden(model, packed)
+    hidden_TW = hidden_states(model, packed)
     hidden_NW = hidden_TW.index_select(0, packed.before)
     targets_N = packed.input_ids[0].index_select(0, packed.wanted)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
@@ -152,7 +152,7 @@ def check_policy(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
     with torch.no_grad():
-        assumed = head(_hidden(model, packed)).float()
+        assumed = head(hidden_states(model, packed)).float()
         # A soft cap does not show on small logits, so the module's own forward is given large ones.
         factor = 1000 / float(assumed.abs().max().clamp_min(1e-6))
         hook = head.register_forward_hook(lambda module, inputs, logits: logits * factor)
@@ -166,7 +166,7 @@ def check_policy(model: PreTrainedModel) -> None:
         raise ModelFolderError([Problem(type(model).__name__, found, "choose a model whose logits are linear")])
 
 
-def _hidden(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
+def hidden_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
     """The body's last hidden state at each packed token, [T, W]."""
     hidden: Tensor = model.base_model(packed.input_ids, **_arguments(packed)).last_hidden_state[0]
     return hidden

@@ -66,6 +66,11 @@ class Tokenizer:
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
         return self.encode(cast(str, text), special_tokens=False)  # the template has written them already
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's name and number."""
+        return self._backend.get_vocab()
+
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that are no text: `decode` leaves them out."""
