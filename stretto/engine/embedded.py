@@ -39,10 +39,6 @@ from stretto.model.folder import load_policy
 from stretto.model.onednn import use_onednn
 from stretto.model.tokenizer import load_tokenizer
 
-#: From this width on oneDNN's products save more than its calls cost: at 64 a decode step takes 7 % longer with it and
-#: a recomputation 25 % less time, at 128 they take 6 % and 30 % less, at 512 33 % and 44 % less.
-_WIDE = 96
-
 
 class EmbeddedEngine:
     """A synchronous engine: the caller decides when a step happens.
@@ -68,8 +64,7 @@ class EmbeddedEngine:
         """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
         cache_bytes = int(config.cache_gib * 2**30)
         self._policy = CachedPolicy(model.requires_grad_(False).eval(), cache_bytes)
-        if model.config.get_text_config().hidden_size >= _WIDE:
-            use_onednn(model)
+        use_onednn(model)
         self._parameters = dict(model.named_parameters())
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config

@@ -30,7 +30,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.model.kinds import Attention, check_attention
-from stretto.model.layout import Packing, pack
+from stretto.model.layout import Packing, pack, round_length
 from stretto.model.packed import capped_attention, packed_attention
 from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
 
@@ -203,7 +203,7 @@ class CachedPolicy:
         self._make_room(lengths, contexts)
         used = self._shelves.used()
         order = np.concatenate([shelf.rows for shelf in used])
-        carried = _without_empty(contexts)
+        carried = _with_filler(_without_empty(contexts), len(order))
         tokens = np.concatenate([context.own for context in carried] + [newest[order]])
         newest_places = lengths[order] - 1
         places = [np.arange(context.shared, len(context.token_ids)) for context in carried]
@@ -285,6 +285,13 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
         for context in contexts
         if len(context.token_ids)
     ]
+
+
+def _with_filler(carried: list[Context], rows: int) -> list[Context]:
+    """A last context that belongs to no row and brings the step to a length that repeats."""
+    tokens = rows + sum(len(context.own) for context in carried)
+    filler = round_length(tokens) - tokens if carried else 0
+    return [*carried, Context(np.zeros(filler, np.int64), rows=())] if filler else carried
 
 
 def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
-from stretto.model.layout import Packing, pack
+from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
 #: Logits alive at once (64 MiB in float32).
@@ -86,19 +86,6 @@ def pack_tokens(
         wanted=torch.tensor(at, dtype=torch.int64, device=device),
         before=torch.tensor(before, dtype=torch.int64, device=device),
     )
-
-
-def round_length(tokens: int) -> int:
-    """The next length of which there are only 16 between two powers of two: at most 1/8 longer, 1/32 on average.
-
-    oneDNN makes code for every shape of a product that it has not seen, in 0.3 ms or so; lengths that never repeat
-    would make all of it anew in every step.
-
-    >>> [round_length(tokens) for tokens in (5, 16, 17, 100, 1000, 2100)]
-    [5, 16, 17, 100, 1024, 2176]
-    """
-    grain = max(1, 1 << max(0, tokens.bit_length() - 5))
-    return -(-tokens // grain) * grain
 
 
 def _borrowed(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:

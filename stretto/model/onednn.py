@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-#: Below this many tokens a product is too small to be worth oneDNN's reordering of the weight.
+#: Below this many tokens, or multiplications, a product is too small to be worth oneDNN's longer call.
 FEWEST_TOKENS = 16
+FEWEST_MULTIPLICATIONS = 1 << 20
 
 
 def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -56,7 +57,8 @@ class OneDnnLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.numel() // self.in_features
         plain = x.device.type != "cpu" or x.dtype != torch.float32 or self.weight.dtype != torch.float32
-        if plain or tokens < FEWEST_TOKENS or torch.is_autocast_enabled("cpu"):
+        small = tokens < FEWEST_TOKENS or tokens * self.weight.numel() < FEWEST_MULTIPLICATIONS
+        if plain or small or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
         if not torch.is_grad_enabled():  # spares the bookkeeping of autograd, which counts in a decode step
             return _product(x, self.weight, self.bias)
