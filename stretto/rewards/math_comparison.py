@@ -16,6 +16,7 @@ from sympy.core.function import AppliedUndef
 
 from stretto.rewards.math_equality import proportional, same_value, within
 from stretto.rewards.math_reading import (
+    Choice,
     Dots,
     Listing,
     Matrix,
@@ -49,6 +50,12 @@ def same(gold: Node, answer: Node) -> Opinion:
     if isinstance(answer, Relation) and answer.signs[-1] in _NAMING and not isinstance(gold, Relation):
         return same(gold, answer.sides[-1])
     match gold, answer:
+        case Choice(), Choice():
+            return gold.letter == answer.letter
+        case Choice(), _:
+            return _any([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
+        case _, Choice():
+            return _any([_same_words(gold, Words(answer.letter)), same(gold, answer.content)])
         case Relation(), Relation():
             return _same_relation(gold, answer)
         case Relation(), _:
@@ -57,6 +64,8 @@ def same(gold: Node, answer: Node) -> Opinion:
             return _same_words(gold, answer)
         case Listing(), Listing():
             return _same_listing(gold, answer)
+        case Listing(), Union():
+            return _same_ranges(gold.items, answer)
         case Union(), Union():
             return _matched(gold.parts, answer.parts)
         case Matrix(), Matrix():
@@ -85,10 +94,19 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
     first, second = letters(gold), letters(answer)
     if not first or not second:
         return None
-    if first == second:
+    if first == second or _NUMERALS.get(first, first) == _NUMERALS.get(second, second):
         return True
     told = [node.text for node in (gold, answer) if isinstance(node, Words)]
     return None if any(letter.isdigit() for text in told for letter in text) else False
+
+
+_NUMERALS = {
+    name: str(value)
+    for value, name in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+        "seventeen eighteen nineteen twenty".split()
+    )
+}
 
 
 # Numbers and expressions.
@@ -381,10 +399,20 @@ def _times(factor: sympy.Rational | int, found: sympy.Basic) -> sympy.Basic:
 def _named_or_interval(gold: Relation, answer: Node) -> Opinion:
     if all(sign in _NAMING for sign in gold.signs):
         return same(gold.sides[-1], answer) if _name(gold.sides[0]) is not None else False
+    if gold.signs == (r"\neq",) and isinstance(answer, Union):
+        low, high = Scalar(r"-\infty"), Scalar(r"\infty")
+        return _matched([Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))], answer.parts)
     interval = as_interval(gold)
     if interval is None:
         return None if isinstance(answer, Listing | Union) else False
     return same(interval, answer)
+
+
+def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
+    """``x < 1 or x > 2`` against intervals."""
+    intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
+    found = [interval for interval in intervals if interval is not None]
+    return _matched(found, answer.parts) if len(found) == len(gold) else False
 
 
 def as_interval(relation: Relation) -> Listing | None:

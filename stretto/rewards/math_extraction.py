@@ -8,8 +8,8 @@ The rules, the first that applies:
 3. ``\boxed{…}``: the last one, with those that a comma, "and" or "or" joins to it. "Final answer is …" behind it counts
    more than the box.
 4. "The answer is …", "Answer: …": the last one.
-5. The whole text, if it is short and all mathematics.
-6. The last formula or number.
+5. The whole text, if it is all mathematics, or a few words.
+6. The last formula, tuple or number.
 
 What is denied ("not 42", "42 is wrong") is no answer: the one before it is.
 """
@@ -52,6 +52,7 @@ _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^{\\.,])[-−+]?[$€£¥]?(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
     r"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|percent(?:age)?\b))?(?![0-9])"
 )
+_TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
 _DENIED_BEFORE = re.compile(
     r"(?:\bnot\b|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b|\binstead of\b|\\neq?|≠|!=)"
@@ -63,6 +64,7 @@ _DENIED_AFTER = re.compile(
     re.IGNORECASE,
 )
 _LABEL = re.compile(r"^(?:[A-Za-z$\\][^=.\n]*?\s)?(?:is|are|equals|be)\s*:?\s+(?=\S)")
+_FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
 _WHOLE_WORDS = re.compile(
     r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs)(?![A-Za-z])"
 )
@@ -94,7 +96,8 @@ def final_answer(text: str) -> Piece | None:
     marked = final or _marked(text, _ANSWER)
     if marked is not None:
         return marked[1]
-    if (whole := text.strip()) and is_formula(whole):
+    whole = text.strip()
+    if whole and (is_formula(without_unit(whole.rstrip("."))[0]) or _FEW_WORDS.fullmatch(whole)):
         return Piece(whole, certain=True)
     return _last(text)
 
@@ -231,6 +234,11 @@ def _told(rest: str) -> str:
 def _last(text: str) -> Piece | None:
     """The last formula or number that is not denied; an empty piece where all are."""
     spans = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
+    spans += [
+        (found.start(), found.end(), found[0])
+        for found in _TUPLE.finditer(text)
+        if not any(start <= found.start() < end for start, end, _ in spans)
+    ]
     formulas = [(start, end) for start, end, _ in spans]
     spans += [
         (found.start(), found.end(), _COMMA_DECIMAL.sub(r"\1.\2", found[0]))

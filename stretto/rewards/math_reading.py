@@ -42,6 +42,14 @@ class Words:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The letter of a choice, with what is to be chosen: ``(A) 5``."""
+
+    letter: str
+    content: Node
+
+
+@dataclass(frozen=True)
 class Dots:
     """An ellipsis between the items of a list."""
 
@@ -88,7 +96,7 @@ class Ratio:
     parts: tuple[Node, ...]
 
 
-Node = Scalar | Words | Dots | Listing | Relation | Union | Matrix | Ratio
+Node = Scalar | Words | Choice | Dots | Listing | Relation | Union | Matrix | Ratio
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -98,8 +106,13 @@ _FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{\s*(-?[0-9]+)\s*\}\{\s*(-?[0-9]+)\
 _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
+_CHOICE = re.compile(r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL)
+_REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
 _COMMANDS = re.compile(r"\\[a-zA-Z]+")
-_NOT_READ = re.compile(r"\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}")
+_NOT_READ = re.compile(r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}")
+_DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_REPEATING = re.compile(r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots)")
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
 
@@ -122,6 +135,10 @@ def node(text: str) -> Node:
         raise Unreadable("nothing")
     if text == r"\ldots":
         return Dots()
+    if text in _REALS:
+        return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
+    if (chosen := _CHOICE.fullmatch(text)) is not None:
+        return Choice(chosen[1] or chosen[2], node(chosen[3]))
     if _GROUPED.fullmatch(text):
         return Scalar(re.sub(r"[ ,]", "", text))
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
@@ -248,6 +265,8 @@ def _scalar(text: str) -> Scalar:
     body, unit = without_unit(text)
     percent = body.endswith("%")
     body = _outer(body.rstrip("% "))
+    if r"^\circ" in body:
+        body = _DEGREES.sub(r"{(\1\\cdot\\pi/180)}" if _TRIGONOMETRIC.search(body) else r"\1", body)
     if _GROUPED.fullmatch(body):
         body = re.sub(r"[ ,]", "", body)
     if not body or "%" in body or _NOT_READ.search(body):
@@ -295,6 +314,10 @@ def number(latex: str) -> Number | None:
         digits = found[3] or ""
         value = Fraction(int(found[2] + digits), 10 ** len(digits))
         return Number(-value if found[1] == "-" else value, len(digits))
+    if (found := _REPEATING.fullmatch(latex)) is not None:
+        start, block = found[3], found[4] or found[5]
+        value = Fraction(int(found[2] + start + block) - int(found[2] + start), 10 ** len(start) * (10 ** len(block) - 1))
+        return Number(-value if found[1] == "-" else value, None)
     if (found := _MIXED.fullmatch(latex)) is not None and int(found[4]):
         value = int(found[2]) + Fraction(int(found[3]), int(found[4]))
         return Number(-value if found[1] == "-" else value, None)

@@ -56,6 +56,7 @@ _REPLACED: Final = tuple(
         (r"\\(?:iff|Leftrightarrow|implies|Longrightarrow)(?![a-z])", r"\\Rightarrow "),
         (r"\\(?:simeq|sim|thickapprox)(?![a-z])", r"\\approx "),
         (r"\\(?:dots[a-z]?|cdots|hdots|ddots)(?![a-z])|\.\.\.+", r"\\ldots "),
+        (r"\\(?:overline|widehat|overleftrightarrow|overrightarrow)\s*\{\s*([A-Z]{2})\s*\}", r"\1"),
         (r"\\(?:varnothing|empty)(?![a-z])", r"\\emptyset "),
         (r"\\degree(?:s)?(?![a-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\{\s*o\s*\}", r"^\\circ "),
         (r"\\\$", ""),
@@ -107,7 +108,8 @@ def spelled(text: str) -> str:
 
 def _trimmed(text: str) -> str:
     """Without punctuation around it; a point in front belongs to the number."""
-    return text.strip(_EDGES).rstrip(_EDGES + ".")
+    text = text.strip(_EDGES)
+    return text if text.endswith("..") else text.rstrip(_EDGES + ".")
 
 
 def unwrapped(text: str) -> str:

@@ -55,6 +55,7 @@ _PLAIN = re.compile(
     re.DOTALL,
 )
 _CIRCLE = re.compile(r"^(?P<body>[^\\]*[0-9})])\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")
+_BASE = re.compile(r"^(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)_\{?(?P<base>[0-9]{1,2})\}?$")  # 101_2
 
 
 def without_unit(text: str) -> tuple[str, str]:
@@ -63,6 +64,8 @@ def without_unit(text: str) -> tuple[str, str]:
     >>> without_unit(r"15\text{ cm}^{2}"), without_unit("90^\\circ"), without_unit("5 apples"), without_unit("3x")
     (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
     """
+    if (based := _BASE.match(text)) is not None:
+        return based["body"], f"base {based['base']}"
     if (circle := _CIRCLE.match(text)) is not None:
         return circle["body"].strip(), "degree" + circle["scale"]
     if (found := _IN_TEXT.match(text)) is not None:

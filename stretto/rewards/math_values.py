@@ -74,6 +74,9 @@ def _power(base: Value, exponent: Value) -> Value:
             raise Unsupported("division by zero")
         if size <= LARGEST_INTEGER:
             return base ** int(exponent)
+    if isinstance(exponent, Fraction) and exponent.denominator % 2 == 1 and _is_negative(base):
+        root = _power(-base, exponent)  # the real root of a negative number, as in schools
+        return -root if exponent.numerator % 2 else root
     base, exponent = approximate(base), approximate(exponent)
     if base == 0:
         if mpmath.re(exponent) > 0:
@@ -83,6 +86,10 @@ def _power(base: Value, exponent: Value) -> Value:
     if growth > LARGEST_EXPONENT:
         raise Undecided("a power that is too large to compute")
     return mpmath.power(base, exponent)
+
+
+def _is_negative(number: Value) -> bool:
+    return bool(number < 0) if isinstance(number, Fraction | mpmath.mpf) else False
 
 
 def _applied(expression: sympy.Basic, point: Mapping[str, Fraction]) -> Value:
