@@ -15,7 +15,7 @@ from functools import lru_cache
 from stretto.rewards.functions import Undecided
 from stretto.rewards.math_comparison import same
 from stretto.rewards.math_extraction import Piece, final_answer, without_frame
-from stretto.rewards.math_limits import LONGEST_ANSWER
+from stretto.rewards.math_limits import LONGEST_ANSWER, check_piece
 from stretto.rewards.math_opinion import accepts
 from stretto.rewards.math_reading import Node, Unreadable, read
 from stretto.rewards.math_spelling import compact, spelled
@@ -44,6 +44,7 @@ def gold_piece(answer: str) -> Piece:
         Undecided: there is none.
     """
     found = final_answer(without_frame(answer)) or Piece(answer.strip(), certain=False)
+    check_piece(found.text)
     if not compact(spelled(found.text)):
         raise Undecided(f"the gold answer {answer[:60]!r} holds no answer")
     return found
@@ -51,6 +52,7 @@ def gold_piece(answer: str) -> Piece:
 
 def judged(gold: Piece, given: Piece) -> bool:
     """Compare two final answers, first strictly, then as math-verify does."""
+    check_piece(given.text)
     if compact(spelled(gold.text)) == compact(spelled(given.text)):
         return True
     expected, found = _structure(gold), _structure(given)

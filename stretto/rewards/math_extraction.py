@@ -43,8 +43,9 @@ _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", 
 _ANSWER = re.compile(r"\banswer\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?|####", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
 _FORMULA = re.compile(
-    r"(?<!\\)\$\$(?P<a>.+?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.+?)(?<!\\)\\\]|(?<!\\)\\\((?P<c>.+?)(?<!\\)\\\)"
-    r"|(?<![\\0-9$])\$(?P<d>(?:\\\$|[^$\n])+?)(?<!\\)\$(?![0-9])",
+    r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
+    r"|(?<!\\)\\\((?P<c>.{1,2000}?)(?<!\\)\\\)"
+    r"|(?<![\\0-9$])\$(?P<d>(?:\\\$|[^$\n]){1,2000}?)(?<!\\)\$(?![0-9])",
     re.DOTALL,
 )
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
@@ -64,6 +65,7 @@ _DENIED_AFTER = re.compile(
     re.IGNORECASE,
 )
 _LABEL = re.compile(r"^(?:[A-Za-z$\\][^=.\n]*?\s)?(?:is|are|equals|be)\s*:?\s+(?=\S)")
+_LONGEST_WHOLE = 300
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
 _WHOLE_WORDS = re.compile(
     r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs)(?![A-Za-z])"
@@ -97,14 +99,19 @@ def final_answer(text: str) -> Piece | None:
     if marked is not None:
         return marked[1]
     whole = text.strip()
-    if whole and (is_formula(without_unit(whole.rstrip("."))[0]) or _FEW_WORDS.fullmatch(whole)):
+    if is_short(whole) and (is_formula(without_unit(whole.rstrip("."))[0]) or _FEW_WORDS.fullmatch(whole)):
         return Piece(whole, certain=True)
     return _last(text)
 
 
+def is_short(text: str) -> bool:
+    """Can a whole text be a final answer?"""
+    return 0 < len(text) <= _LONGEST_WHOLE and "\n\n" not in text
+
+
 def is_formula(text: str) -> bool:
     """Is a whole text one formula, without prose around it?"""
-    if len(text) > 300 or "\n\n" in text:
+    if not is_short(text):
         return False
     inner = list(_FORMULA.finditer(text))
     if inner and inner[0].end() - inner[0].start() == len(text.rstrip(". ")):
@@ -198,7 +205,7 @@ def _piece_of(rest: str) -> Piece:
     if first is not None:
         return Piece(",".join(_formulas(rest, first)), certain=True)
     told = _told(rest)
-    if is_formula(without_unit(told)[0]) or not re.search("[0-9]", told):
+    if is_short(told) and is_formula(without_unit(told)[0]) or not re.search("[0-9]", told):
         return Piece(told, certain=False)
     return _last(told) or Piece(told, certain=False)
 

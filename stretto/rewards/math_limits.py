@@ -17,16 +17,22 @@ LONGEST_TAIL: Final = 20_000  # characters at its end that are searched for the 
 LONGEST_PIECE: Final = 2_000  # characters of a final answer
 DEEPEST: Final = 40  # brackets within brackets
 LONGEST_NUMBER: Final = 1_000  # digits in a row
-MOST_TERMS: Final = 200  # powers, sums and products that are written out
+LONGEST_WORD: Final = 60  # letters in a row
+MOST_OPERATIONS: Final = 200  # signs and commands
 LARGEST_EXPONENT: Final = 1 << 34  # bits of a number's magnitude while it is approximated
 LARGEST_INTEGER: Final = 1 << 17  # bits of a number that is computed exactly
 _LARGEST_POWER: Final = 64  # an exponent that the symbolic fallback may expand
 
 _DIGITS = re.compile(rf"[0-9]{{{LONGEST_NUMBER + 1}}}")
-_OPERATION = re.compile(r"[\^!]|\\(?:sum|prod|int|binom|frac|sqrt)(?![a-z])")
+_LETTERS = re.compile(rf"[a-zA-Z]{{{LONGEST_WORD + 1}}}")
+_OPERATION = re.compile(r"[-+*/|^!]|\\[a-zA-Z]+")
+_TOWER = re.compile(r"(?:\^[\s{(]*[^\s{}()^+*/=,-]{1,9}[\s})]*){5}|(?:\^\s*\{[^{}^]{0,9}){5}")
 _UNBOUNDED = re.compile(
-    r"\\(?:sum|prod|int|iint|oint|lim|binom|tbinom|dbinom)(?![a-z])|[0-9})\]]\s*!|\^\s*\{?[^{}]*\^|[\^]\s*\{?\s*\(?[a-z0-9]*\^"
+    r"\\(?:sum|prod|int|iint|oint|lim|binom|tbinom|dbinom)(?![a-z])|[0-9})\]]\s*!|\^\s*\{?[^{}]*\^|\^\s*\{?\s*\(?[a-z0-9]*\^"
 )
+# The LaTeX parser computes these while it reads.
+_COMPUTED = re.compile(r"\\(?:[dt]?binom|det|gcd|lcm|text\s*\{\s*(?:gcd|lcm|det|rank)|operatorname)(?![a-z])")
+_MANY = re.compile(r"[0-9]{6}|\^|&.*&.*&.*&.*&.*&.*&.*&.*&", re.DOTALL)
 _POWER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)")
 
 
@@ -40,10 +46,16 @@ def check_piece(text: str) -> None:
         raise Undecided(f"a final answer of {len(text):,} characters; at most {LONGEST_PIECE:,} are read")
     if _DIGITS.search(text):
         raise Undecided(f"a number of more than {LONGEST_NUMBER:,} digits")
+    if _LETTERS.search(text):
+        raise Undecided(f"more than {LONGEST_WORD} letters in a row")
+    if _TOWER.search(text):
+        raise Undecided("a tower of powers")
+    if _COMPUTED.search(text) and _MANY.search(text):
+        raise Undecided("a function of numbers that are too large to compute")
     if (deep := depth(text)) > DEEPEST:
         raise Undecided(f"brackets {deep} deep; at most {DEEPEST} are read")
-    if (terms := len(_OPERATION.findall(text))) > MOST_TERMS:
-        raise Undecided(f"{terms} powers and fractions in one answer; at most {MOST_TERMS} are read")
+    if (operations := len(_OPERATION.findall(text))) > MOST_OPERATIONS:
+        raise Undecided(f"{operations} signs and commands; at most {MOST_OPERATIONS} are read")
 
 
 def check_symbolic(text: str) -> None:
