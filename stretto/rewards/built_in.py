@@ -13,17 +13,22 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A reward function as ``package.module:function``, and its hard limit for one answer in seconds."""
+    """A reward function as ``package.module:function``, and its hard limit for one answer in seconds.
+
+    `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
+    cannot decide, no answer could be right.
+    """
 
     function: str
     timeout: float = _ANSWER_SECONDS
+    gold: str = ""
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
     "last_number": BuiltIn("stretto.rewards.functions:last_number"),
-    "math": BuiltIn("stretto.rewards.math:math"),
+    "math": BuiltIn("stretto.rewards.math:math", gold="stretto.rewards.math:gold"),
 }
 
 
