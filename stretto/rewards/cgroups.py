@@ -1,0 +1,150 @@
+"""A control group for the programs of one sandbox: memory and processes counted over all of them together.
+
+The guest itself stays outside: a program that fills its group is killed by the kernel, the guest is not. Groups are
+made where the caller may make them, as a rule root; who may not has no level A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_PREFIX = "stretto-"
+_REMOVE_SECONDS = 2.0
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """A place where groups can be made, and the limits that are set there: file name → name of the limit."""
+
+    folder: Path
+    files: Mapping[str, str]
+
+
+_V1 = {
+    "memory": {"memory.limit_in_bytes": "memory", "memory.memsw.limit_in_bytes": "memory"},
+    "pids": {"pids.max": "processes"},
+}
+_V2 = {"memory.max": "memory", "memory.swap.max": "swap", "pids.max": "processes"}
+_OPTIONAL = {"memory.memsw.limit_in_bytes", "memory.swap.max"}  # kernels without swap accounting lack them
+
+
+class ProgramGroup:
+    """One group in every hierarchy. `descriptors` are their lists of processes, open for writing: whoever holds one
+    puts himself into the group by writing a 0."""
+
+    def __init__(self, folders: list[Path], descriptors: list[int]) -> None:
+        self._folders = folders
+        self.descriptors = descriptors
+
+    @classmethod
+    def create(cls, memory: int, processes: int, hierarchies: list[Hierarchy] | None = None) -> Self:
+        """A new group with at most `memory` bytes and `processes` processes.
+
+        Raises:
+            OSError: there are no hierarchies for both limits, or they are not ours to change.
+        """
+        name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        group = cls([], [])
+        try:
+            for hierarchy in find_hierarchies() if hierarchies is None else hierarchies:
+                _remove_orphans(hierarchy.folder)
+                folder = hierarchy.folder / name
+                folder.mkdir()
+                group._folders.append(folder)
+                limits = {"memory": memory, "swap": 0, "processes": processes}
+                _set_limits(folder, {file: limits[limit] for file, limit in hierarchy.files.items()})
+                group.descriptors.append(os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError:
+            group.close()
+            raise
+        return group
+
+    def close(self) -> None:
+        """Remove the group; its processes must be gone, or about to go."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        for folder in self._folders:
+            _remove(folder, time.monotonic() + _REMOVE_SECONDS)
+        self.descriptors, self._folders = [], []
+
+
+def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
+    """Where groups for memory and processes can be made: below our own group, else at the root that we see.
+
+    Raises:
+        OSError: nowhere.
+    """
+    own = dict(_own_groups((proc / "cgroup").read_text()))
+    mounts = dict(_mounts((proc / "mounts").read_text()))
+    if "memory" in mounts and "pids" in mounts:
+        return [
+            Hierarchy(_below(mounts[controller], own.get(controller, "/")), files) for controller, files in _V1.items()
+        ]
+    if "" in mounts:
+        folder = _below(mounts[""], own.get("", "/"))
+        if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text().split()):
+            return [Hierarchy(folder, _V2)]
+    raise OSError("no control groups for memory and processes")
+
+
+def _own_groups(text: str) -> Iterator[tuple[str, str]]:
+    """Lines of /proc/self/cgroup, ``4:memory:/path``; of version 2, ``0::/path``."""
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _mounts(text: str) -> Iterator[tuple[str, Path]]:
+    """Controllers with the folder where they are mounted; version 2 is called ``""``."""
+    for line in text.splitlines():
+        _, folder, kind, options, *_ = line.split(" ")
+        if kind == "cgroup2":
+            yield "", Path(folder)
+        elif kind == "cgroup":
+            for option in options.split(","):
+                yield option, Path(folder)
+
+
+def _below(mount: Path, path: str) -> Path:
+    """In a container the path may be one of the outside, of which nothing is seen here."""
+    inside = mount / path.lstrip("/")
+    return inside if inside.is_dir() else mount
+
+
+def _set_limits(folder: Path, limits: Mapping[str, int]) -> None:
+    for file, limit in limits.items():
+        if file not in _OPTIONAL or (folder / file).exists():
+            with open(folder / file, "r+") as setting:
+                setting.write(str(limit))
+
+
+def _remove(folder: Path, until: float) -> None:
+    while True:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.005)
+        else:
+            return
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Groups whose maker was killed."""
+    for folder in parent.glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
