@@ -1,7 +1,6 @@
-"""A control group for the programs of one sandbox: memory and processes counted over all of them together.
+"""A control group for one sandbox: memory and processes counted over all that runs in it.
 
-The guest itself stays outside: a program that fills its group is killed by the kernel, the guest is not. Groups are
-made where the caller may make them, as a rule root; who may not has no level A.
+Groups are made where the caller may make them, as a rule root; who may not has no level A.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ _OPTIONAL = {"memory.memsw.limit_in_bytes", "memory.swap.max"}  # kernels withou
 
 
 class ProgramGroup:
-    """One group in every hierarchy. `descriptors` are their lists of processes, open for writing: whoever holds one
-    puts himself into the group by writing a 0."""
+    """One group in every hierarchy."""
 
-    def __init__(self, folders: list[Path], descriptors: list[int]) -> None:
-        self._folders = folders
-        self.descriptors = descriptors
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
 
     @classmethod
     def create(cls, memory: int, processes: int, hierarchies: list[Hierarchy] | None = None) -> Self:
@@ -52,7 +49,7 @@ class ProgramGroup:
             OSError: there are no hierarchies for both limits, or they are not ours to change.
         """
         name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
-        group = cls([], [])
+        group = cls()
         try:
             for hierarchy in find_hierarchies() if hierarchies is None else hierarchies:
                 _remove_orphans(hierarchy.folder)
@@ -61,19 +58,24 @@ class ProgramGroup:
                 group._folders.append(folder)
                 limits = {"memory": memory, "swap": 0, "processes": processes}
                 _set_limits(folder, {file: limits[limit] for file, limit in hierarchy.files.items()})
-                group.descriptors.append(os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         except OSError:
             group.close()
             raise
         return group
 
+    def add(self, process: int) -> None:
+        """Put a process into the group; what it starts from now on is in it too.
+
+        The kernel takes some milliseconds for it, which is why programs are born in the group instead of moved there.
+        """
+        for folder in self._folders:
+            (folder / "cgroup.procs").write_text(str(process))
+
     def close(self) -> None:
         """Remove the group; its processes must be gone, or about to go."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
         for folder in self._folders:
             _remove(folder, time.monotonic() + _REMOVE_SECONDS)
-        self.descriptors, self._folders = [], []
+        self._folders = []
 
 
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:

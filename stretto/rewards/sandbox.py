@@ -6,34 +6,32 @@ could not run it at all is a `SandboxFailed`. The one is a wrong answer, the oth
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import select
 import socket
+import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import TracebackType
-from typing import Self
-
-import msgspec
+from typing import Any, NamedTuple, Self
 
 from stretto.core.records import Record
-from stretto.rewards import sandbox_guest
 from stretto.rewards.cgroups import ProgramGroup
 from stretto.rewards.code_config import CodeConfig
-from stretto.rewards.sandbox_guest import ORDER
-from stretto.rewards.sandbox_walls import Walls, command, find_interpreter, guest_settings
+from stretto.rewards.sandbox_guest import ORDER, REPLY
+from stretto.rewards.sandbox_walls import Walls, command, find_interpreter, guest_program, guest_settings
 
-_SOURCE = Path(sandbox_guest.__file__).read_text(encoding="utf-8")
 _START_SECONDS = 20.0
 _GRACE = 5.0  # seconds beyond a program's own limit after which the guest itself is given up
 _END_SECONDS = 2.0
 _KEPT_ERRORS = 4096  # bytes of the last errors, to be shown
 _READ = 1 << 16
 _LARGEST_REPLY = 1 << 16
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # what the guest itself takes of its group
 
 
 class SandboxFailed(Exception):
@@ -69,13 +67,17 @@ class Ended(Record, frozen=True):
         return f"exit status {self.status}" + (f": {last[:200]}" if last else "")
 
 
-class _Reply(Record, frozen=True):
-    problem: str
+class _Reply(NamedTuple):
     status: int
     timed_out: bool
     seconds: float
     cpu_seconds: float
     memory: int
+    problem: str
+
+    @classmethod
+    def parsed(cls, message: bytes) -> Self:
+        return cls(*REPLY.unpack_from(message), message[REPLY.size :].decode(errors="replace"))
 
 
 class Sandbox:
@@ -112,8 +114,8 @@ class Sandbox:
             problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
             raise self._failed(problem) from error
 
-    def run(self, task: bytes, given: bytes, seconds: float) -> Ended:
-        """Run the program of a task (JSON, see `sandbox_guest.perform`) with `given` as its standard input.
+    def run(self, task: Mapping[str, Any], given: bytes, seconds: float) -> Ended:
+        """Run the program of a task (see `sandbox_guest.perform`) with `given` as its standard input.
 
         Raises:
             SandboxFailed: it could not be run.
@@ -121,13 +123,13 @@ class Sandbox:
         self.start()
         assert self._control is not None
         try:
-            with _file(given) as input_, _file(task) as task_, _Pipe() as output, _Pipe() as errors:
+            with _file(given) as input_, _file(marshal.dumps(dict(task))) as task_, _Pipe() as output, _Pipe() as errors:
                 descriptors = [input_, output.write, errors.write, task_]
                 socket.send_fds(self._control, [ORDER.pack(seconds)], descriptors)
                 output.close_write()
                 errors.close_write()
                 reply, flooded, written = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
             raise self._failed(str(error)) from error
         if reply.problem:
             raise self._failed(reply.problem)
@@ -162,14 +164,15 @@ class Sandbox:
     def _start(self) -> None:
         config, walls = self._config, self.walls
         if walls.group and self._group is None:
-            self._group = ProgramGroup.create(config.memory_mib << 20, config.processes)
+            self._group = ProgramGroup.create(
+                (config.memory_mib << 20) + _GUEST_BYTES, config.processes + _GUEST_PROCESSES
+            )
         interpreter = find_interpreter(walls)
-        settings = guest_settings(walls, interpreter, config)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = os.memfd_create("stretto-words")
         with theirs:
             self._guest = subprocess.Popen(
-                command(walls, interpreter, config, _SOURCE, theirs.fileno()),
+                command(walls, interpreter, config, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._words,
@@ -179,14 +182,25 @@ class Sandbox:
                 start_new_session=True,
             )
         self._control.settimeout(_START_SECONDS)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._introduce(guest_program(interpreter), guest_settings(walls, interpreter, config))
+
+    def _introduce(self, program: bytes, settings: Mapping[str, Any]) -> None:
+        """Put the guest into its group, and tell it who it is."""
+        assert self._control is not None
+        hello, ancillary, _, _ = self._control.recvmsg(_LARGEST_REPLY, socket.CMSG_SPACE(_CREDENTIALS.size))
+        if not hello:
+            raise OSError("the guest ended before it said hello")
+        self._control.send(program)
+        if self._group is not None:
+            self._group.add(_CREDENTIALS.unpack(ancillary[0][2])[0])
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            groups = self._group.descriptors if self._group is not None else []
-            socket.send_fds(self._control, [json.dumps(settings).encode()], [proc, *groups])
+            socket.send_fds(self._control, [marshal.dumps(settings)], [proc])
         finally:
             os.close(proc)
-        if self._control.recv(_LARGEST_REPLY) != b"ready":
-            raise OSError("the guest ended before it was ready")
+        if self._heard() != b"ready":
+            raise OSError("the guest does not know what it should")
 
     def _follow(self, output: int, errors: int, until: float) -> tuple[_Reply, bool, tuple[bytearray, bytearray]]:
         """Read what the program writes until the guest says how it ended.
@@ -210,7 +224,7 @@ class Sandbox:
                 raise OSError("the guest does not say how the program ended")
             for descriptor, _ in ready:
                 if descriptor == control:
-                    reply = msgspec.json.decode(self._heard(), type=_Reply)
+                    reply = _Reply.parsed(self._heard())
                     poll.unregister(control)
                 elif chunk := os.read(descriptor, _READ):
                     open_ends[descriptor] += chunk
@@ -232,7 +246,7 @@ class Sandbox:
         assert self._control is not None
         message = self._control.recv(_LARGEST_REPLY)
         if not message:
-            raise OSError("the guest ended in the middle of a program")
+            raise OSError("the guest is gone")
         return message
 
     def _failed(self, problem: str) -> SandboxFailed:

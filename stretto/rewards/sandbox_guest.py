@@ -4,7 +4,7 @@
                                                        ▲                              │
                                                        └──────── how it ended ◄───────┘
 
-The host starts the text of this file by ``python -I -S -B -c``, so it stands alone, and imports little. The guest
+The host sends this file to a bare interpreter (``python -I -S -B``), so it stands alone, and imports little. The guest
 never reads a program, an input or an output: they travel in descriptors that it hands on, so a later program cannot
 find an earlier one in its memory. No expected output ever comes in here.
 
@@ -14,20 +14,25 @@ wall that is missing is never passed over in silence.
 
 from __future__ import annotations
 
+import _json
 import _socket
 import array
 import ctypes
-import json
+import marshal
 import os
 import resource
 import select
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
 ORDER = struct.Struct("<d")  # seconds by the wall clock; descriptors: input, output, errors, task
+REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem
 SETTINGS_BYTES = 1 << 16
 STARTED = b"+"
 TUPLE, SET, DICT, BYTES = "\0tuple", "\0set", "\0dict", "\0bytes"
@@ -51,8 +56,8 @@ class Guest:
     """One interpreter inside the walls of one sandbox. `settings` are those of `sandbox_walls.guest_settings`."""
 
     def __init__(self, control: _socket.socket) -> None:
-        body, (self._proc, *self._groups) = _receive(control, SETTINGS_BYTES)
-        self._settings: dict[str, Any] = json.loads(body)
+        body, (self._proc,) = _receive(control, SETTINGS_BYTES)
+        self._settings: dict[str, Any] = marshal.loads(body)
         self._control = control
         _become(self._settings["uid"])
         self._ids = os.getuid(), os.getgid()
@@ -63,13 +68,13 @@ class Guest:
         while True:
             order, given = _receive(self._control, ORDER.size)
             if not order:
-                return
+                os._exit(0)
             if len(order) != ORDER.size:
                 continue  # the host wanted a program stopped that had just ended by itself
-            self._control.send(json.dumps(self._run(ORDER.unpack(order)[0], given)).encode())
+            self._control.send(self._run(ORDER.unpack(order)[0], given))
 
-    def _run(self, seconds: float, given: list[int]) -> dict[str, Any]:
-        """One program from its fork to its end: the fields of `sandbox.Ended`."""
+    def _run(self, seconds: float, given: list[int]) -> bytes:
+        """One program from its fork to its end, and how it ended."""
         start = time.monotonic()
         told, tell = os.pipe()
         child = _fork(self._settings["namespaces"])
@@ -78,17 +83,12 @@ class Guest:
         for descriptor in (*given, tell):
             os.close(descriptor)
         timed_out = _wait(child, self._control, start + seconds)
-        _, status, usage = os.wait4(child, 0)
+        _, wait_status, usage = os.wait4(child, 0)
         with open(told, "rb") as pipe:
             words = pipe.read()
-        return {
-            "problem": "" if words == STARTED else words.decode(errors="replace") or "it died before its program",
-            "status": os.waitstatus_to_exitcode(status),
-            "timed_out": timed_out,
-            "seconds": time.monotonic() - start,
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
-            "memory": usage.ru_maxrss * 1024,
-        }
+        problem = b"" if words == STARTED else words or b"it died before its program"
+        status, processor = os.waitstatus_to_exitcode(wait_status), usage.ru_utime + usage.ru_stime
+        return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
 
     def _live(self, given: list[int]) -> None:
         """The whole life of a child; it never returns."""
@@ -102,8 +102,7 @@ class Guest:
     def _raise_walls(self, given: list[int]) -> None:
         settings = self._settings
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-        for group in self._groups:
-            os.write(group, b"0")
+        self._tell_proc("oom_score_adj", "1000")  # when memory is short, the program goes and the guest stays
         if settings["namespaces"]:
             self._map_user()
             _mount_tmp(settings["tmp"])
@@ -123,10 +122,14 @@ class Guest:
     def _map_user(self) -> None:
         """The same user inside as outside."""
         user, group = self._ids
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)
-            os.write(descriptor, text.encode())
-            os.close(descriptor)
+        self._tell_proc("setgroups", "deny")
+        self._tell_proc("uid_map", f"{user} {user} 1")
+        self._tell_proc("gid_map", f"{group} {group} 1")
+
+    def _tell_proc(self, name: str, text: str) -> None:
+        descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)
+        os.write(descriptor, text.encode())
+        os.close(descriptor)
 
 
 def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
@@ -242,7 +245,7 @@ def _checked(what: str, result: int) -> int:
 def perform() -> int:
     """Run the task in descriptor 3; the exit status."""
     with open(3, "rb") as file:
-        task: dict[str, Any] = json.load(file)
+        task: dict[str, Any] = marshal.load(file)
     sys.argv = ["program.py"]
     calls = task.get("calls")
     if calls is None:
@@ -304,9 +307,9 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
     for call in calls:
         try:
             function = _found(namespace, call["name"])
-            line = json.dumps({"value": plain(function(*map(lively, call["args"])))})
+            line = written({"value": plain(function(*map(lively, call["args"])))})
         except Exception as error:  # of the program; the next call may do better
-            line = json.dumps({"error": f"{type(error).__name__}: {error}"[:200]})
+            line = written({"error": f"{type(error).__name__}: {error}"[:200]})
         rest = line.encode() + b"\n"
         while rest:
             rest = rest[os.write(results, rest) :]
@@ -332,14 +335,29 @@ def plain(value: object) -> Any:
     if isinstance(value, tuple):
         return {TUPLE: [plain(item) for item in value]}
     if isinstance(value, set | frozenset):
-        return {SET: sorted((plain(item) for item in value), key=json.dumps)}
+        return {SET: sorted((plain(item) for item in value), key=written)}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("\0") for key in value):
             return {key: plain(item) for key, item in value.items()}
-        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=json.dumps)}
+        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=written)}
     if isinstance(value, bytes):
         return {BYTES: value.hex()}
     raise TypeError(f"a {type(value).__name__} is no result that a test can expect")
+
+
+def written(value: Any) -> str:
+    """The JSON of a plain value; what the json module, which is slow to import, would write."""
+    if isinstance(value, str):
+        return _json.encode_basestring_ascii(str(value))
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, float):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(float.__repr__(value), float.__repr__(value))
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
 
 
 def lively(value: Any) -> Any:
@@ -358,7 +376,3 @@ def lively(value: Any) -> Any:
         case [(key, digits)] if key == BYTES:
             return bytes.fromhex(digits)
     return {key: lively(item) for key, item in value.items()}
-
-
-if __name__ == "__main__":
-    Guest(_socket.socket(fileno=int(sys.argv[1]))).serve()

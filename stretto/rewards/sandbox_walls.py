@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ctypes
+import marshal
 import os
 import platform
 import shutil
@@ -22,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from stretto.rewards import sandbox_guest
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.seccomp import ARCHITECTURES, call_filter
 
@@ -45,6 +47,15 @@ _ON_THE_HOST = _INSIDE_BWRAP | _NEW_NET | _NEW_UTS
 _LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # what ABI 1, 2 and 3 know to watch over
 _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+#: Says hello before it imports anything, so that the host can put it into its group meanwhile.
+_BEGINNING = """import _socket, marshal, sys
+control = _socket.socket(fileno=int(sys.argv[1]))
+control.send(b"hello")
+exec(marshal.loads(control.recv(1 << 20)))
+Guest(control).serve()
+"""
+_SOURCE = Path(sandbox_guest.__file__).read_text(encoding="utf-8")
+_COMPILED = compile(_SOURCE, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -110,7 +121,7 @@ def find_interpreter(walls: Walls) -> Interpreter:
     Raises:
         OSError: there is none.
     """
-    own = Interpreter.of(Path(getattr(sys, "_base_executable", sys.executable)).resolve(), Path(sys.base_prefix))
+    own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
     if walls.bwrap or os.getuid() != 0 or own.readable_by_others():
         return own
     for place in ("/usr/bin/python3", "/usr/local/bin/python3"):
@@ -124,14 +135,23 @@ def guest_uid() -> int | None:
     return _FIRST_UNUSED_UID + os.getpid() % _UNUSED_UIDS if os.getuid() == 0 else None
 
 
-def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, source: str, control: int) -> list[str]:
+def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control: int) -> list[str]:
     """What starts a guest whose end of the wire is the descriptor `control`.
 
     Raises:
         OSError: bubblewrap is not installed.
     """
-    python = [str(interpreter.executable), "-I", "-S", "-B", "-c", source, str(control)]
+    python = [str(interpreter.executable), "-I", "-S", "-B", "-c", _BEGINNING, str(control)]
     return [*_bwrap(walls, interpreter, config), *python] if walls.bwrap else python
+
+
+def guest_program(interpreter: Interpreter) -> bytes:
+    """`sandbox_guest` as the interpreter gets it: compiled, if it is of our own version."""
+    return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCE)
+
+
+def _own_executable() -> Path:
+    return Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 
 
 def _bwrap(walls: Walls, interpreter: Interpreter, config: CodeConfig) -> list[str]:
