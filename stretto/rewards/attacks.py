@@ -40,7 +40,11 @@ ATTACKS = (
     ),
     Attack("read /etc/passwd", "print(open('/etc/passwd').read() and 'THROUGH')"),
     Attack("read a secret file", "print(open('$SECRET').read() and 'THROUGH')"),
-    Attack("read its own interpreter's home", "import os\nprint(os.listdir('/root') and 'THROUGH')", Level.B),
+    Attack(
+        "list folders of the host",
+        "import os\nfor place in ('/proc', '/sys', '/home', '/var', '/boot', '/etc/ssl', '/usr/bin'):\n"
+        "    try: found = os.listdir(place)\n    except OSError: continue\n    print('THROUGH', place, found[:3])",
+    ),
     Attack(
         "read the grader's memory",
         "line = open('/proc/$GRADER/maps').readline()\n"
@@ -93,10 +97,11 @@ ATTACKS = (
     ),
     Attack(
         "many processes' memory",
-        "import os, time\nfor _ in range(7):\n"
-        "    if not os.fork():\n        block = bytearray(200 << 20)\n        time.sleep(0.5)\n"
-        "        print('HELD', flush=True)\n        os._exit(0)\n"
-        "time.sleep(0.9)\nos.system\nprint('THROUGH')",
+        "import os, time\nchildren = []\nfor _ in range(7):\n"
+        "    children.append(os.fork())\n"
+        "    if not children[-1]:\n        block = bytearray(200 << 20)\n        time.sleep(0.5)\n        os._exit(0)\n"
+        "held = sum(os.waitpid(child, 0)[1] == 0 for child in children)\n"
+        "print(held)\nif held > 4: print('THROUGH')",
         Level.A,
         seconds=4.0,
     ),
