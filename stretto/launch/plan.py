@@ -22,8 +22,8 @@ from stretto.model.build import build_policy
 from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
 from stretto.model.kinds import refuse_unsupported
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
+from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.functions import BUILT_IN
 from stretto.rewards.loading import PLACE, load_reward
 from stretto.rewards.pool import check_reward
 from stretto.trainer.supervised import Demonstration
@@ -98,9 +98,10 @@ def _check_top_k(recipe: Recipe, base: ModelFolder) -> None:
 
 def _check_reward(config: RewardsConfig) -> None:
     """A reward of the user's own is imported in a process that can be killed: its module may hang, or exit."""
-    if config.function in BUILT_IN or ":" not in config.function:
-        load_reward(config.function)
+    if config.function in BUILT_IN:
         return
+    if ":" not in config.function:
+        load_reward(config.function)
     try:
         asyncio.run(check_reward(config))
     except RoleError as error:

@@ -6,6 +6,8 @@ from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from stretto.rewards.built_in import timeout_of
+
 
 class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     """Section ``[rewards]`` of a recipe."""
@@ -13,11 +15,15 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     function: str = Field(
         default="final_answer",
         min_length=1,
-        description="A built-in reward (final_answer, exact_match, last_number) or 'package.module:function'.",
+        description="A built-in reward (final_answer, exact_match, last_number, math) or 'package.module:function'.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Processes that score answers.")
-    timeout: float = Field(
-        default=1.0, gt=0, le=3600, description="Seconds one answer may take; then its worker is killed."
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="Seconds one answer may take; then its worker is killed. Left out: the reward's own limit, 1 s "
+        "for most.",
     )
     right: float = Field(default=1.0, allow_inf_nan=False, description="Reward of a right answer.")
     wrong: float = Field(default=0.0, allow_inf_nan=False, description="Reward of a wrong answer.")
@@ -30,6 +36,11 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     patience: float = Field(
         default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."
     )
+
+    @property
+    def seconds_per_answer(self) -> float:
+        """The hard limit for one answer: the recipe's, else that of the reward."""
+        return timeout_of(self.function) if self.timeout is None else self.timeout
 
     @model_validator(mode="after")
     def _right_is_worth_more(self) -> Self:

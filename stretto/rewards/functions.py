@@ -1,9 +1,8 @@
-"""The built-in rewards, and what any reward function must be."""
+"""What any reward function must be, and the simplest ones: they compare texts and numbers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Protocol
 
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
@@ -71,10 +70,3 @@ def _canonical_decimal(text: str) -> str:
         return _canonical(whole)
     sign = "-" if whole.startswith("-") else ""
     return f"{sign}{_canonical(whole.lstrip('+-'))}.{fraction}"
-
-
-BUILT_IN: Mapping[str, RewardFunction] = {
-    "exact_match": exact_match,
-    "final_answer": final_answer,
-    "last_number": last_number,
-}

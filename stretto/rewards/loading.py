@@ -6,7 +6,8 @@ import importlib
 import inspect
 
 from stretto.core.errors import Problem, RewardFunctionError, nearest
-from stretto.rewards.functions import BUILT_IN, RewardFunction
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.functions import RewardFunction
 
 PLACE = "rewards.function"
 _CONTRACT = "a reward is called as function(prompt, completion, answer) and returns a number or a bool"
@@ -23,7 +24,7 @@ def load_reward(name: str) -> RewardFunction:
         if name not in BUILT_IN:
             remedy = f"{nearest(name, BUILT_IN)}; a function of your own is written 'package.module:function'"
             raise _refused(f"no built-in reward is called {name!r}", remedy)
-        return BUILT_IN[name]
+        name = BUILT_IN[name].function
     module_name, _, attribute = name.partition(":")
     return _checked(name, _imported(module_name, attribute))
 

@@ -139,7 +139,7 @@ class RewardPool:
 
     async def _watch(self) -> None:
         """Kill a worker whose counter stood still for the timeout in the middle of an answer."""
-        timeout = self._config.timeout
+        timeout = self._config.seconds_per_answer
         while True:
             await asyncio.sleep(min(0.25, timeout / 10))
             now = time.monotonic()
@@ -162,7 +162,7 @@ class RewardPool:
         self._ask_again(lost.innocent, how)
         if lost.culprit is not None:
             if progress == slot.condemned:
-                lost.culprit.settle([undecided(f"timeout after {self._config.timeout:g} s")])
+                lost.culprit.settle([undecided(f"timeout after {self._config.seconds_per_answer:g} s")])
             else:
                 self._ask_again([lost.culprit], how)
         self._dispatch()
