@@ -13,13 +13,18 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A reward function as ``package.module:function``, and its hard limit for one answer in seconds."""
+    """A reward function as ``package.module:function``, and its hard limit for one answer in seconds.
+
+    `configured`: what is named there makes the function, from its section of the recipe.
+    """
 
     function: str
     timeout: float = _ANSWER_SECONDS
+    configured: bool = False
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
+    "code": BuiltIn("stretto.rewards.code:code_reward", timeout=30.0, configured=True),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
     "last_number": BuiltIn("stretto.rewards.functions:last_number"),

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -35,6 +35,7 @@ class WorkerProcess:
 
     def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
         self.name = name
+        self.facts: dict[str, Any] = {}
         self._wire = _Wire(self._received, self._lost)
         self._on_reply, self._on_lost = on_reply, on_lost
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -47,6 +48,7 @@ class WorkerProcess:
         try:
             settings = WorkerSettings(
                 function=config.function,
+                settings=config.code.model_dump_json() if config.function == "code" else "{}",
                 worth=Worth(right=config.right, wrong=config.wrong),
                 socket=theirs.fileno(),
                 progress=descriptor,
@@ -115,6 +117,7 @@ class WorkerProcess:
             case Reply():
                 self._on_reply(message)
             case Ready() if not self._ready.done():
+                self.facts = message.facts
                 self._ready.set_result(None)
             case Refused() if not self._ready.done():
                 problem = Problem(message.place, message.found, message.remedy)

@@ -30,18 +30,18 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._worth = settings.worth
-        self._function_name = settings.function
+        self._function_name, self._settings = settings.function, settings.settings
         self._socket = socket.socket(fileno=settings.socket)
         self._progress = Progress(settings.progress)
 
     def run(self) -> None:
         try:
-            function = load_reward(self._function_name)
+            function = load_reward(self._function_name, self._settings)
         except RewardFunctionError as error:
             problem = error.problems[0]
             self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
             return
-        self._socket.sendall(frame(Ready()))
+        self._socket.sendall(frame(Ready(facts=getattr(function, "facts", {}))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._socket.recv(_READ_BYTES):
             for body in unframer.feed(data):
