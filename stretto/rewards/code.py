@@ -67,9 +67,9 @@ class CodeReward:
         return self.judge(completion, parse_tests(answer), to_the_end=False).right
 
     @property
-    def facts(self) -> dict[str, object]:
-        """What a run has to record: the level, and what was found at each rung of the ladder."""
-        return {"sandbox": {"level": self.report.level, "rungs": [str(rung) for rung in self.report.rungs]}}
+    def facts(self) -> dict[str, str]:
+        """What a run has to record: the level of its sandbox, and how that was found."""
+        return {"sandbox": str(self.report)}
 
     def judge(self, answer: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
         """Run the program of an answer against all tests, or until one fails.

@@ -3,6 +3,7 @@
     [{"stdin", "stdout"}, {"call", "args", "expected"}]            ours
     [{"input", "output", "testtype", "metadata"?}]                 LiveCodeBench, DeepCoder
     [{"type", "input", "output", "fn_name"?}]                      DeepCoder
+    {"tests": any of these lists, "preamble"?, "entry_point"?}     ours, for answers that go on from the head of a function
     {"inputs", "outputs", "fn_name"?}                              APPS, TACO
     a whole row of LiveCodeBench, APPS, DeepCoder, HumanEval or MBPP
 
@@ -19,6 +20,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, Never
+
+import msgspec
 
 from stretto.rewards.code_asserts import BadTests, call_of_assert, calls_of_check
 from stretto.rewards.code_tests import CallTest, ProgramTests, StdinTest
@@ -74,9 +77,12 @@ def _row(row: Mapping[str, Any]) -> ProgramTests:
         return ProgramTests(calls=tuple(calls), preamble=_text(row.get("prompt", ""), "prompt"), entry_point=name)
     if "test_list" in row:
         return ProgramTests(calls=tuple([call_of_assert(_text(line, "test_list")) for line in row["test_list"]]))
-    for field in ("tests", "input_output"):
-        if field in row:
-            return parse_tests(row[field])
+    if "input_output" in row:
+        return parse_tests(row["input_output"])
+    if "tests" in row:
+        tests = parse_tests(row["tests"])
+        preamble, entry_point = (_text(row.get(field, ""), field) for field in ("preamble", "entry_point"))
+        return msgspec.structs.replace(tests, preamble=preamble, entry_point=entry_point)
     raise BadTests(f"tests are an object with {', '.join(map(repr, row)) or 'nothing'}, of no form that is known")
 
 

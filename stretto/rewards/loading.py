@@ -32,6 +32,12 @@ def load_reward(name: str, settings: str = "{}") -> RewardFunction:
     return _checked(name, _imported(module_name, attribute))
 
 
+def facts_of(name: str, function: RewardFunction) -> dict[str, str]:
+    """What a run has to record about a reward: built-ins that depend on the machine say what they found."""
+    facts: dict[str, str] = getattr(function, "facts", {}) if name in BUILT_IN else {}
+    return facts
+
+
 def _imported(module_name: str, attribute: str) -> object:
     try:
         found: object = importlib.import_module(module_name)

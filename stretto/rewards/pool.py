@@ -47,7 +47,7 @@ class RewardPool:
 
     def __init__(self, config: RewardsConfig, *, log: Path | None = None) -> None:
         self.busy_seconds = 0.0  # seconds of all workers together
-        self.facts: dict[str, Any] = {}  # what the reward wants recorded with the run
+        self.facts: dict[str, str] = {}  # what the reward wants recorded with the run
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
         self._queue: deque[Chunk] = deque()

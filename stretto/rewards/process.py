@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -35,7 +35,7 @@ class WorkerProcess:
 
     def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
         self.name = name
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, str] = {}
         self._wire = _Wire(self._received, self._lost)
         self._on_reply, self._on_lost = on_reply, on_lost
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -69,7 +69,7 @@ class Report(Record, frozen=True):
         return Level(self.rungs[-1].level)
 
     def __str__(self) -> str:
-        return "sandbox: " + "; ".join(map(str, reversed(self.rungs)))
+        return "sandbox " + "; not ".join(map(str, reversed(self.rungs)))
 
 
 class Baits:

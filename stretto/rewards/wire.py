@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -73,7 +73,7 @@ class Request(Record, frozen=True, array_like=True):
 class Ready(Record, frozen=True, tag=True):
     """The worker has its reward function and waits for requests. `facts`: what a run has to record about it."""
 
-    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+    facts: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Refused(Record, frozen=True, tag=True):

@@ -19,7 +19,7 @@ from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Verdict
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
-from stretto.rewards.loading import load_reward
+from stretto.rewards.loading import facts_of, load_reward
 from stretto.rewards.wire import Progress, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
 
 _READ_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class Worker:
             problem = error.problems[0]
             self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
             return
-        self._socket.sendall(frame(Ready(facts=getattr(function, "facts", {}))))
+        self._socket.sendall(frame(Ready(facts=facts_of(self._function_name, function))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._socket.recv(_READ_BYTES):
             for body in unframer.feed(data):
