@@ -42,7 +42,7 @@ ATTACKS = (
     Attack("read a secret file", "print(open('$SECRET').read() and 'THROUGH')"),
     Attack(
         "list folders of the host",
-        "import os\nfor place in ('/proc', '/sys', '/home', '/var', '/boot', '/etc/ssl', '/usr/bin'):\n"
+        "import os\nfor place in ('/proc', '/sys', '/home', '/var', '/boot', '/etc/ssl'):\n"
         "    try: found = os.listdir(place)\n    except OSError: continue\n    print('THROUGH', place, found[:3])",
     ),
     Attack(

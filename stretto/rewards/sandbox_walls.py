@@ -56,6 +56,8 @@ Guest(control).serve()
 """
 _SOURCE = Path(sandbox_guest.__file__).read_text(encoding="utf-8")
 _COMPILED = compile(_SOURCE, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2)
+_OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
+_BWRAP_PLACES = "/usr/bin:/usr/local/bin:/bin"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -108,26 +110,32 @@ class Interpreter:
     @classmethod
     def of(cls, executable: Path, prefix: Path) -> Interpreter:
         places = [prefix / "lib", prefix / "lib64", *map(Path, _SYSTEM_LIBRARIES)]
-        return cls(executable, tuple(dict.fromkeys(place for place in places if place.exists())))
+        return cls(executable, tuple(dict.fromkeys(place for place in places if os.path.exists(place))))
 
-    def readable_by_others(self) -> bool:
-        folders = [*self.executable.parents, *self.libraries[0].parents]
-        return all(folder.stat().st_mode & 0o005 == 0o005 for folder in folders)
+    def usable_by(self, uid: int | None) -> bool:
+        """Can the user read it; `None`: can we?"""
+        try:
+            if uid is None:
+                return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))
+            return all(path.stat().st_mode & 0o005 == 0o005 for path in (self.executable, *self.executable.parents))
+        except OSError:  # a folder on the way is closed to us
+            return False
 
 
 def find_interpreter(walls: Walls) -> Interpreter:
-    """Our own interpreter without its environment; for root's guest outside of bubblewrap one that others may read.
+    """Our own interpreter without its environment, or the system's where the guest's user cannot read ours.
 
     Raises:
         OSError: there is none.
     """
     own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
-    if walls.bwrap or os.getuid() != 0 or own.readable_by_others():
+    shown_by_root = walls.bwrap and os.getuid() == 0
+    if shown_by_root or own.usable_by(guest_uid()):
         return own
-    for place in ("/usr/bin/python3", "/usr/local/bin/python3"):
+    for place in _OTHER_INTERPRETERS:
         if (path := Path(place).resolve()).exists():
             return Interpreter.of(path, path.parent.parent)
-    raise OSError(f"{own.executable} is in a folder that only root may read, and there is no /usr/bin/python3")
+    raise OSError(f"{own.executable} is not readable for the user of the sandbox, and there is no /usr/bin/python3")
 
 
 def guest_uid() -> int | None:
@@ -156,7 +164,7 @@ def _own_executable() -> Path:
 
 def _bwrap(walls: Walls, interpreter: Interpreter, config: CodeConfig) -> list[str]:
     """Root starts bubblewrap as root, so that every interpreter can be shown, and the guest becomes somebody else."""
-    program = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
+    program = shutil.which("bwrap", path=_BWRAP_PLACES)
     if program is None:
         raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
     words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]

@@ -4,9 +4,9 @@
     demonstration   x=a+b;x=x*c;return max(x,3)
 
 The answer goes on from ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps work on the value so far,
-one after the other. Demonstrations are imperfect on purpose, as in `rollout.arithmetic`: with `mistake_rate` one of the
-steps has another operator or another operand, so a policy that has learnt from them has the skill and samples the
-mistakes; reinforcement brings the skill out.
+one after the other. Demonstrations are imperfect on purpose, as in `rollout.arithmetic`: each step has a chance of
+`mistake_rate` to have another operator or another operand. A policy that has learnt from them has the skill and samples
+the mistakes; reinforcement brings the skill out.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
     steps_min: int = Field(2, ge=1, le=16)
     steps_max: int = Field(4, ge=1, le=16)
     tests: int = Field(6, ge=1, le=64, description="calls that an answer is tested with")
-    mistake_rate: float = Field(0.5, ge=0, lt=1, description="share of demonstrations that hold a mistake")
+    mistake_rate: float = Field(0.3, ge=0, lt=1, description="chance of each step of a demonstration to be wrong")
     prompts: int = Field(20_000, ge=1, description="training questions")
     held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
     demonstrations: int = Field(64_000, ge=0)
@@ -116,18 +116,16 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         return Description(tuple(Step(chance.choice(list(_WORDS)), chance.choice(_OPERANDS)) for _ in range(count)))
 
     def demonstration(self, description: Description, chance: random.Random) -> str:
-        """The program; with a chance of `mistake_rate`, of a description that differs in one of the steps."""
-        if chance.random() >= self.mistake_rate:
-            return description.program
-        steps = list(description.steps)
-        at = chance.randrange(len(steps))
-        if chance.random() < 0.5:
-            word = chance.choice([word for word in _WORDS if word != steps[at].word])
-            steps[at] = replace(steps[at], word=word)
-        else:
-            operand = chance.choice([operand for operand in _OPERANDS if operand != steps[at].operand])
-            steps[at] = replace(steps[at], operand=operand)
+        """The program of a description some of whose steps were misread."""
+        steps = [self._misread(step, chance) if chance.random() < self.mistake_rate else step for step in description.steps]
         return Description(tuple(steps)).program
+
+    @staticmethod
+    def _misread(step: Step, chance: random.Random) -> Step:
+        """Another operator or another operand."""
+        if chance.random() < 0.5:
+            return replace(step, word=chance.choice([word for word in _WORDS if word != step.word]))
+        return replace(step, operand=chance.choice([operand for operand in _OPERANDS if operand != step.operand]))
 
     def _drawn(self, count: int, seed: int, *, held_out: bool) -> list[Description]:
         chance = random.Random(seed)
