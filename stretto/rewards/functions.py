@@ -9,6 +9,10 @@ _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
 
 
+class Undecided(Exception):
+    """Raised by a reward function that cannot tell; the text is the reason that the run records."""
+
+
 class RewardFunction(Protocol):
     """Judges one answer; called as ``function(prompt, completion, answer)`` with three strings.
 
@@ -18,8 +22,8 @@ class RewardFunction(Protocol):
     Returns True or False for right and wrong (the recipe says what they are worth), or a finite number that is the
     reward itself; the answer then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
 
-    Anything else makes the answer *undecided*: it is never trained on and never a zero. So does raising an
-    exception, returning None, NaN or an infinity, or running longer than ``rewards.timeout``.
+    Anything else makes the answer *undecided*: it is never trained on and never a zero. So does raising `Undecided`
+    or any other exception, returning None, NaN or an infinity, or running longer than ``rewards.timeout``.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, /) -> float | bool: ...
