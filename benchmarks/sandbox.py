@@ -3,8 +3,8 @@
     python -m benchmarks.sandbox          milliseconds per run, on every rung that this machine offers
 
 The program is `print(1)`. A *warm* run forks it from the guest's interpreter, a *cold* one starts a new sandbox; the
-plain subprocess is ``python -I -S -B`` with pipes, without any wall. All of them are run in turns, one run each, so that
-what else the machine does falls on all of them alike.
+plain subprocess is ``python -I -S -B`` with pipes, without any wall. All of them are run in turns, one run each, so
+that what else the machine does falls on all of them alike.
 """
 
 from __future__ import annotations

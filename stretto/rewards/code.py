@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from stretto.rewards.code_comparison import same_text, same_value
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.code_formats import parse_tests
-from stretto.rewards.code_tests import CallTest, ProgramTests
+from stretto.rewards.code_tests import CallTest, ProgramTests, StdinTest
 from stretto.rewards.program import extract_program
 from stretto.rewards.sandbox import Ended, Sandbox, SandboxFailed
 from stretto.rewards.sandbox_probe import Report, probe
@@ -85,17 +85,22 @@ class CodeReward:
         for number, test in enumerate(tests.stdin, start=1):
             if problem and not to_the_end:
                 break
-            ended = self._run({"source": source}, test.stdin.encode(errors="surrogateescape"), clock.allow(1))
-            if not ended.well:
-                problem = problem or f"test {number}: {ended.how}"
-            elif not same_text(test.stdout, ended.output.decode(errors="replace")):
-                problem = problem or f"test {number}: wrong output"
-            else:
-                passed += 1
+            found = self._judge_input(source, test, clock)
+            problem = problem or (f"test {number}: {found}" if found else "")
+            passed += not found
         return Judgement(passed, tests.count, problem)
 
     def close(self) -> None:
         self._sandbox.close()
+
+    def _judge_input(self, source: str, test: StdinTest, clock: _Clock) -> str:
+        """What is wrong with the program on one input; empty: nothing."""
+        if clock.left <= 0:
+            return "time limit of all tests"
+        ended = self._run({"source": source}, test.stdin.encode(errors="surrogateescape"), clock.allow(1))
+        if not ended.well:
+            return ended.how
+        return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
 
     def _judge_calls(self, source: str, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
         """All calls in one process, which is told the arguments and nothing of the results."""
@@ -143,9 +148,13 @@ class _Clock:
     def __post_init__(self) -> None:
         self._until = time.monotonic() + self.config.answer_seconds
 
+    @property
+    def left(self) -> float:
+        return self._until - time.monotonic()
+
     def allow(self, tests: int) -> float:
-        """Seconds for the next run of so many tests; a moment even if none are left, in which it fails by itself."""
-        return max(0.001, min(tests * self.config.seconds, self._until - time.monotonic()))
+        """Seconds for the next run, which is of so many tests."""
+        return min(tests * self.config.seconds, self.left)
 
 
 def _result(line: bytes) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from stretto.rewards.code_tests import CallTest
+from stretto.rewards.functions import Undecided
 from stretto.rewards.sandbox_guest import plain
 
 _CANDIDATE = "candidate"
 
 
-class BadTests(ValueError):
+class BadTests(Undecided):
     """Tests that cannot be read: no answer can be judged by them."""
 
 

@@ -57,7 +57,9 @@ def print_scored(path: Path, config: CodeConfig, workers: int) -> None:
     judges = _Judges(config, walls, report)
     with ThreadPoolExecutor(workers, "judge") as pool:
         try:
-            for line, scored in zip(lines, pool.map(judges.score, [x.fields.answer for x in lines], tests), strict=True):
+            for line, scored in zip(
+                lines, pool.map(judges.score, [x.fields.answer for x in lines], tests), strict=True
+            ):
                 _print(line, scored, report)
         finally:
             judges.close()

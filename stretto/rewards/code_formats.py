@@ -3,7 +3,7 @@
     [{"stdin", "stdout"}, {"call", "args", "expected"}]            ours
     [{"input", "output", "testtype", "metadata"?}]                 LiveCodeBench, DeepCoder
     [{"type", "input", "output", "fn_name"?}]                      DeepCoder
-    {"tests": any of these lists, "preamble"?, "entry_point"?}     ours, for answers that go on from the head of a function
+    {"tests": any of these lists, "preamble"?, "entry_point"?}     ours, for answers that go on from a head
     {"inputs", "outputs", "fn_name"?}                              APPS, TACO
     a whole row of LiveCodeBench, APPS, DeepCoder, HumanEval or MBPP
 
@@ -57,6 +57,15 @@ def parse_tests(given: object) -> ProgramTests:
     return tests
 
 
+def gold(prompt: str, completion: str, answer: str) -> bool:
+    """Can `answer` be the tests of a question?
+
+    Raises:
+        BadTests: it cannot; the reason says why.
+    """
+    return parse_tests(answer).count > 0
+
+
 def _json(text: str) -> object:
     try:
         return json.loads(text)
@@ -99,7 +108,7 @@ def _list(tests: object, metadata: Mapping[str, Any]) -> ProgramTests:
     )
 
 
-def _test(test: object, place: str, metadata: Mapping[str, Any]) -> StdinTest | CallTest:
+def _test(test: Any, place: str, metadata: Mapping[str, Any]) -> StdinTest | CallTest:
     match test:
         case {"stdin": str(given), "stdout": str(wanted), **rest} if not rest:
             return StdinTest(stdin=given, stdout=wanted)
@@ -127,7 +136,10 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
     if not name:
         return ProgramTests(
             stdin=tuple(
-                [StdinTest(stdin=_joined(given, "inputs"), stdout=_joined(wanted, "outputs")) for given, wanted in pairs]
+                [
+                    StdinTest(stdin=_joined(given, "inputs"), stdout=_joined(wanted, "outputs"))
+                    for given, wanted in pairs
+                ]
             )
         )
     name = _text(name, "fn_name")
@@ -169,7 +181,7 @@ def _metadata(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _unpacked(given: object) -> Iterable[object]:
+def _unpacked(given: Any) -> Iterable[object]:
     """A list of tests: as it is, as JSON, or as LiveCodeBench packs it (JSON in a pickle, deflated, in base 64)."""
     if isinstance(given, str):
         try:

@@ -18,7 +18,8 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     function: str = Field(
         default="final_answer",
         min_length=1,
-        description="A built-in reward (final_answer, exact_match, last_number, math, code) or 'package.module:function'.",
+        description="A built-in reward (final_answer, exact_match, last_number, math, code), or "
+        "'package.module:function'.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Processes that score answers.")
     timeout: float | None = Field(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 from stretto.core.records import Record
 from stretto.rewards.cgroups import ProgramGroup
 from stretto.rewards.code_config import CodeConfig
+from stretto.rewards.functions import Undecided
 from stretto.rewards.sandbox_guest import ORDER, REPLY
 from stretto.rewards.sandbox_walls import Walls, command, find_interpreter, guest_program, guest_settings
 
@@ -34,7 +35,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # what the guest itself takes of its group
 
 
-class SandboxFailed(Exception):
+class SandboxFailed(Undecided):
     """The sandbox could not run a program; nothing is known about the program."""
 
 
@@ -77,7 +78,9 @@ class _Reply(NamedTuple):
 
     @classmethod
     def parsed(cls, message: bytes) -> Self:
-        return cls(*REPLY.unpack_from(message), message[REPLY.size :].decode(errors="replace"))
+        status, timed_out, seconds, cpu_seconds, memory = REPLY.unpack_from(message)
+        problem = message[REPLY.size :].decode(errors="replace")
+        return cls(status, timed_out, seconds, cpu_seconds, memory, problem)
 
 
 class Sandbox:
@@ -123,7 +126,12 @@ class Sandbox:
         self.start()
         assert self._control is not None
         try:
-            with _file(given) as input_, _file(marshal.dumps(dict(task))) as task_, _Pipe() as output, _Pipe() as errors:
+            with (
+                _file(given) as input_,
+                _file(marshal.dumps(dict(task))) as task_,
+                _Pipe() as output,
+                _Pipe() as errors,
+            ):
                 descriptors = [input_, output.write, errors.write, task_]
                 socket.send_fds(self._control, [ORDER.pack(seconds)], descriptors)
                 output.close_write()
@@ -196,7 +204,7 @@ class Sandbox:
             self._group.add(_CREDENTIALS.unpack(ancillary[0][2])[0])
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            socket.send_fds(self._control, [marshal.dumps(settings)], [proc])
+            socket.send_fds(self._control, [marshal.dumps(dict(settings))], [proc])
         finally:
             os.close(proc)
         if self._heard() != b"ready":

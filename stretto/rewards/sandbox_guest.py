@@ -263,15 +263,15 @@ def _concluded(work: Callable[[], object]) -> int:
     try:
         work()
         if (threading := sys.modules.get("threading")) is not None:
-            threading._shutdown()  # type: ignore[attr-defined]
+            threading._shutdown()
     except SystemExit as leaving:
         status = _status(leaving.code)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         status = 1
     try:
         if (leave := sys.modules.get("atexit")) is not None:
-            leave._run_exitfuncs()  # type: ignore[attr-defined]
+            leave._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -290,9 +290,10 @@ def _status(code: object) -> int:
 
 
 def _reopen() -> None:
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    """Standard streams that know nothing of what the guest did with its own."""
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:

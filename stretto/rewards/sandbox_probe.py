@@ -21,7 +21,8 @@ from typing import Self
 
 from stretto.core.errors import Problem, RewardFunctionError
 from stretto.core.records import Record
-from stretto.rewards.attacks import ATTACKS, HONEST, THROUGH, Attack
+from stretto.rewards.attack import THROUGH, Attack
+from stretto.rewards.attacks import ATTACKS, HONEST
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.sandbox import Ended, Sandbox, SandboxFailed
 from stretto.rewards.sandbox_walls import Level, Walls, ladder

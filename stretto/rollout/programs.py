@@ -117,7 +117,9 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
 
     def demonstration(self, description: Description, chance: random.Random) -> str:
         """The program of a description some of whose steps were misread."""
-        steps = [self._misread(step, chance) if chance.random() < self.mistake_rate else step for step in description.steps]
+        steps = [
+            self._misread(step, chance) if chance.random() < self.mistake_rate else step for step in description.steps
+        ]
         return Description(tuple(steps)).program
 
     @staticmethod

@@ -13,11 +13,12 @@ from dataclasses import replace
 import pytest
 
 from stretto.core.errors import RewardFunctionError
-from stretto.rewards.attacks import ATTACKS, Attack
+from stretto.rewards.attack import Attack
+from stretto.rewards.attacks import ATTACKS
 from stretto.rewards.code_config import CodeConfig
+from stretto.rewards.sandbox import Sandbox
 from stretto.rewards.sandbox_probe import Baits, probe, try_attack, try_rung
 from stretto.rewards.sandbox_walls import Level, Walls, ladder
-from stretto.rewards.sandbox import Sandbox
 from tests.rewards.other_users import ORDINARY, as_user
 
 ROOT = os.getuid() == 0
@@ -47,8 +48,15 @@ def test_nothing_gets_through_that_a_level_promises_to_stop(walls: Walls, uid: i
 
 def test_attacks_are_attacks_where_nothing_stops_them() -> None:
     """Without walls most of them get through: an attack that never could would prove nothing."""
-    harmless = ("fill /tmp", "500 processes", "256 MiB of shared memory", "write anywhere else", "many processes' memory")
-    gentle = [attack for attack in ATTACKS if attack.name not in harmless]
+    harmful = {
+        "fill /tmp",
+        "500 processes",
+        "256 MiB of shared memory",
+        "write anywhere else",
+        "many processes' memory",
+        "perf events, keys, queues",
+    }
+    gentle = [attack for attack in ATTACKS if attack.name not in harmful]
 
     def attacked() -> str:
         with Baits() as baits, Sandbox(Walls(Level.E, seccomp=False), CodeConfig()) as sandbox:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from stretto.rewards.sandbox_probe import probe
 from stretto.rewards.sandbox_walls import Level, Walls
 from stretto.rewards.wire import ScoreItem
 
+ANY = "any problem"
 CONFIG = CodeConfig(seconds=0.5, answer_seconds=2.0)
 BY_INPUT = parse_tests([{"stdin": f"{n}\n", "stdout": f"{n * n}\n"} for n in (7, 8, 12)])
 BY_CALL = parse_tests([{"call": "f", "args": [n], "expected": [n * n, str(n)]} for n in (7, 8, 12)])
@@ -42,20 +44,23 @@ def judge() -> Iterator[CodeReward]:
         ("print(int(input()) ** 2)", Judgement(3, 3)),
         ("Here:\n```python\nn = int(input())\nprint(n * n)\n```", Judgement(3, 3)),
         ("print(49)", Judgement(1, 3, "test 2: wrong output")),
-        ("n = int(input())\nif n > 9: raise ValueError(n)\nprint(n * n)", Judgement(2, 3, "test 3: exit status 1: ValueError: 12")),
+        (
+            "n = int(input())\nif n > 9: raise ValueError(n)\nprint(n * n)",
+            Judgement(2, 3, "test 3: exit status 1: ValueError: 12"),
+        ),
         ("n = int(input())\nprint(n * n)\nraise SystemExit(1)", Judgement(0, 3, "test 1: exit status 1")),
         ("while input(): pass", Judgement(0, 3, "test 1: exit status 1: EOFError: EOF when reading a line")),
         ("while True: pass", Judgement(0, 3, "test 1: time limit")),
         ("x +", Judgement(0, 3, "test 1: exit status 1: SyntaxError: invalid syntax")),
         ("```c\nmain() {}\n```", Judgement(0, 3, "no program in the answer")),
         ("", Judgement(0, 3, "no program in the answer")),
-        ("print('\\ud800')", Judgement(0, 3, None)),
+        ("print('\\ud800')", Judgement(0, 3, ANY)),
     ],
-)  # fmt: skip
+)
 def test_programs_by_standard_input(judge: CodeReward, answer: str, expected: Judgement) -> None:
     found = judge.judge(answer, BY_INPUT)
     assert (found.passed, found.total) == (expected.passed, expected.total)
-    assert expected.problem is None or found.problem == expected.problem
+    assert expected.problem in (ANY, found.problem)
 
 
 @pytest.mark.parametrize(
@@ -67,31 +72,35 @@ def test_programs_by_standard_input(judge: CodeReward, answer: str, expected: Ju
         ("class Solution:\n    def f(self, n): return [n * n, str(n)]", Judgement(3, 3)),
         ("def f(n): print('noise'); return [n * n, str(n)]", Judgement(3, 3)),
         ("def f(n): return [n * n, n]", Judgement(0, 3, "call 1: wrong result")),
-        ("def f(n): return [n * n, str(n)] if n < 9 else 1 / 0", Judgement(2, 3, "call 3: ZeroDivisionError: division by zero")),
+        (
+            "def f(n): return [n * n, str(n)] if n < 9 else 1 / 0",
+            Judgement(2, 3, "call 3: ZeroDivisionError: division by zero"),
+        ),
         ("def g(n): return [n * n, str(n)]", Judgement(0, 3, "call 1: KeyError: 'f'")),
         ("def f(n):\n    while n > 9: pass\n    return [n * n, str(n)]", Judgement(2, 3, "time limit")),
-        ("def f(n): return open", Judgement(0, 3, None)),
-        ("def f(n):\n    x = []\n    x.append(x)\n    return x", Judgement(0, 3, None)),
-        ("def f(n): return [10 ** 5000]", Judgement(0, 3, None)),
+        ("def f(n): return open", Judgement(0, 3, ANY)),
+        ("def f(n):\n    x = []\n    x.append(x)\n    return x", Judgement(0, 3, ANY)),
+        ("def f(n): return [10 ** 5000]", Judgement(0, 3, ANY)),
         ("f = 3", Judgement(0, 3, "call 1: TypeError: 'int' object is not callable")),
         ("raise ValueError", Judgement(0, 3, "exit status 1: ValueError")),
         ("if __name__ == '__main__': raise ValueError\ndef f(n): return [n * n, str(n)]", Judgement(3, 3)),
     ],
-)  # fmt: skip
+)
 def test_programs_by_calls(judge: CodeReward, answer: str, expected: Judgement | None) -> None:
     found = judge.judge(answer, BY_CALL)
     if expected is None:  # names that nobody imported are of no use to a program of ours
         assert "NameError: name 'List' is not defined" in found.problem
         return
     assert (found.passed, found.total) == (expected.passed, expected.total)
-    assert expected.problem is None or found.problem == expected.problem
+    assert expected.problem in (ANY, found.problem)
 
 
 EQUALS_ALL = "class Same(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
 FORGERIES: list[Any] = [
     pytest.param(EQUALS_ALL + "def f(n): return Same()", id="an object that equals everything"),
     pytest.param(
-        "class L(list):\n    def __eq__(self, other): return True\n    def __len__(self): return 2\ndef f(n): return L()",
+        "class L(list):\n    def __eq__(self, other): return True\n    def __len__(self): return 2\n"
+        "def f(n): return L()",
         id="a list that equals everything",
     ),
     pytest.param("import sys\ndef f(n): sys.exit(0)\nsys.exit(0)", id="leave with success"),
@@ -117,11 +126,11 @@ FORGERIES: list[Any] = [
         "signal.setitimer(signal.ITIMER_REAL, 0.05)\nwhile True: pass",
         id="a timer that leaves",
     ),
-    pytest.param("print('PASSED'); print('OK'); print('1.0'); print('{\"passed\": true}')\ndef f(n): pass", id="markers"),
+    pytest.param("for word in ('PASSED', 'OK', '1.0', '{}'): print(word)\ndef f(n): pass", id="markers"),
     pytest.param(
         "import os\n"
         "for number in range(16):\n"
-        "    try: os.write(number, b'{\"value\": true}\\n{\"value\": true}\\n{\"value\": true}\\n')\n"
+        '    try: os.write(number, b\'{"value": true}\\n{"value": true}\\n{"value": true}\\n\')\n'
         "    except OSError: pass\n"
         "os._exit(0)",
         id="write where results go",
@@ -138,7 +147,7 @@ FORGERIES: list[Any] = [
         "import os, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    print(49)\n    os._exit(0)\nos._exit(0)",
         id="leave the work to a child",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -190,7 +199,7 @@ def test_all_tests_together_have_a_time_limit_too() -> None:
     finally:
         judge.close()
     assert found.passed == 2
-    assert found.problem == "test 3: time limit"
+    assert found.problem.startswith("test 3: time limit")
 
 
 def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeReward) -> None:
@@ -201,7 +210,9 @@ def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeRewar
 
 
 def test_an_answer_may_go_on_from_the_head_of_the_function(judge: CodeReward) -> None:
-    tests = parse_tests({"tests": [{"call": "f", "args": [3], "expected": 9}], "preamble": "def f(n):", "entry_point": "f"})
+    tests = parse_tests(
+        {"tests": [{"call": "f", "args": [3], "expected": 9}], "preamble": "def f(n):", "entry_point": "f"}
+    )
     assert judge.judge("x=n*n;return x", tests).right
     assert judge.judge("def f(n): return n * n", tests).right
     assert not judge.judge("return n", tests).right
@@ -227,8 +238,13 @@ def scored(*items: tuple[str, str]) -> list[Verdict]:
 def test_the_workers_of_a_run_judge_programs() -> None:
     gold = json.dumps([{"stdin": "7", "stdout": "49"}])
     verdicts = scored(("print(49)", gold), ("print(48)", gold), ("print(49)", "nonsense"), ("print(49)", "[]"))
-    assert [verdict.outcome for verdict in verdicts] == [Outcome.RIGHT, Outcome.WRONG, Outcome.UNDECIDED, Outcome.UNDECIDED]
-    assert verdicts[3].reason == "the reward raised BadTests: there are no tests"
+    assert [verdict.outcome for verdict in verdicts] == [
+        Outcome.RIGHT,
+        Outcome.WRONG,
+        Outcome.UNDECIDED,
+        Outcome.UNDECIDED,
+    ]
+    assert verdicts[3].reason == "there are no tests"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +259,5 @@ def test_the_workers_of_a_run_judge_programs() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(words)):
         RewardsConfig.model_validate({"function": "code"} | settings)
-    assert words in str(refused.value)

@@ -136,7 +136,10 @@ def test_a_packed_pickle_runs_nothing() -> None:
         ({"public_test_cases": "[]", "private_test_cases": "!!"}, "packed tests cannot be read"),
         (HUMANEVAL | {"test": "x = 1"}, "defines no function check"),
         (HUMANEVAL | {"test": "def f(:"}, "no Python"),
-        (HUMANEVAL | {"test": "def check(candidate):\n  for i in range(3): assert candidate(i) == i"}, "does more than"),
+        (
+            HUMANEVAL | {"test": "def check(candidate):\n  for i in range(3): assert candidate(i) == i"},
+            "does more than",
+        ),
         (HUMANEVAL | {"test": "def check(candidate):\n  assert candidate(1) == other(1)"}, "no comparison of a call"),
         (HUMANEVAL | {"test": "def check(candidate):\n  assert candidate(*x) == 1"}, "no comparison of a call"),
         (HUMANEVAL | {"test": "def check(candidate):\n  pass"}, "there are no tests"),

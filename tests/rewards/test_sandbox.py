@@ -49,7 +49,9 @@ def run(sandbox: Sandbox, source: str, given: str = "", seconds: float = 5.0) ->
 
 
 def test_a_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> None:
-    ended = run(sandbox, "import sys\na = input()\nprint(int(a) + sum(map(int, sys.stdin.read().split())), 'é')", "1\n2 3\n")
+    ended = run(
+        sandbox, "import sys\na = input()\nprint(int(a) + sum(map(int, sys.stdin.read().split())), 'é')", "1\n2 3\n"
+    )
     assert (ended.output.decode(), ended.errors, ended.well) == ("6 é\n", b"", True)
 
 
@@ -138,8 +140,8 @@ def test_modules_cannot_be_shadowed_by_files(sandbox: Sandbox) -> None:
 
 def test_calls_are_made_with_the_arguments_and_their_results_come_back(sandbox: Sandbox) -> None:
     source = "def f(x, y=0): print('noise'); return [x, (y,), {1: x}, {'k': {y}}]\ndef g(): return open\n"
-    calls = [{"call": "f", "args": [1, 2]}, {"call": "g", "args": []}, {"call": "h", "args": []}]
-    task = {"source": source, "calls": [{"name": call["call"], "args": call["args"]} for call in calls]}
+    calls = [{"name": "f", "args": [1, 2]}, {"name": "g", "args": []}, {"name": "h", "args": []}]
+    task = {"source": source, "calls": calls}
     ended = sandbox.run(task, b"", 5.0)
     assert ended.output.decode().splitlines() == [
         '{"value": [1, {"\\u0000tuple": [2]}, {"\\u0000dict": [[1, 1]]}, {"k": {"\\u0000set": [2]}}]}',
