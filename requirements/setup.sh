@@ -70,8 +70,9 @@ offer_bubblewrap() {
     command -v bwrap >/dev/null 2>&1 && return
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
         echo "setup: bubblewrap, for the sandbox of code rewards"
-        { apt-get install -y --no-install-recommends bubblewrap ||
-            { apt-get update && apt-get install -y --no-install-recommends bubblewrap; }; } >/dev/null 2>&1 && return
+        { timeout 120 apt-get install -y --no-install-recommends bubblewrap ||
+            { timeout 120 apt-get update && timeout 120 apt-get install -y --no-install-recommends bubblewrap; }; } \
+            >/dev/null 2>&1 && return
     fi
     echo "setup: no bubblewrap; code rewards will use a weaker sandbox (on Debian: apt-get install bubblewrap)"
 }

@@ -78,6 +78,14 @@ class ProgramGroup:
         self._folders = []
 
 
+def remove_groups_of(process: int) -> None:
+    """Remove the groups that a process has left behind which was killed."""
+    with contextlib.suppress(OSError):
+        for hierarchy in find_hierarchies():
+            for folder in hierarchy.folder.glob(f"{_PREFIX}{process}-*"):
+                _remove(folder, time.monotonic() + _REMOVE_SECONDS)
+
+
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
     """Where groups for memory and processes can be made: below our own group, else at the root that we see.
 

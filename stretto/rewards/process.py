@@ -18,6 +18,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
+from stretto.rewards.cgroups import remove_groups_of
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.wire import FromWorker, Progress, Ready, Refused, Reply, Request, WorkerSettings, Worth
 
@@ -96,6 +97,8 @@ class WorkerProcess:
         self._wire.close()
         self._ready.cancel()
         code = await self._exit_code()
+        if self._process is not None and self.facts:  # it had a sandbox
+            await asyncio.to_thread(remove_groups_of, self._process.pid)
         if self._progress is not None:
             self._progress.close()
             self._progress = None

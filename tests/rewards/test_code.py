@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,6 +246,15 @@ def test_the_workers_of_a_run_judge_programs() -> None:
         Outcome.UNDECIDED,
     ]
     assert verdicts[3].reason == "there are no tests"
+
+
+def test_workers_that_are_killed_leave_no_control_group() -> None:
+    def groups() -> set[Path]:
+        return {path for path in Path("/sys/fs/cgroup").glob("*/**/stretto-*") if path.is_dir()}
+
+    before = groups()
+    scored(("print(49)", json.dumps([{"stdin": "7", "stdout": "49"}])))
+    assert groups() <= before
 
 
 @pytest.mark.parametrize(
