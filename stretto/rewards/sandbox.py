@@ -6,11 +6,11 @@ could not run it at all is a `SandboxFailed`. The one is a wrong answer, the oth
 
 from __future__ import annotations
 
+import json
 import marshal
 import os
 import select
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ _END_SECONDS = 2.0
 _KEPT_ERRORS = 4096  # bytes of the last errors, to be shown
 _READ = 1 << 16
 _LARGEST_REPLY = 1 << 16
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_STOP = b"k"  # anything that is no order
 _GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # what the guest itself takes of its group
 
 
@@ -81,6 +81,26 @@ class _Reply(NamedTuple):
         status, timed_out, seconds, cpu_seconds, memory = REPLY.unpack_from(message)
         problem = message[REPLY.size :].decode(errors="replace")
         return cls(status, timed_out, seconds, cpu_seconds, memory, problem)
+
+
+class _Written:
+    """What a program has written, as far as it is kept: the beginning of its output, the end of its errors."""
+
+    def __init__(self, limit: int) -> None:
+        self.output, self.errors = bytearray(), bytearray()
+        self.flooded = False
+        self._limit, self._error_bytes = limit, 0
+
+    def take_output(self, chunk: bytes) -> None:
+        self.output += chunk
+        self.flooded |= len(self.output) > self._limit
+        del self.output[self._limit :]
+
+    def take_errors(self, chunk: bytes) -> None:
+        self._error_bytes += len(chunk)
+        self.flooded |= self._error_bytes > self._limit
+        self.errors += chunk
+        del self.errors[:-_KEPT_ERRORS]
 
 
 class Sandbox:
@@ -136,7 +156,7 @@ class Sandbox:
                 socket.send_fds(self._control, [ORDER.pack(seconds)], descriptors)
                 output.close_write()
                 errors.close_write()
-                reply, flooded, written = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
+                reply, written = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
         except OSError as error:
             raise self._failed(str(error)) from error
         if reply.problem:
@@ -146,9 +166,9 @@ class Sandbox:
         return Ended(
             status=reply.status,
             timed_out=reply.timed_out,
-            flooded=flooded,
-            output=bytes(written[0]),
-            errors=bytes(written[1][-_KEPT_ERRORS:]),
+            flooded=written.flooded,
+            output=bytes(written.output),
+            errors=bytes(written.errors),
             seconds=reply.seconds,
             cpu_seconds=reply.cpu_seconds,
             memory=reply.memory,
@@ -178,30 +198,27 @@ class Sandbox:
         interpreter = find_interpreter(walls)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = os.memfd_create("stretto-words")
-        with theirs:
+        with theirs, _Pipe() as told:
             self._guest = subprocess.Popen(
-                command(walls, interpreter, config, theirs.fileno()),
+                command(walls, interpreter, config, theirs.fileno(), told.write),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._words,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), told.write),
                 env={},  # bubblewrap's own environment can be read in the sandbox
                 cwd="/",
                 start_new_session=True,
             )
+            told.close_write()
+            if self._group is not None:
+                self._group.add(_told_process(told.read))
         self._control.settimeout(_START_SECONDS)
-        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._introduce(guest_program(interpreter), guest_settings(walls, interpreter, config))
 
     def _introduce(self, program: bytes, settings: Mapping[str, Any]) -> None:
-        """Put the guest into its group, and tell it who it is."""
+        """Tell the guest who it is."""
         assert self._control is not None
-        hello, ancillary, _, _ = self._control.recvmsg(_LARGEST_REPLY, socket.CMSG_SPACE(_CREDENTIALS.size))
-        if not hello:
-            raise OSError("the guest ended before it said hello")
         self._control.send(program)
-        if self._group is not None:
-            self._group.add(_CREDENTIALS.unpack(ancillary[0][2])[0])
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             socket.send_fds(self._control, [marshal.dumps(dict(settings))], [proc])
@@ -210,45 +227,38 @@ class Sandbox:
         if self._heard() != b"ready":
             raise OSError("the guest does not know what it should")
 
-    def _follow(self, output: int, errors: int, until: float) -> tuple[_Reply, bool, tuple[bytearray, bytearray]]:
+    def _follow(self, output: int, errors: int, until: float) -> tuple[_Reply, _Written]:
         """Read what the program writes until the guest says how it ended.
 
         Raises:
             OSError: the guest is gone, or silent.
         """
         assert self._control is not None
-        control, limit = self._control.fileno(), self._config.output_mib << 20
-        written, dropped, flooded = (bytearray(), bytearray()), 0, False
-        reply: _Reply | None = None
+        control, written = self._control.fileno(), _Written(self._config.output_mib << 20)
+        takers = {output: written.take_output, errors: written.take_errors}
         poll = select.poll()
-        for descriptor in (control, output, errors):
+        for descriptor in (control, *takers):
             poll.register(descriptor, select.POLLIN)
-        open_ends = {output: written[0], errors: written[1]}
-        while reply is None or open_ends:
+        reply, stopped = None, False
+        while reply is None or takers:
             ready = poll.poll(0 if reply else max(0.0, until - time.monotonic()) * 1000)
-            if not ready and reply:
-                break  # without namespaces a process that the program left behind may keep the other end open
-            if not ready:
+            if reply is None and not ready:
                 raise OSError("the guest does not say how the program ended")
+            if reply and (not ready or time.monotonic() > until):
+                break  # without namespaces, a process that the program left behind keeps the other end open
             for descriptor, _ in ready:
                 if descriptor == control:
                     reply = _Reply.parsed(self._heard())
                     poll.unregister(control)
                 elif chunk := os.read(descriptor, _READ):
-                    open_ends[descriptor] += chunk
+                    takers[descriptor](chunk)
                 else:
                     poll.unregister(descriptor)
-                    del open_ends[descriptor]
-            if len(written[1]) > _READ:
-                dropped += len(written[1]) - _KEPT_ERRORS
-                del written[1][:-_KEPT_ERRORS]
-            if not flooded and max(len(written[0]), dropped) > limit:
-                flooded = True
-                if reply is None:
-                    self._control.send(b"k")
-            if flooded:
-                del written[0][limit:]
-        return reply, flooded, written
+                    del takers[descriptor]
+            if written.flooded and reply is None and not stopped:
+                self._control.send(_STOP)
+                stopped = True
+        return reply, written
 
     def _heard(self) -> bytes:
         assert self._control is not None
@@ -284,6 +294,14 @@ class Sandbox:
         if self._words is not None:
             os.close(self._words)
         self._control = self._guest = self._words = None
+
+
+def _told_process(descriptor: int) -> int:
+    """The number of the guest, which bubblewrap tells before it begins."""
+    try:
+        return int(json.loads(os.read(descriptor, _READ))["child-pid"])
+    except (ValueError, KeyError) as error:
+        raise OSError("bubblewrap ended before the guest began") from error
 
 
 @contextmanager

@@ -47,10 +47,8 @@ _ON_THE_HOST = _INSIDE_BWRAP | _NEW_IPC | _NEW_NET | _NEW_UTS
 _LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # what ABI 1, 2 and 3 know to watch over
 _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
-#: Says hello before it imports anything, so that the host can put it into its group meanwhile.
 _BEGINNING = """import _socket, marshal, sys
 control = _socket.socket(fileno=int(sys.argv[1]))
-control.send(b"hello")
 exec(marshal.loads(control.recv(1 << 20)))
 Guest(control).serve()
 """
@@ -143,14 +141,15 @@ def guest_uid() -> int | None:
     return _FIRST_UNUSED_UID + os.getpid() % _UNUSED_UIDS if os.getuid() == 0 else None
 
 
-def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control: int) -> list[str]:
-    """What starts a guest whose end of the wire is the descriptor `control`.
+def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control: int, told: int) -> list[str]:
+    """What starts a guest whose end of the wire is the descriptor `control`. Where there is a group, bubblewrap writes to
+    `told` which process the guest is, long before that is ready.
 
     Raises:
         OSError: bubblewrap is not installed.
     """
     python = [str(interpreter.executable), "-I", "-S", "-B", "-c", _BEGINNING, str(control)]
-    return [*_bwrap(walls, interpreter, config), *python] if walls.bwrap else python
+    return [*_bwrap(walls, interpreter, config, told), *python] if walls.bwrap else python
 
 
 def guest_program(interpreter: Interpreter) -> bytes:
@@ -162,13 +161,14 @@ def _own_executable() -> Path:
     return Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 
 
-def _bwrap(walls: Walls, interpreter: Interpreter, config: CodeConfig) -> list[str]:
+def _bwrap(walls: Walls, interpreter: Interpreter, config: CodeConfig, told: int) -> list[str]:
     """Root starts bubblewrap as root, so that every interpreter can be shown, and the guest becomes somebody else."""
     program = shutil.which("bwrap", path=_BWRAP_PLACES)
     if program is None:
         raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
     words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--new-session", "--die-with-parent", "--as-pid-1"]
+    words += ["--info-fd", str(told)] if walls.group else []
     words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
     shown = [*interpreter.libraries, interpreter.executable]
     for folder in sorted({folder for path in shown for folder in path.parents if len(folder.parts) > 1}):
