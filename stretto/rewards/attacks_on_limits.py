@@ -90,7 +90,6 @@ for _ in range(40):
         held += os.write(number, bytes(1 << 20))
 print('THROUGH')
 """,
-        Level.A,
     ),
     Attack(
         "limits of others",

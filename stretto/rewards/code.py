@@ -34,7 +34,7 @@ class Judgement(NamedTuple):
 
     @property
     def right(self) -> bool:
-        return self.passed == self.total
+        return self.passed == self.total and not self.problem
 
 
 def code_reward(settings: str) -> CodeReward:

@@ -210,15 +210,15 @@ class Sandbox:
                 start_new_session=True,
             )
             told.close_write()
+            self._control.send(guest_program(interpreter))  # it begins while it is put into its group
             if self._group is not None:
                 self._group.add(_told_process(told.read))
         self._control.settimeout(_START_SECONDS)
-        self._introduce(guest_program(interpreter), guest_settings(walls, interpreter, config))
+        self._introduce(guest_settings(walls, interpreter, config))
 
-    def _introduce(self, program: bytes, settings: Mapping[str, Any]) -> None:
+    def _introduce(self, settings: Mapping[str, Any]) -> None:
         """Tell the guest who it is."""
         assert self._control is not None
-        self._control.send(program)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             socket.send_fds(self._control, [marshal.dumps(dict(settings))], [proc])
@@ -298,10 +298,13 @@ class Sandbox:
 
 def _told_process(descriptor: int) -> int:
     """The number of the guest, which bubblewrap tells before it begins."""
-    try:
-        return int(json.loads(os.read(descriptor, _READ))["child-pid"])
-    except (ValueError, KeyError) as error:
-        raise OSError("bubblewrap ended before the guest began") from error
+    told = b""
+    while not told.rstrip().endswith(b"}"):  # it writes in pieces
+        piece = os.read(descriptor, _READ)
+        if not piece:
+            raise OSError("bubblewrap ended before the guest began")
+        told += piece
+    return int(json.loads(told)["child-pid"])
 
 
 @contextmanager

@@ -142,8 +142,8 @@ def guest_uid() -> int | None:
 
 
 def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control: int, told: int) -> list[str]:
-    """What starts a guest whose end of the wire is the descriptor `control`. Where there is a group, bubblewrap writes to
-    `told` which process the guest is, long before that is ready.
+    """What starts a guest whose end of the wire is the descriptor `control`. Where there is a group, bubblewrap writes
+    to `told` which process the guest is, long before that is ready.
 
     Raises:
         OSError: bubblewrap is not installed.

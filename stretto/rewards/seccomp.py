@@ -23,7 +23,7 @@ _CLONE_NAMESPACES = 0x7E020080  # CLONE_NEW*
 _CLONE_THREAD = 0x00010000
 
 #: Why a program might want them: sockets; another process' memory, files or scheduling; namespaces and mounts; the
-#: kernel's large, young or privileged interfaces; keys that outlive a process.
+#: kernel's large, young or privileged interfaces; keys and memory that no limit counts.
 _REFUSED = """
 socket socketpair connect bind listen accept accept4 sendto sendmsg sendmmsg recvmmsg
 ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp move_pages migrate_pages
@@ -32,7 +32,7 @@ open_by_handle_at name_to_handle_at swapon swapoff quotactl quotactl_fd acct reb
 io_uring_setup io_uring_enter io_uring_register userfaultfd bpf perf_event_open fanotify_init fanotify_mark
 keyctl add_key request_key init_module finit_module delete_module kexec_load kexec_file_load
 settimeofday clock_settime clock_adjtime adjtimex syslog lookup_dcookie iopl ioperm
-shmget msgget semget mq_open memfd_secret
+shmget msgget semget mq_open memfd_secret memfd_create
 """
 #: Where no namespace parts the program from other processes of its user.
 _REFUSED_AMONG_OTHERS = """
@@ -68,7 +68,8 @@ quotactl 179 tkill 200 sched_setaffinity 203 lookup_dcookie 212 clock_settime 22
 add_key 248 request_key 249 keyctl 250 ioprio_set 251 migrate_pages 256 unshare 272 move_pages 279 accept4 288
 rt_tgsigqueueinfo 297 perf_event_open 298 recvmmsg 299 fanotify_init 300 fanotify_mark 301 prlimit64 302
 name_to_handle_at 303 open_by_handle_at 304 clock_adjtime 305 sendmmsg 307 setns 308 process_vm_readv 310
-process_vm_writev 311 kcmp 312 finit_module 313 sched_setattr 314 kexec_file_load 320 bpf 321 userfaultfd 323
+process_vm_writev 311 kcmp 312 finit_module 313 sched_setattr 314 memfd_create 319
+kexec_file_load 320 bpf 321 userfaultfd 323
 """
 _AARCH64 = """
 lookup_dcookie 18 ioprio_set 30 umount2 39 mount 40 pivot_root 41 chroot 51 quotactl 60 acct 89 unshare 97
@@ -79,7 +80,7 @@ socket 198 socketpair 199 bind 200 listen 201 accept 202 connect 203 sendto 206 
 keyctl 219 clone 220 swapon 224 swapoff 225 migrate_pages 238 move_pages 239 rt_tgsigqueueinfo 240 perf_event_open 241
 accept4 242 recvmmsg 243 prlimit64 261 fanotify_init 262 fanotify_mark 263 name_to_handle_at 264 open_by_handle_at 265
 clock_adjtime 266 setns 268 sendmmsg 269 process_vm_readv 270 process_vm_writev 271 kcmp 272 finit_module 273
-sched_setattr 274 bpf 280 userfaultfd 282 kexec_file_load 294
+sched_setattr 274 memfd_create 279 bpf 280 userfaultfd 282 kexec_file_load 294
 """
 
 ARCHITECTURES = {

@@ -170,6 +170,12 @@ def test_what_is_written_among_the_results_of_calls_is_wrong(judge: CodeReward) 
     assert judge.judge(program, BY_CALL) == Judgement(0, 3, "it wrote among the results of its calls")
 
 
+def test_right_results_and_a_wrong_end_are_wrong(judge: CodeReward) -> None:
+    program = "import atexit, os\natexit.register(os._exit, 3)\ndef f(n): return [n * n, str(n)]"
+    found = judge.judge(program, BY_CALL)
+    assert (found.passed, found.right, found.problem) == (3, False, "exit status 3")
+
+
 def test_expected_outputs_never_come_into_the_sandbox(judge: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     run = judge._sandbox.run
