@@ -17,6 +17,7 @@ from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeErro
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
+from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
 from stretto.model.build import build_policy
 from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
@@ -43,6 +44,7 @@ class Plan:
     training: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     demonstrations: tuple[Demonstration, ...]
+    notes: tuple[str, ...] = ()  # what the data has to say
 
     @property
     def longest_prompt(self) -> int:
@@ -63,7 +65,8 @@ def make_plan(recipe: Recipe) -> Plan:
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
     _check_top_k(recipe, base)
-    questions = recipe.task.questions(recipe.seed)
+    sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
+    questions = sifted.questions
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
@@ -78,6 +81,7 @@ def make_plan(recipe: Recipe) -> Plan:
         training=prompts[: len(questions.training)],
         held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
+        notes=tuple(sifted.warnings),
     )
 
 
@@ -220,7 +224,7 @@ def available_memory() -> int:
 
 def warnings(plan: Plan) -> Sequence[str]:
     """What will work, but perhaps not as hoped."""
-    recipe, notes = plan.recipe, []
+    recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
     threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:

@@ -15,20 +15,24 @@ _ANSWER_SECONDS = 1.0
 class BuiltIn:
     """A reward function as ``package.module:function``, and its hard limit for one answer in seconds.
 
-    `configured`: what is named there makes the function, from its section of the recipe.
+    `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
+    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from its section of the recipe.
     """
 
     function: str
     timeout: float = _ANSWER_SECONDS
+    gold: str = ""
     configured: bool = False
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
-    "code": BuiltIn("stretto.rewards.code:code_reward", timeout=30.0, configured=True),
+    "code": BuiltIn(
+        "stretto.rewards.code:code_reward", timeout=30.0, gold="stretto.rewards.code_formats:gold", configured=True
+    ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
     "last_number": BuiltIn("stretto.rewards.functions:last_number"),
-    "math": BuiltIn("stretto.rewards.math:math"),
+    "math": BuiltIn("stretto.rewards.math:math", gold="stretto.rewards.math:gold"),
 }
 
 

@@ -16,9 +16,10 @@ from stretto.rewards.functions import Undecided
 from stretto.rewards.math_comparison import same
 from stretto.rewards.math_extraction import Piece, final_answer, without_frame
 from stretto.rewards.math_limits import LONGEST_ANSWER, check_piece
-from stretto.rewards.math_opinion import accepts
-from stretto.rewards.math_reading import Node, Unreadable, read
+from stretto.rewards.math_opinion import accepts, parsed
+from stretto.rewards.math_reading import read, understand
 from stretto.rewards.math_spelling import compact, spelled
+from stretto.rewards.math_structure import Node, Unreadable
 
 
 def math(prompt: str, completion: str, answer: str) -> bool:
@@ -36,7 +37,24 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     return judged(gold, given)
 
 
-@lru_cache(maxsize=4096)
+def gold(prompt: str, completion: str, answer: str) -> bool:
+    """Can `answer` be a gold answer?
+
+    Raises:
+        Undecided: it cannot; the reason says why.
+    """
+    piece = gold_piece(answer)
+    try:
+        understand(read(piece.text))
+    except Unreadable:
+        try:
+            parsed(_shown(piece))
+        except Unreadable as error:
+            raise Undecided(f"a gold answer that cannot be read: {error}") from None
+    return True
+
+
+@lru_cache(maxsize=1 << 16)
 def gold_piece(answer: str) -> Piece:
     """The final answer of a gold answer.
 

@@ -8,37 +8,22 @@ that writes the question back as ``x > 5`` would be right too often).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
-from itertools import pairwise
 
-import sympy
-from sympy.core.function import AppliedUndef
-
-from stretto.rewards.math_equality import proportional, same_value, within
-from stretto.rewards.math_reading import (
+from stretto.rewards.math_relations import as_asked, as_interval, is_naming, same_relation
+from stretto.rewards.math_scalars import Opinion, any_of, same_scalar
+from stretto.rewards.math_structure import (
     Choice,
     Dots,
     Listing,
     Matrix,
     Node,
-    Number,
     Ratio,
     Relation,
     Scalar,
     Union,
-    Unreadable,
     Words,
-    expression,
     letters,
-    number,
 )
-
-Opinion = bool | None
-
-_NAMING = ("=", r"\in")
-_FLIPPED = {">": "<", r"\ge": r"\le"}
-_PLACES = 6  # digits behind the point that an approximation of an exact value needs, as for math-verify
-_SIGNIFICANT = 5
 
 
 def same(gold: Node, answer: Node) -> Opinion:
@@ -47,19 +32,20 @@ def same(gold: Node, answer: Node) -> Opinion:
     Raises:
         Undecided: its numbers are too large.
     """
-    if isinstance(answer, Relation) and answer.signs[-1] in _NAMING and not isinstance(gold, Relation):
+    if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
         return same(gold, answer.sides[-1])
     match gold, answer:
         case Choice(), Choice():
             return gold.letter == answer.letter
         case Choice(), _:
-            return _any([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
+            return any_of([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
         case _, Choice():
-            return _any([_same_words(gold, Words(answer.letter)), same(gold, answer.content)])
+            return any_of([_same_words(gold, Words(answer.letter)), same(gold, answer.content)])
         case Relation(), Relation():
-            return _same_relation(gold, answer)
+            return same_relation(gold, answer, same)
         case Relation(), _:
-            return _named_or_interval(gold, answer)
+            asked = as_asked(gold)
+            return None if asked is None and isinstance(answer, Union) else asked is not None and same(asked, answer)
         case (Words(), _) | (_, Words()):
             return _same_words(gold, answer)
         case Listing(), Listing():
@@ -87,9 +73,6 @@ def same(gold: Node, answer: Node) -> Opinion:
     return False
 
 
-# Texts.
-
-
 def _same_words(gold: Node, answer: Node) -> Opinion:
     first, second = letters(gold), letters(answer)
     if not first or not second:
@@ -100,82 +83,11 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
     return None if any(letter.isdigit() for text in told for letter in text) else False
 
 
-_NUMERALS = {
-    name: str(value)
-    for value, name in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty".split()
-    )
-}
-
-
-# Numbers and expressions.
-
-
-def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
-    """Two expressions. A unit that only one of them has says nothing; a percent sign may be a unit, or a hundredth."""
-    if gold.unit and answer.unit and gold.unit != answer.unit:
-        return False
-    if gold.percent == answer.percent:
-        return _same_latex(gold.latex, answer.latex, 1)
-    hundred = (1, 100) if gold.percent else (1, sympy.Rational(1, 100))
-    return _any(_same_latex(gold.latex, answer.latex, factor) for factor in hundred)
-
-
-def _same_latex(gold: str, answer: str, factor: sympy.Rational | int) -> Opinion:
-    """Is gold = factor · answer?"""
-    if gold == answer and factor == 1:
-        return True
-    first, second = number(gold), number(answer)
-    if first is not None and second is not None:
-        return _same_numbers(first, second, factor)
-    try:
-        one, other = expression(gold), _times(factor, expression(answer))
-    except Unreadable:
-        return None
-    if one in (sympy.oo, -sympy.oo) or other in (sympy.oo, -sympy.oo):
-        return bool(one == other)
-    found = same_value(one, other)
-    if found is False:
-        return _rounded(first, other) or _rounded(second, one) or _same_letter(gold, answer)
-    return found if found is not None else (True if one == other else None)
-
-
-def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational | int) -> bool:
-    from_answer = answer.value * factor.numerator / factor.denominator
-    if gold.value == from_answer:
-        return True
-    if factor != 1 or gold.places == answer.places:
-        return False
-    return _approximates(gold, answer) or _approximates(answer, gold)
-
-
-def _approximates(short: Number, exact: Number) -> bool:
-    """Is a decimal the other number, rounded to the decimal's own last place?"""
-    if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
-        return False
-    return abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1
-
-
-def _fine_enough(decimal: Number) -> bool:
-    return decimal.places is not None and decimal.places >= _PLACES and decimal.significant >= _SIGNIFICANT
-
-
-def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
-    """Is a decimal the value of an expression without decimals, rounded to the decimal's own last place?"""
-    if decimal is None or not _fine_enough(decimal) or exact.free_symbols or exact.has(sympy.Float):
-        return False
-    return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
-
-
-def _same_letter(gold: str, answer: str) -> bool:
-    """Choices are chosen in either case."""
-    return len(gold) == 1 and gold.isalpha() and gold.lower() == answer.lower()
-
-
-def _any(opinions: object) -> Opinion:
-    found = list(opinions)  # type: ignore[call-overload]
-    return True if True in found else None if None in found else False
+_COUNTED = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+)
+_NUMERALS = {name: str(value) for value, name in enumerate(_COUNTED.split())}
 
 
 # Lists, tuples, sets, intervals.
@@ -272,173 +184,8 @@ def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
     return False if quotient is None or _is_clock(below) else same_scalar(quotient, other)
 
 
-# Relations.
-
-
-def _same_relation(gold: Relation, answer: Relation) -> Opinion:
-    if all(sign in _NAMING for sign in (*gold.signs, *answer.signs)):
-        return _same_equation(gold, answer)
-    one, other = _steps(gold), _steps(answer)
-    if one is None or other is None:
-        return None
-    if len(one) != len(other):
-        return False
-    left = list(other)
-    for step in one:
-        opinions = [_same_step(step, candidate) for candidate in left]
-        if True not in opinions:
-            return None if None in opinions else False
-        del left[opinions.index(True)]
-    return True
-
-
-def _same_equation(gold: Relation, answer: Relation) -> Opinion:
-    """``x = 5`` names 5: the same name needs the same value. Other equations are the same when one is a multiple."""
-    one, other = _name(gold.sides[0]), _name(answer.sides[0])
-    if one is not None and one == other:
-        return same(gold.sides[-1], answer.sides[-1])
-    if (renamed := _same_definition(gold, answer)) is not None:
-        return renamed
-    first, second = _difference(gold.sides[0], gold.sides[-1]), _difference(answer.sides[0], answer.sides[-1])
-    if first is not None and second is not None:
-        sign = proportional(first, second)
-        if sign:
-            return True
-        symbols = first.free_symbols | second.free_symbols
-        linear = all(side.is_polynomial(*symbols) for side in (first, second)) and len(symbols) > 0
-        return False if sign == 0 and linear else None
-    if one is not None and other is not None:
-        return False
-    return None
-
-
-def _same_definition(gold: Relation, answer: Relation) -> Opinion:
-    """``f(n) = n + 1`` defines what ``f(x) = x + 1`` does; None if these are no definitions of one function."""
-    sides = [side for relation in (gold, answer) for side in (relation.sides[0], relation.sides[-1])]
-    try:
-        call, value, other_call, other_value = [
-            expression(side.latex) if isinstance(side, Scalar) else sympy.nan for side in sides
-        ]
-    except Unreadable:
-        return None
-    if not isinstance(call, AppliedUndef) or not isinstance(other_call, AppliedUndef) or sympy.nan in (value, other_value):
-        return None
-    if call.func != other_call.func or not all(arg.is_Symbol for arg in (*call.args, *other_call.args)):
-        return None
-    if len(call.args) != len(other_call.args):
-        return None
-    return same_value(value, other_value, dict(zip(map(str, other_call.args), map(str, call.args), strict=True)))
-
-
-def _name(side: Node) -> str | None:
-    """What only gives a name to the other side: x, f(x), AB/CD, (p, q), a text."""
-    match side:
-        case Words(text=text):
-            return text.replace(" ", "")
-        case Listing(items=items):
-            names = [_name(item) for item in items]
-            return None if None in names else "(" + ",".join(map(str, names)) + ")"
-        case Ratio(parts=parts):
-            names = [_name(part) for part in parts]
-            return None if None in names else ":".join(map(str, names))
-        case Scalar(latex=latex):
-            try:
-                found = expression(latex)
-            except Unreadable:
-                return latex.replace(" ", "")
-            return str(found) if _is_name(found) else None
-    return None
-
-
-def _is_name(found: sympy.Basic) -> bool:
-    if isinstance(found, sympy.Symbol | AppliedUndef):
-        return True
-    if isinstance(found, sympy.Mul):
-        return all(_is_name(part) for part in found.args)
-    return isinstance(found, sympy.Pow) and found.exp == -1 and _is_name(found.base)
-
-
-Step = tuple[str, sympy.Basic]
-
-
-def _steps(relation: Relation) -> list[Step] | None:
-    """``a < b >= c`` as differences that are positive or not negative (or unequal to, or equal to, zero)."""
-    steps: list[Step] = []
-    for (left, right), sign in zip(pairwise(relation.sides), relation.signs, strict=True):
-        low, high = (right, left) if sign in _FLIPPED else (left, right)
-        difference = _difference(high, low)
-        if difference is None:
-            return None
-        steps.append((_FLIPPED.get(sign, sign), difference))
-    return steps
-
-
-def _same_step(one: Step, other: Step) -> Opinion:
-    if one[0] != other[0]:
-        return False
-    sign = proportional(one[1], other[1])
-    if sign is None:
-        return None
-    return sign > 0 if one[0] in ("<", r"\le") else sign != 0
-
-
-def _difference(left: Node, right: Node) -> sympy.Basic | None:
-    if not isinstance(left, Scalar) or not isinstance(right, Scalar):
-        return None
-    try:
-        return sympy.Add(expression(left.latex), _times(-1, expression(right.latex)), evaluate=False)
-    except Unreadable:
-        return None
-
-
-def _times(factor: sympy.Rational | int, found: sympy.Basic) -> sympy.Basic:
-    """A product that sympy does not compute: a power in it may be too large to be."""
-    return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)
-
-
-def _named_or_interval(gold: Relation, answer: Node) -> Opinion:
-    if all(sign in _NAMING for sign in gold.signs):
-        return same(gold.sides[-1], answer) if _name(gold.sides[0]) is not None else False
-    if gold.signs == (r"\neq",) and isinstance(answer, Union):
-        low, high = Scalar(r"-\infty"), Scalar(r"\infty")
-        return _matched([Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))], answer.parts)
-    interval = as_interval(gold)
-    if interval is None:
-        return None if isinstance(answer, Listing | Union) else False
-    return same(interval, answer)
-
-
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
     """``x < 1 or x > 2`` against intervals."""
     intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
     found = [interval for interval in intervals if interval is not None]
     return _matched(found, answer.parts) if len(found) == len(gold) else False
-
-
-def as_interval(relation: Relation) -> Listing | None:
-    """``a < x <= b`` and ``x > a`` as the interval they say, where x is no number and the ends are."""
-    sides, signs = relation.sides, relation.signs
-    if all(sign in _FLIPPED for sign in signs):
-        sides, signs = sides[::-1], tuple(_FLIPPED[sign] for sign in reversed(signs))
-    if not all(sign in ("<", r"\le") for sign in signs) or len(sides) > 3:
-        return None
-    if len(sides) == 2:
-        below, above = (_is_number(side) for side in sides)
-        if below == above:
-            return None
-        low, high = (sides[0], Scalar(r"\infty")) if below else (Scalar(r"-\infty"), sides[1])
-        opening = "[" if below and signs[0] == r"\le" else "("
-        closing = "]" if above and signs[0] == r"\le" else ")"
-        return Listing(opening, closing, (low, high))
-    if not _is_number(sides[0]) or _is_number(sides[1]) or not _is_number(sides[2]):
-        return None
-    return Listing("[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")", (sides[0], sides[2]))
-
-
-def _is_number(side: Node) -> bool:
-    if not isinstance(side, Scalar):
-        return False
-    try:
-        return not expression(side.latex).free_symbols
-    except Unreadable:
-        return False

@@ -19,9 +19,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stretto.rewards.math_limits import LONGEST_TAIL
-from stretto.rewards.math_spelling import closing_at
 from stretto.rewards.math_units import without_unit
 
 
@@ -33,9 +33,12 @@ class Piece:
     certain: bool
 
 
-_TEMPLATE_END = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>")
+_TEMPLATE_END = re.compile(
+    r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
+)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
 _JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
 _CORRECTED = re.compile(r"\b(?:wait|actually|instead|rather|correct|sorry|mistake|wrong|hmm|no|not)\b", re.IGNORECASE)
@@ -77,6 +80,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
     text = completion[-LONGEST_TAIL:]
     if len(question := prompt.strip()) >= 12:
         text = text.replace(question, "\n")
+    text = _EMPTY_BOX.sub("", text)
     head, found, tail = text.rpartition("</think>")
     if found and _TEMPLATE_END.sub("", tail).strip():
         text = tail
@@ -205,7 +209,7 @@ def _piece_of(rest: str) -> Piece:
     if first is not None:
         return Piece(",".join(_formulas(rest, first)), certain=True)
     told = _told(rest)
-    if is_short(told) and is_formula(without_unit(told)[0]) or not re.search("[0-9]", told):
+    if (is_short(told) and is_formula(without_unit(told)[0])) or not re.search("[0-9]", told):
         return Piece(told, certain=False)
     return _last(told) or Piece(told, certain=False)
 
@@ -232,7 +236,7 @@ def _told(rest: str) -> str:
     """The sentence, without the words that introduce its value, and without what it denies."""
     sentence = re.split(r",?\s+(?:not|rather than|instead of)\s", _sentence(rest.strip()))[0]
     label = _LABEL.match(sentence)
-    return (sentence[label.end() :] if label is not None else sentence).strip(" \"“”*`")
+    return (sentence[label.end() :] if label is not None else sentence).strip(' "“”*`')
 
 
 # No mark at all.
@@ -264,13 +268,8 @@ def _last(text: str) -> Piece | None:
 def _with_neighbours(text: str, spans: list[tuple[int, int, str]], content: str) -> str:
     """The last formula, after those that "and", "or" or a comma joins to it."""
     contents = [content]
-    for (start, _, _), (_, end, before) in zip(spans, spans[1:], strict=False):
+    for (start, _, _), (_, end, before) in pairwise(spans):
         if _BETWEEN.fullmatch(text[end:start]) is None:
             break
         contents.insert(0, before)
     return ",".join(contents)
-
-
-def balanced(text: str) -> bool:
-    """Is every bracket closed?"""
-    return all(closing_at(text, at) >= 0 for at, letter in enumerate(text) if letter in "([{")

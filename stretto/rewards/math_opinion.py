@@ -17,7 +17,7 @@ from math_verify import parse, verify
 
 from stretto.rewards.math_equality import same_value
 from stretto.rewards.math_limits import check_symbolic
-from stretto.rewards.math_reading import Unreadable
+from stretto.rewards.math_structure import Unreadable
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off: ours is not
 _LONGEST = 2_000

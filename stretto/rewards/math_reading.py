@@ -8,115 +8,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
-import sympy
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-
-from stretto.rewards.math_limits import check_piece
-from stretto.rewards.math_spelling import closing_at, compact, spelled
+from stretto.rewards.math_equality import same_value
+from stretto.rewards.math_limits import check_piece, check_symbolic
+from stretto.rewards.math_scalars import expression
+from stretto.rewards.math_spelling import closing_at, spelled
+from stretto.rewards.math_structure import (
+    Choice,
+    Dots,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Unreadable,
+    Words,
+)
 from stretto.rewards.math_units import without_unit
-
-
-class Unreadable(Exception):
-    """Not a form that this file knows."""
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """One expression, with what stood behind it."""
-
-    latex: str
-    percent: bool = False
-    unit: str = ""
-
-
-@dataclass(frozen=True)
-class Words:
-    """A text answer: its letters and digits."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The letter of a choice, with what is to be chosen: ``(A) 5``."""
-
-    letter: str
-    content: Node
-
-
-@dataclass(frozen=True)
-class Dots:
-    """An ellipsis between the items of a list."""
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Items in brackets: ``(`` tuple or open end, ``[`` closed end, ``{`` set, nothing for a bare list."""
-
-    opening: str
-    closing: str
-    items: tuple[Node, ...]
-
-    @property
-    def ordered(self) -> bool:
-        return self.opening not in ("", "{")
-
-
-@dataclass(frozen=True)
-class Relation:
-    """``a = b``, ``a < b <= c``: sides, and the signs between them."""
-
-    sides: tuple[Node, ...]
-    signs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Union:
-    """Parts joined by a union sign."""
-
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of cells."""
-
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """``a : b : c``, or a time of day."""
-
-    parts: tuple[Node, ...]
-
-
-Node = Scalar | Words | Choice | Dots | Listing | Relation | Union | Matrix | Ratio
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
-_DECIMAL = re.compile(r"([+-]?)\s*([0-9]+)(?:\.([0-9]*))?")
-_FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{\s*(-?[0-9]+)\s*\}\{\s*(-?[0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))")
-_MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
 _CHOICE = re.compile(r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL)
 _REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
-_COMMANDS = re.compile(r"\\[a-zA-Z]+")
-_NOT_READ = re.compile(r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}")
+_NOT_READ = re.compile(
+    r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}"
+)
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-_REPEATING = re.compile(r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots)")
-_KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def read(piece: str) -> Node:
     """The structure of a final answer as it was written.
 
@@ -185,9 +113,9 @@ def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
     """A list; ``x = 1, 2, 3`` is one relation whose right side is the list."""
     nodes = [node(item) for item in items]
     first, *rest = nodes
-    if isinstance(first, Relation) and first.signs[-1] in ("=", r"\in") and rest:
-        if not any(isinstance(other, Relation | Dots) for other in rest) and not opening:
-            return Relation((*first.sides[:-1], Listing("", "", (first.sides[-1], *rest))), first.signs)
+    names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in") and not opening
+    if isinstance(first, Relation) and names_all and not any(isinstance(other, Relation | Dots) for other in rest):
+        return Relation((*first.sides[:-1], Listing("", "", (first.sides[-1], *rest))), first.signs)
     flat: list[Node] = []
     for part in nodes:
         flat.extend(part.items if isinstance(part, Listing) and not part.opening else [part])
@@ -222,7 +150,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
     if r"\approx" in signs[1:]:
         first = signs.index(r"\approx", 1)
         sides, signs = sides[: first + 1], signs[:first]
-    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", _COMMANDS.sub("", sides[0])):
+    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
         return node(sides[0])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]
     if not sides[0].strip():
@@ -294,65 +222,26 @@ def _split_on(text: str, command: str) -> list[str]:
     return split(re.sub(re.escape(command) + r"(?![a-z])", "\0", text), "\0")
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number that is written out: its exact value, and the digits after the point (None for a fraction)."""
-
-    value: Fraction
-    places: int | None
-
-    @property
-    def significant(self) -> int:
-        """Digits from the first that is not zero."""
-        return len(str(abs(self.value.numerator * 10 ** (self.places or 0) // self.value.denominator)))
-
-
-def number(latex: str) -> Number | None:
-    """``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``; None for everything else."""
-    latex = latex.strip()
-    if (found := _DECIMAL.fullmatch(latex)) is not None:
-        digits = found[3] or ""
-        value = Fraction(int(found[2] + digits), 10 ** len(digits))
-        return Number(-value if found[1] == "-" else value, len(digits))
-    if (found := _REPEATING.fullmatch(latex)) is not None:
-        start, block = found[3], found[4] or found[5]
-        value = Fraction(int(found[2] + start + block) - int(found[2] + start), 10 ** len(start) * (10 ** len(block) - 1))
-        return Number(-value if found[1] == "-" else value, None)
-    if (found := _MIXED.fullmatch(latex)) is not None and int(found[4]):
-        value = int(found[2]) + Fraction(int(found[3]), int(found[4]))
-        return Number(-value if found[1] == "-" else value, None)
-    if (found := _FRACTION.fullmatch(latex)) is not None:
-        above, below = int(found[2] or found[4]), int(found[3] or found[5])
-        if below:
-            value = Fraction(above, below)
-            return Number(-value if found[1] == "-" else value, None)
-    return None
-
-
-@lru_cache(maxsize=4096)
-def expression(latex: str) -> sympy.Basic:
-    """What math-verify's LaTeX parser makes of a scalar.
+def understand(given: Node) -> None:
+    """Read every scalar of a structure, and find its value.
 
     Raises:
-        Unreadable: it does not know it either.
+        Unreadable: there is one that cannot be read.
+        Undecided: there is one whose value is beyond the limits.
     """
-    if (plain := number(latex)) is not None:
-        return sympy.Rational(plain.value.numerator, plain.value.denominator)
-    try:
-        found = latex2sympy(latex, is_real=None, conversion_config=_KEEP_CASE, normalization_config=None)
-    # The parser raises bare exceptions, and whatever sympy raises on what it built.
-    except Exception as error:
-        raise Unreadable(f"cannot read {latex[:60]!r}: {type(error).__name__}") from error
-    if not isinstance(found, sympy.Expr):
-        raise Unreadable(f"{latex[:60]!r} is {type(found).__name__}")
-    return found
-
-
-def letters(given: Node | str) -> str:
-    """The letters and digits of a text answer, for comparing texts."""
-    text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
-    return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(text)).lower())
-
-
-def _source(given: Node) -> str:
-    return given.latex if isinstance(given, Scalar) else ""
+    match given:
+        case Scalar(latex=latex):
+            found = expression(latex)
+            if same_value(found, found) is None:
+                check_symbolic(latex)
+        case Relation(sides=(*_, last)):
+            understand(last)
+        case Listing(items=parts) | Union(parts=parts) | Ratio(parts=parts):
+            for part in parts:
+                understand(part)
+        case Matrix(rows=rows):
+            for row in rows:
+                for cell in row:
+                    understand(cell)
+        case Choice(content=content):
+            understand(content)

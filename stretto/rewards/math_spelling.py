@@ -1,8 +1,8 @@
 r"""One spelling for what is written in many ways, so that the reader of `math_reading` has few forms to know.
 
 The result is LaTeX without decoration: ``\dfrac12``, ``½`` and ``\tfrac{1}{2}`` are ``\frac{1}{2}``; ``pi/2`` is
-``\pi/2``; ``x^(3)`` is ``x^{3}``; "1 and 2" is "1,2". Nothing that carries value is dropped here: what cannot be spelled
-stays, and the reader refuses it.
+``\pi/2``; ``x^(3)`` is ``x^{3}``; "1 and 2" is "1,2". Nothing that carries value is dropped here: what cannot be
+spelled stays, and the reader refuses it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,44 @@ from typing import Final
 _LETTERS: Final = str.maketrans(
     {
         **dict(zip("０１２３４５６７８９", "0123456789", strict=True)),
-        **{"−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/"},
-        **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "∞": r"\infty ", "π": r"\pi ", "∪": r"\cup "},
-        **{"∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ", "…": r"\ldots ", "∅": r"\emptyset ", "％": "%"},
-        **{"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "θ": r"\theta "},
-        **{"，": ",", "（": "(", "）": ")", "⟨": "(", "⟩": ")", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "‘": "'"},
+        "−": "-",
+        "–": "-",
+        "—": "-",
+        "‐": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": "/",
+        "∕": "/",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\neq ",
+        "≈": r"\approx ",
+        "∞": r"\infty ",
+        "π": r"\pi ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "±": r"\pm ",
+        "°": r"^\circ ",
+        "…": r"\ldots ",
+        "∅": r"\emptyset ",
+        "％": "%",
+        "²": "^{2}",
+        "³": "^{3}",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "θ": r"\theta ",
+        "，": ",",
+        "（": "(",
+        "）": ")",
+        "⟨": "(",
+        "⟩": ")",
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "‘": "'",
         **dict.fromkeys("€£¥₹₽₩₿¢", ""),
     }
 )
@@ -28,7 +61,10 @@ _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\(?:displaystyle|textstyle|limits|nolimits|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|mathstrut|strut)(?![a-zA-Z])", ""),
+        (
+            r"\\(?:displaystyle|textstyle|limits|nolimits|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|mathstrut|strut)(?![a-zA-Z])",
+            "",
+        ),
         (r"\\!", ""),
         (r"\{,\}", ","),
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
@@ -38,7 +74,10 @@ _REPLACED: Final = tuple(
         (r"\\langle(?![a-z])", "("),
         (r"\\rangle(?![a-z])", ")"),
         (r"\\[lr]?vert(?![a-z])", "|"),
-        (r"\\(?:math(?:rm|it|bf|sf|tt|normal)|text(?:rm|it|bf|sf|tt|normal)|mbox|hbox|operatorname)\s*\*?\s*\{", r"\\text{"),
+        (
+            r"\\(?:math(?:rm|it|bf|sf|tt|normal)|text(?:rm|it|bf|sf|tt|normal)|mbox|hbox|operatorname)\s*\*?\s*\{",
+            r"\\text{",
+        ),
         (r"\\rm\s+([a-zA-Z]+)", r"\\text{\1}"),
         (r"\\text\s*\{\s*\}", ""),
         (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
@@ -114,21 +153,13 @@ def _trimmed(text: str) -> str:
 
 def unwrapped(text: str) -> str:
     r"""Without the marks that only say "here is mathematics": ``$…$``, ``\(…\)``, ``**…**``, quotes."""
-    before = None
-    while before != text:
-        before = text
-        text = _trimmed(text.strip(" \"`“”\n"))
-        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__")):
-            inner = text[len(opening) : -len(closing)]
-            if text.startswith(opening) and text.endswith(closing) and len(text) > 2 * len(opening) - 1:
-                if opening not in inner and closing not in inner:
-                    text = inner
-        if text.startswith(r"\{\{") and text.endswith(r"\}\}"):
-            text = text[2:-2]
-    for mark in (r"\(", r"\)", r"\[", r"\]", "$$", "**"):
-        if mark != "**" or text.startswith("**") or text.endswith("**"):
-            text = text.replace(mark, " ") if not text.startswith("\\\\") else text
-    return text.strip()
+    text = text.strip(' "`“”\n')
+    if not text.startswith(r"\\"):
+        for mark in (r"\(", r"\)", r"\[", r"\]"):
+            text = text.replace(mark, " ")
+    for mark in ("**", "__"):
+        text = text.removeprefix(mark).removesuffix(mark)
+    return _trimmed(text.replace("$$", " "))
 
 
 def compact(text: str) -> str:
