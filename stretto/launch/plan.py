@@ -101,10 +101,11 @@ def _check_top_k(recipe: Recipe, base: ModelFolder) -> None:
 
 
 def _check_reward(config: RewardsConfig) -> None:
-    """A reward of the user's own is imported in a process that can be killed: its module may hang, or exit."""
-    if config.function in BUILT_IN:
+    """A reward of the user's own is imported in a process that can be killed: its module may hang, or exit. So is one
+    that depends on the machine."""
+    if config.function in BUILT_IN and not BUILT_IN[config.function].configured:
         return
-    if ":" not in config.function:
+    if ":" not in config.function and config.function not in BUILT_IN:
         load_reward(config.function)
     try:
         asyncio.run(check_reward(config))

@@ -16,15 +16,19 @@ class BuiltIn:
     """A reward function as ``package.module:function``, and its hard limit for one answer in seconds.
 
     `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
-    cannot decide, no answer could be right.
+    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from its section of the recipe.
     """
 
     function: str
     timeout: float = _ANSWER_SECONDS
     gold: str = ""
+    configured: bool = False
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
+    "code": BuiltIn(
+        "stretto.rewards.code:code_reward", timeout=30.0, gold="stretto.rewards.code_formats:gold", configured=True
+    ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
     "last_number": BuiltIn("stretto.rewards.functions:last_number"),

@@ -25,8 +25,8 @@ class Line(Generic[Fields]):
     fields: Fields
 
 
-def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
-    """All lines of a JSONL file, blank ones left out.
+def read_lines(path: Path, fields: type[Fields], *, largest: int = _LARGEST_LINE) -> list[Line[Fields]]:
+    """All lines of a JSONL file, blank ones left out; none may have more than `largest` characters.
 
     Raises:
         DataError: the file is missing, empty or not text, or lines are no object with the `fields`; each of the first
@@ -38,7 +38,7 @@ def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
         if not text.strip():
             continue
         try:
-            lines.append(_line(text, f"{path}:{number}", fields))
+            lines.append(_line(text, f"{path}:{number}", fields, largest))
         except DataError as error:
             problems.extend(error.problems)
     if len(problems) > _SHOWN:
@@ -59,9 +59,9 @@ def _texts(path: Path) -> list[str]:
         raise DataError([Problem(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
 
 
-def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:
-    if len(text) > _LARGEST_LINE:
-        raise _bad(place, f"a line of {len(text):,} characters", f"at most {_LARGEST_LINE:,} are allowed")
+def _line(text: str, place: str, fields: type[Fields], largest: int) -> Line[Fields]:
+    if len(text) > largest:
+        raise _bad(place, f"a line of {len(text):,} characters", f"at most {largest:,} are allowed")
     try:
         row = msgspec.json.decode(text, type=dict[str, Any])
         return Line(place, row, msgspec.convert(row, fields))

@@ -47,6 +47,7 @@ class RewardPool:
 
     def __init__(self, config: RewardsConfig, *, log: Path | None = None) -> None:
         self.busy_seconds = 0.0  # seconds of all workers together
+        self.facts: dict[str, str] = {}  # what the reward wants recorded with the run
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
         self._queue: deque[Chunk] = deque()
@@ -135,6 +136,7 @@ class RewardPool:
         assert slot.process is not None
         await slot.process.start(self._config, self._log)
         slot.ready = True
+        self.facts = slot.process.facts
         self._dispatch()
 
     async def _watch(self) -> None:
