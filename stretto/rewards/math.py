@@ -23,7 +23,7 @@ from stretto.rewards.math_scalars import number
 from stretto.rewards.math_spelling import compact, spelled
 from stretto.rewards.math_structure import Node, Scalar, Unreadable
 
-_COMMA_DECIMAL = re.compile(r"([-+]?[0-9]+),([0-9]+)")
+_COMMA_DECIMAL = re.compile(r"([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})")  # three digits would be thousands
 
 
 def math(prompt: str, completion: str, answer: str) -> bool:

@@ -50,7 +50,12 @@ SAME = [
     ("0", "-0"),
     ("5", "five"),
     ("4", "４"),
-    # approximations of exact values
+    ("2.74", "2,74"),
+    ("1000.99", "1,000.99 dollars"),
+    ("2", r"$5 \equiv 2 \pmod{3}$"),
+    (r"$\frac{1}{2}$", r"$\frac{1}{2}$ or $0.5$"),
+    # approximations of exact values, floating-point noise
+    ("0.3", "0.30000000000000004"),
     ("1/3", "0.333333"),
     (r"$\pi$", "3.14159265"),
     # expressions
@@ -59,6 +64,8 @@ SAME = [
     ("$e^{16}-1$", "exp(16)-1"),
     ("$14-i$", "14.0-1.0i"),
     (r"$\sqrt{\frac{1}{n}}$", r"$\frac{1}{\sqrt{n}}$"),
+    (r"$\sqrt{ab}$", r"$\sqrt a\sqrt b$"),
+    ("$(-1)^n$", r"$\cos(n\pi)$"),
     (r"$3\sqrt{13}$", r"$\sqrt{117}$"),
     ("$(x+1)^2$", "$x^2+2x+1$"),
     (r"$\frac{\pi}{6}+2k\pi$", r"$2\pi k+\pi/6$"),
@@ -102,12 +109,18 @@ SAME = [
     ("no solution", r"\boxed{\text{No solution}}"),
     ("(C)", r"\boxed{\text{C}}"),
     ("A", r"\textbf{(A)} 5"),
+    ("B", "The correct option is B."),
+    ("B", "B) 12"),
 ]
 
 DIFFERENT = [
     ("1000000", "1e5"),
     ("1234567", "1,234,568"),
     ("-7", "7"),
+    ("17", "1 7"),
+    ("1.5", "1,500"),
+    ("1.0", "1,000"),
+    ("0", "0.0000001"),
     ("6", "6!"),
     ("1/3", "0.33"),
     (r"$\pi$", "3.14"),
