@@ -33,7 +33,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     seed: int = Field(1, ge=0, lt=2**63)
     model: ModelConfig
-    task: Annotated[ArithmeticTask | ProgramsTask | JsonlTask, Field(discriminator="kind")]
+    task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()

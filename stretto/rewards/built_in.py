@@ -16,7 +16,8 @@ class BuiltIn:
     """A reward function as ``package.module:function``, and its hard limit for one answer in seconds.
 
     `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
-    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from its section of the recipe.
+    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from its section of
+    the recipe.
     """
 
     function: str
