@@ -10,6 +10,7 @@ right, and why.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from stretto.rewards.functions import Undecided
@@ -18,8 +19,11 @@ from stretto.rewards.math_extraction import Piece, final_answer, without_frame
 from stretto.rewards.math_limits import LONGEST_ANSWER, check_piece
 from stretto.rewards.math_opinion import accepts, parsed
 from stretto.rewards.math_reading import read, understand
+from stretto.rewards.math_scalars import number
 from stretto.rewards.math_spelling import compact, spelled
-from stretto.rewards.math_structure import Node, Unreadable
+from stretto.rewards.math_structure import Node, Scalar, Unreadable
+
+_COMMA_DECIMAL = re.compile(r"([-+]?[0-9]+),([0-9]+)")
 
 
 def math(prompt: str, completion: str, answer: str) -> bool:
@@ -74,6 +78,8 @@ def judged(gold: Piece, given: Piece) -> bool:
     if compact(spelled(gold.text)) == compact(spelled(given.text)):
         return True
     expected, found = _structure(gold), _structure(given)
+    if _is_decimal(expected) and (comma := _COMMA_DECIMAL.fullmatch(given.text)) is not None:
+        found = Scalar(f"{comma[1]}.{comma[2]}")  # 2,74 where a decimal is asked for
     if expected is not None and found is not None:
         opinion = same(expected, found)
         if opinion is not None:
@@ -82,6 +88,11 @@ def judged(gold: Piece, given: Piece) -> bool:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
         raise Undecided(str(error)) from None
+
+
+def _is_decimal(expected: Node | None) -> bool:
+    plain = number(expected.latex) if isinstance(expected, Scalar) else None
+    return plain is not None and bool(plain.places)
 
 
 def _structure(piece: Piece) -> Node | None:

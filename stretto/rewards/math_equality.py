@@ -17,11 +17,12 @@ import mpmath
 import sympy
 from sympy.core.function import AppliedUndef
 
-from stretto.rewards.math_values import Unsupported, Value, approximate, value
+from stretto.rewards.math_values import Point, Unsupported, Value, approximate, value
 
 _DIGITS = 60
 _AGREE = mpmath.mpf(10) ** -50
 _NEEDED = 3  # points at which both expressions must have had a real value
+_STEPS = 1 << 13  # a power of two: negative numbers to a power that is no integer stay without a real value
 _SPANS = ((1, 3), (-3, -1), (0, 1), (5, 9))
 _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
@@ -54,7 +55,7 @@ def named(expression: sympy.Basic) -> sympy.Basic:
 
 def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
     with mpmath.workdps(_DIGITS):
-        first, second = value(one, {}), value(other, {})
+        first, second = value(one, Point()), value(other, Point())
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         difference, size = _difference(first, second)
@@ -63,7 +64,7 @@ def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
         if difference > mpmath.mpf(10) ** -40:
             return False
     with mpmath.workdps(2 * _DIGITS):  # rounding shrinks with the precision, a true difference does not
-        sharper, _ = _difference(value(one, {}), value(other, {}))
+        sharper, _ = _difference(value(one, Point()), value(other, Point()))
     return bool(sharper <= difference * mpmath.mpf(10) ** -20)
 
 
@@ -76,7 +77,7 @@ def within(expression: sympy.Basic, centre: Fraction, distance: Fraction) -> boo
     """Is the real value of an expression without symbols at most `distance` away from `centre`?"""
     with mpmath.workdps(_DIGITS):
         try:
-            found = value(expression, {})
+            found = value(expression, Point())
         except Unsupported:
             return False
         return bool(abs(approximate(found) - approximate(centre)) <= approximate(distance))
@@ -97,16 +98,12 @@ def _same_function(one: sympy.Basic, other: sympy.Basic, symbols: list[str]) -> 
 
 
 def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
-    """The value at a point if it is real there, or if the expression speaks of the imaginary unit."""
+    """The value at a point: found among the real numbers, unless the expression speaks of the imaginary unit."""
+    speaks_of_i = any(str(symbol) == "i" for symbol in expression.free_symbols) or expression.has(sympy.I)
     try:
-        found = value(expression, point)
+        return value(expression, Point(point, real=not speaks_of_i))
     except (Unsupported, ZeroDivisionError):
         return None
-    if isinstance(found, Fraction) or any(str(symbol) == "i" for symbol in expression.free_symbols):
-        return found
-    if abs(mpmath.im(found)) > _AGREE * abs(found):
-        return None
-    return mpmath.re(found)
 
 
 def points(symbols: list[str]) -> Iterator[dict[str, Fraction]]:
@@ -114,8 +111,8 @@ def points(symbols: list[str]) -> Iterator[dict[str, Fraction]]:
     chance = Random(",".join(symbols))
     for low, high in _SPANS:
         for _ in range(2):
-            steps = {symbol: chance.randrange(1, 9973) for symbol in symbols}
-            yield {symbol: low + Fraction(step * (high - low), 9973) for symbol, step in steps.items()}
+            steps = {symbol: chance.randrange(1, _STEPS, 2) for symbol in symbols}
+            yield {symbol: low + Fraction(step * (high - low), _STEPS) for symbol, step in steps.items()}
     for start, step in _INTEGERS:
         yield {symbol: Fraction(start + step * place) for place, symbol in enumerate(symbols)}
 

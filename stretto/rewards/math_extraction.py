@@ -43,7 +43,11 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
 _JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
 _CORRECTED = re.compile(r"\b(?:wait|actually|instead|rather|correct|sorry|mistake|wrong|hmm|no|not)\b", re.IGNORECASE)
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
-_ANSWER = re.compile(r"\banswer\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?|####", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:\banswer|\b(?:correct|right) (?:option|choice))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
+    r"(?:\s*(?:option|choice)\b)?|####",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"\n|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"

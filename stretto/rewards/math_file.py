@@ -34,10 +34,13 @@ def print_scored(path: Path, config: RewardsConfig) -> None:
 
 async def _print(lines: list[Line[MathLine]], config: RewardsConfig) -> None:
     items = [ScoreItem(prompt="", completion=line.fields.answer, answer=str(line.fields.gold)) for line in lines]
-    at = iter(lines)
+    at, undecided = iter(lines), 0
     async for verdict, seconds in scored(config, items):
         line = next(at)
         if verdict.outcome is Outcome.UNDECIDED:
+            undecided += 1
             print(f"{line.place}: undecided: {verdict.reason}", file=sys.stderr)
         row = line.row | {"verdict": verdict.outcome.value, "seconds": round(seconds, 4)}
         print(msgspec.json.encode(row).decode(), flush=True)
+    if undecided:
+        print(f"{undecided:,} of {len(lines):,} lines undecided", file=sys.stderr)

@@ -35,11 +35,15 @@ _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\en
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
-_CHOICE = re.compile(r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL)
+_CHOICE = re.compile(
+    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).](?=\s))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL
+)
 _REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
 _NOT_READ = re.compile(
     r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}"
 )
+_EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
+_INTRODUCED = re.compile(r"^\\text\{[^{}]*(?:[:=]|\bis)\s*\}\s*(?=[^\s])")
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
@@ -58,17 +62,19 @@ def read(piece: str) -> Node:
 
 def node(text: str) -> Node:
     """The structure of a spelled text."""
-    text = _outer(text)
+    text = _outer(_INTRODUCED.sub("", text))
     if not text:
         raise Unreadable("nothing")
     if text == r"\ldots":
         return Dots()
+    if text == r"\emptyset":
+        return Listing("{", "}", ())
     if text in _REALS:
         return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
     if (chosen := _CHOICE.fullmatch(text)) is not None:
-        return Choice(chosen[1] or chosen[2], node(chosen[3]))
-    if _GROUPED.fullmatch(text):
-        return Scalar(re.sub(r"[ ,]", "", text))
+        return Choice(chosen[1] or chosen[2] or chosen[3], node(chosen[4]))
+    if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
+        return _scalar(text)
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
         return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
@@ -84,8 +90,8 @@ def node(text: str) -> Node:
         return Union(tuple(map(node, parts)))
     if (bracketed := _bracketed(text)) is not None:
         return bracketed
-    if r"\pm" in text:
-        return Listing("", "", tuple(node(text.replace(r"\pm", sign, 1).lstrip("+ ")) for sign in ("+", "-")))
+    if _EITHER_SIGN.search(text) is not None:
+        return Listing("", "", tuple(node(_EITHER_SIGN.sub(sign, text, count=1).lstrip("+ ")) for sign in "+-"))
     parts = split(text, ":")
     if len(parts) > 1:
         return Ratio(tuple(map(node, parts)))

@@ -15,7 +15,7 @@ from stretto.rewards.math_structure import Listing, Node, Ratio, Relation, Scala
 Same = Callable[[Node, Node], Opinion]
 Step = tuple[str, sympy.Basic]
 
-_NAMING = ("=", r"\in")
+_NAMING = ("=", r"\in", r"\equiv")
 _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 

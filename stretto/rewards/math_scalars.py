@@ -121,7 +121,7 @@ def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational | int) ->
         return True
     if factor != 1 or gold.places == answer.places:
         return False
-    return _approximates(gold, answer) or _approximates(answer, gold)
+    return _approximates(gold, answer) or _approximates(answer, gold) or _noise(gold, answer)
 
 
 def _approximates(short: Number, exact: Number) -> bool:
@@ -129,6 +129,14 @@ def _approximates(short: Number, exact: Number) -> bool:
     if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
         return False
     return bool(abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1)
+
+
+def _noise(one: Number, other: Number) -> bool:
+    """Do two decimals differ as results of floating-point arithmetic do: 0.30000000000000004, 41.99999999?"""
+    if one.places is None or other.places is None or max(one.places, other.places) <= _PLACES:
+        return False
+    difference = abs(one.value - other.value)
+    return bool(difference * 2 * 10**_PLACES <= 1 and difference * 10**_PLACES <= abs(one.value))
 
 
 def _fine_enough(decimal: Number) -> bool:

@@ -101,6 +101,7 @@ _REPLACED: Final = tuple(
         (r"\\\$", ""),
         (r"\\(?:euro|pounds|yen)(?![a-z])(?:\{\})?", ""),
         (r"\\%", "%"),
+        (r"\\pmod\s*(?:\{[^{}]*\}|[0-9a-z])|\(\s*\\?(?:b?mod|text\s*\{\s*mod\s*\})[^()]*\)", ""),
         (r"\*\*", "^"),
         (r"\\ast(?![a-z])|\*", r"\\cdot "),
         (r"\\div(?![a-z])", "/"),
@@ -164,7 +165,7 @@ def unwrapped(text: str) -> str:
 
 def compact(text: str) -> str:
     """Without spaces: two answers that are the same then are the same, whatever they mean."""
-    return re.sub(r"\s+", "", text)
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def closing_at(text: str, start: int) -> int:

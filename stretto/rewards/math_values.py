@@ -7,6 +7,7 @@ everything else is approximated to as many digits as are asked for, with its mag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import comb, factorial
 from typing import Any, Final
@@ -23,11 +24,19 @@ Value = Fraction | Approximate
 _EXACT_FACTORIAL = 8_000
 
 
+@dataclass(frozen=True)
+class Point:
+    """The values of the symbols; `real` says that nothing on the way may be complex either."""
+
+    values: Mapping[str, Fraction] = field(default_factory=dict)
+    real: bool = False
+
+
 class Unsupported(Exception):
     """Something whose value is not a finite number, or not known to this file: a sum, an integral, infinity."""
 
 
-def value(expression: sympy.Basic, point: Mapping[str, Fraction]) -> Value:
+def value(expression: sympy.Basic, point: Point) -> Value:
     """The value where the free symbols have the values of `point`, to the working precision of mpmath.
 
     Raises:
@@ -46,7 +55,7 @@ def value(expression: sympy.Basic, point: Mapping[str, Fraction]) -> Value:
         case sympy.Mul():
             return _fold(expression.args, point, lambda a, b: a * b)
         case sympy.Pow():
-            return _power(value(expression.base, point), value(expression.exp, point))
+            return _allowed(_power(value(expression.base, point), value(expression.exp, point)), point)
         case sympy.exp():
             return _power(+mpmath.e, value(expression.args[0], point))
     if expression in _CONSTANTS:
@@ -54,13 +63,13 @@ def value(expression: sympy.Basic, point: Mapping[str, Fraction]) -> Value:
     return _applied(expression, point)
 
 
-def _known(point: Mapping[str, Fraction], name: str) -> Fraction:
-    if name not in point:
+def _known(point: Point, name: str) -> Fraction:
+    if name not in point.values:
         raise Unsupported(name)
-    return point[name]
+    return point.values[name]
 
 
-def _fold(arguments: tuple[Any, ...], point: Mapping[str, Fraction], operation: Callable[[Any, Any], Any]) -> Value:
+def _fold(arguments: tuple[Any, ...], point: Point, operation: Callable[[Any, Any], Any]) -> Value:
     first, *rest = [value(argument, point) for argument in arguments]
     for other in rest:
         first = _bounded(operation(*_alike(first, other)))
@@ -88,11 +97,17 @@ def _power(base: Value, exponent: Value) -> Value:
     return mpmath.power(base, exponent)
 
 
+def _allowed(number: Value, point: Point) -> Value:
+    if point.real and not isinstance(number, Fraction) and mpmath.im(number) != 0:
+        raise Unsupported("a complex number on the way")
+    return number
+
+
 def _is_negative(number: Value) -> bool:
     return bool(number < 0) if isinstance(number, Fraction | mpmath.mpf) else False
 
 
-def _applied(expression: sympy.Basic, point: Mapping[str, Fraction]) -> Value:
+def _applied(expression: sympy.Basic, point: Point) -> Value:
     name = type(expression).__name__
     if name in ("UnevaluatedExpr", "Abs", "factorial", "binomial", "floor", "ceiling"):
         return _integral(name, [value(argument, point) for argument in expression.args])
@@ -102,7 +117,7 @@ def _applied(expression: sympy.Basic, point: Mapping[str, Fraction]) -> Value:
     if any(abs(argument) > LARGEST_EXPONENT for argument in arguments) and name != "log":
         raise Undecided(f"{name} of a number that is too large")
     try:
-        return _FUNCTIONS[name](*arguments)
+        return _allowed(_FUNCTIONS[name](*arguments), point)
     except (ValueError, ZeroDivisionError) as error:  # a pole, such as log(0)
         raise Unsupported(name) from error
 
