@@ -65,13 +65,9 @@ def make_plan(recipe: Recipe) -> Plan:
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
     _check_top_k(recipe, base)
-<<<<<<< HEAD
+    _check_reference(recipe, tokenizer)
     sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
     questions = sifted.questions
-=======
-    _check_reference(recipe, tokenizer)
-    questions = recipe.task.questions(recipe.seed)
->>>>>>> main
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"

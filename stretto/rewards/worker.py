@@ -19,13 +19,8 @@ from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Verdict
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
-<<<<<<< HEAD
 from stretto.rewards.loading import facts_of, load_reward
-from stretto.rewards.wire import Progress, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
-=======
-from stretto.rewards.loading import load_reward
 from stretto.rewards.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
->>>>>>> main
 
 _READ_BYTES = 1 << 20
 
