@@ -69,7 +69,8 @@ class Report(Record, frozen=True):
         return Level(self.rungs[-1].level)
 
     def __str__(self) -> str:
-        return "sandbox " + "; not ".join(map(str, reversed(self.rungs)))
+        taken, *others = dict.fromkeys(str(rung) for rung in reversed(self.rungs))
+        return "; not ".join([f"sandbox {taken}", *others])
 
 
 class Baits:

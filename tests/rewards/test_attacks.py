@@ -19,7 +19,7 @@ from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.sandbox import Sandbox
 from stretto.rewards.sandbox_probe import Baits, probe, try_attack, try_rung
 from stretto.rewards.sandbox_walls import Level, Walls, ladder
-from tests.rewards.other_users import ORDINARY, as_user
+from tests.rewards.other_users import ORDINARY, as_user, delegated_groups
 
 ROOT = os.getuid() == 0
 USERS = [pytest.param(None, id="root" if ROOT else "ordinary")]
@@ -39,7 +39,8 @@ def test_nothing_gets_through_that_a_level_promises_to_stop(walls: Walls, uid: i
         rung = try_rung(walls, CodeConfig())
         return f"offered no: {rung.problem}" if rung.problem else f"{rung.holds} {rung}"
 
-    words = as_user(uid, attacked)
+    with delegated_groups(uid) as groups:
+        words = as_user(uid, attacked, groups)
     if words.startswith("offered no"):
         pytest.skip(f"level {walls.level} is not offered here: {words}")
     stopped = sum(walls.level <= attack.stopped_by for attack in ATTACKS)

@@ -111,6 +111,8 @@ def test_a_megabyte_goes_in_and_out(sandbox: Sandbox) -> None:
 
 
 def test_no_program_finds_anything_of_the_one_before(sandbox: Sandbox) -> None:
+    if sandbox.walls.level is Level.E:
+        pytest.skip("level E promises nothing of the kind")
     mark = "a" + "b" * 20 + "c"
     run(sandbox, f"import builtins, sys\nbuiltins.kept = sys.kept = '{mark}'\n" + _WRITE, mark)
     found = run(
@@ -121,8 +123,7 @@ def test_no_program_finds_anything_of_the_one_before(sandbox: Sandbox) -> None:
         "    isinstance(v, (str, bytes)) and len(v) == 22 and v[:1] in ('a', b'a') for v in x.values())])\n"
         "print(os.path.exists('/tmp/left'))",
     )
-    if sandbox.walls.level is not Level.E:
-        assert found.output == b"False False\n[]\nFalse\n", found
+    assert found.output == b"False False\n[]\nFalse\n", found
 
 
 _WRITE = "try: open('/tmp/left', 'w').close()\nexcept OSError: pass\n"
