@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-serving bench-soak bench-loop bench-trl clean
+.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-sandbox bench-serving bench-soak bench-loop bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -39,7 +39,7 @@ format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-bench: bench-virtual bench-loop  ## every benchmark; tables on the screen, JSON in benchmarks/results
+bench: bench-virtual bench-sandbox bench-loop  ## every benchmark; tables on the screen, JSON in benchmarks/results
 
 bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second
 	$(RUN) benchmarks.staleness
@@ -50,6 +50,9 @@ bench-serving: .venv/ready-run  ## the server under 1, 16 and 64 streams, agains
 
 bench-soak: .venv/ready-run  ## ten minutes of an engine at full load: does its memory stay flat
 	$(RUN) benchmarks.soak
+
+bench-sandbox: .venv/ready-run  ## milliseconds per sandboxed program, warm and cold, beside a plain subprocess
+	$(RUN) benchmarks.sandbox
 
 bench-loop: .venv/ready-run  ## asynchronous against synchronous, the policies, and trl (makes trl's environment)
 	$(RUN) benchmarks.loop all

@@ -65,6 +65,18 @@ install_torch() {
     pip_install --constraint requirements/run.txt "torch==$TORCH"
 }
 
+# The sandbox of code rewards is strongest with bubblewrap; without it stretto steps down to what the kernel offers.
+offer_bubblewrap() {
+    command -v bwrap >/dev/null 2>&1 && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        echo "setup: bubblewrap, for the sandbox of code rewards"
+        { timeout 120 apt-get install -y --no-install-recommends bubblewrap ||
+            { timeout 120 apt-get update && timeout 120 apt-get install -y --no-install-recommends bubblewrap; }; } \
+            >/dev/null 2>&1 && return
+    fi
+    echo "setup: no bubblewrap; code rewards will use a weaker sandbox (on Debian: apt-get install bubblewrap)"
+}
+
 suitable .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || make_environment
 case $1 in
 run)
@@ -72,6 +84,7 @@ run)
     install_torch
     pip_install --requirement requirements/run.txt
     pip_install --no-deps --no-build-isolation --editable .
+    offer_bubblewrap
     ;;
 test)
     echo "setup: the packages of requirements/test.txt"

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from stretto.cli.score import score
 from stretto.core.errors import StrettoError, described
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(score)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that describes the run.")]
 Overrides = Annotated[

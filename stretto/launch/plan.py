@@ -17,13 +17,14 @@ from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeErro
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
+from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
 from stretto.model.build import build_policy
 from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
 from stretto.model.kinds import refuse_unsupported
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
+from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.functions import BUILT_IN
 from stretto.rewards.loading import PLACE, load_reward
 from stretto.rewards.pool import check_reward
 from stretto.trainer.supervised import Demonstration
@@ -43,6 +44,7 @@ class Plan:
     training: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     demonstrations: tuple[Demonstration, ...]
+    notes: tuple[str, ...] = ()  # what the data has to say
 
     @property
     def longest_prompt(self) -> int:
@@ -64,7 +66,8 @@ def make_plan(recipe: Recipe) -> Plan:
     room = _room(recipe, base)
     _check_top_k(recipe, base)
     _check_reference(recipe, tokenizer)
-    questions = recipe.task.questions(recipe.seed)
+    sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
+    questions = sifted.questions
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
@@ -79,6 +82,7 @@ def make_plan(recipe: Recipe) -> Plan:
         training=prompts[: len(questions.training)],
         held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
+        notes=tuple(sifted.warnings),
     )
 
 
@@ -106,16 +110,18 @@ def _check_reference(recipe: Recipe, tokenizer: Tokenizer) -> None:
     _check_attention(folder)
     other = load_tokenizer(folder.path)
     if other.vocabulary != tokenizer.vocabulary:
-        found = f"its vocabulary ({other.vocab_size} tokens) is not the policy's ({tokenizer.vocab_size})"
+        found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
         remedy = "algorithm.reference.path needs a model with the policy's tokenizer; without it the start is taken"
         raise ModelFolderError([Problem(reference.path, found, remedy)])
 
 
 def _check_reward(config: RewardsConfig) -> None:
-    """A reward of the user's own is imported in a process that can be killed: its module may hang, or exit."""
-    if config.function in BUILT_IN or ":" not in config.function:
-        load_reward(config.function)
+    """A reward of the user's own is imported in a process that can be killed: its module may hang, or exit. So is one
+    that depends on the machine."""
+    if config.function in BUILT_IN and not BUILT_IN[config.function].configured:
         return
+    if ":" not in config.function and config.function not in BUILT_IN:
+        load_reward(config.function)
     try:
         asyncio.run(check_reward(config))
     except RoleError as error:
@@ -235,7 +241,7 @@ def available_memory() -> int:
 
 def warnings(plan: Plan) -> Sequence[str]:
     """What will work, but perhaps not as hoped."""
-    recipe, notes = plan.recipe, []
+    recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
     threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:

@@ -21,6 +21,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rollout.arithmetic import ArithmeticTask
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.dataset import JsonlTask
+from stretto.rollout.programs import ProgramsTask
 from stretto.store.config import StoreConfig
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
@@ -33,7 +34,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     seed: int = Field(1, ge=0, lt=2**63)
     model: ModelConfig
-    task: Annotated[ArithmeticTask | JsonlTask, Field(discriminator="kind")]
+    task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -10,11 +10,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+
+import msgspec
 
 from stretto.core.events import Span
 from stretto.launch.conductor import Conductor, Players
@@ -125,6 +127,8 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
         past = beginning.past if totals is None else Past.of(totals)
         ledger.put("seed", plan.recipe.seed)
         async with roles(plan, folder, beginning, stopped) as crew:
+            for fact in crew.rewards.facts.values():
+                stage.say(fact)
             if not stopped.requested:
                 recorder = Recorder(
                     folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, past, RunClock(past, began)
@@ -242,6 +246,7 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
     )
     try:
         await stopped.unless(together(rewards.start(), trainer.start(spec), fleet.start(beginning.version)))
+        record_facts(folder, rewards.facts)
         yield Roles(fleet, trainer, rewards)
     finally:
         try:
@@ -250,6 +255,12 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
         finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
             remove(mailbox, mailbox_folder)
             shutil.rmtree(sockets, ignore_errors=True)
+
+
+def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
+    """What a reward says about itself, such as the level of its sandbox: ``rewards.json``."""
+    if facts:
+        folder.write("rewards.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n")
 
 
 def socket_folder() -> Path:

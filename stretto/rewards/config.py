@@ -6,6 +6,11 @@ from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from stretto.rewards.built_in import timeout_of
+from stretto.rewards.code_config import CodeConfig
+
+_AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
+
 
 class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     """Section ``[rewards]`` of a recipe."""
@@ -13,11 +18,16 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     function: str = Field(
         default="final_answer",
         min_length=1,
-        description="A built-in reward (final_answer, exact_match, last_number) or 'package.module:function'.",
+        description="A built-in reward (final_answer, exact_match, last_number, math, code), or "
+        "'package.module:function'.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Processes that score answers.")
-    timeout: float = Field(
-        default=1.0, gt=0, le=3600, description="Seconds one answer may take; then its worker is killed."
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="Seconds one answer may take; then its worker is killed. Left out: the reward's own limit, 1 s "
+        "for most.",
     )
     right: float = Field(default=1.0, allow_inf_nan=False, description="Reward of a right answer.")
     wrong: float = Field(default=0.0, allow_inf_nan=False, description="Reward of a wrong answer.")
@@ -31,8 +41,24 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."
     )
 
+    code: CodeConfig = CodeConfig()
+
+    @property
+    def seconds_per_answer(self) -> float:
+        """The hard limit for one answer: the recipe's, else that of the reward."""
+        return timeout_of(self.function) if self.timeout is None else self.timeout
+
     @model_validator(mode="after")
     def _right_is_worth_more(self) -> Self:
         if self.right <= self.wrong:
             raise ValueError(f"right ({self.right:g}) must be greater than wrong ({self.wrong:g})")
+        return self
+
+    @model_validator(mode="after")
+    def _a_program_ends_before_its_worker(self) -> Self:
+        needed = self.code.answer_seconds + _AFTER_PROGRAMS
+        if self.function == "code" and self.seconds_per_answer < needed:
+            raise ValueError(
+                f"timeout ({self.seconds_per_answer:g}) must leave room for code.answer_seconds: {needed:g} or more"
+            )
         return self

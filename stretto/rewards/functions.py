@@ -1,13 +1,16 @@
-"""The built-in rewards, and what any reward function must be."""
+"""What any reward function must be, and the simplest ones: they compare texts and numbers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Protocol
 
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
+
+
+class Undecided(Exception):
+    """Raised by a reward function that cannot tell; the text is the reason that the run records."""
 
 
 class RewardFunction(Protocol):
@@ -19,8 +22,8 @@ class RewardFunction(Protocol):
     Returns True or False for right and wrong (the recipe says what they are worth), or a finite number that is the
     reward itself; the answer then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
 
-    Anything else makes the answer *undecided*: it is never trained on and never a zero. So does raising an
-    exception, returning None, NaN or an infinity, or running longer than ``rewards.timeout``.
+    Anything else makes the answer *undecided*: it is never trained on and never a zero. So does raising `Undecided`
+    or any other exception, returning None, NaN or an infinity, or running longer than ``rewards.timeout``.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, /) -> float | bool: ...
@@ -71,10 +74,3 @@ def _canonical_decimal(text: str) -> str:
         return _canonical(whole)
     sign = "-" if whole.startswith("-") else ""
     return f"{sign}{_canonical(whole.lstrip('+-'))}.{fraction}"
-
-
-BUILT_IN: Mapping[str, RewardFunction] = {
-    "exact_match": exact_match,
-    "final_answer": final_answer,
-    "last_number": last_number,
-}

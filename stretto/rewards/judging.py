@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from stretto.core.records import Outcome, Verdict
-from stretto.rewards.functions import RewardFunction
+from stretto.rewards.functions import RewardFunction, Undecided
 from stretto.rewards.wire import ScoreItem, Worth
 
 _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
@@ -15,6 +15,8 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
     """Call `function` on one answer; everything that is no verdict is undecided, with the reason."""
     try:
         value: object = function(item.prompt, item.completion, item.answer)
+    except Undecided as error:
+        return undecided(str(error))
     # User code: not even SystemExit or KeyboardInterrupt raised in it may end the worker.
     except BaseException as error:
         return undecided(f"the reward raised {_described(error)}")

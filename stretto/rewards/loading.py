@@ -6,26 +6,36 @@ import importlib
 import inspect
 
 from stretto.core.errors import Problem, RewardFunctionError, nearest
-from stretto.rewards.functions import BUILT_IN, RewardFunction
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.functions import RewardFunction
 
 PLACE = "rewards.function"
 _CONTRACT = "a reward is called as function(prompt, completion, answer) and returns a number or a bool"
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The reward called `name`: a built-in, or ``package.module:function`` from the import path.
+def load_reward(name: str, settings: str = "{}") -> RewardFunction:
+    """The reward called `name`: a built-in, or ``package.module:function`` from the import path; `settings` is the
+    section of a built-in that has one, as JSON.
 
     Raises:
         RewardFunctionError: unknown name, module that cannot be imported, something that is not callable, that is
-            asynchronous, or that cannot be called with three arguments.
+            asynchronous, or that cannot be called with three arguments; a built-in that cannot work on this machine.
     """
     if ":" not in name:
         if name not in BUILT_IN:
             remedy = f"{nearest(name, BUILT_IN)}; a function of your own is written 'package.module:function'"
             raise _refused(f"no built-in reward is called {name!r}", remedy)
-        return BUILT_IN[name]
+        built_in = BUILT_IN[name]
+        found = _imported(*built_in.function.split(":"))
+        return _checked(name, found(settings) if built_in.configured and callable(found) else found)
     module_name, _, attribute = name.partition(":")
     return _checked(name, _imported(module_name, attribute))
+
+
+def facts_of(name: str, function: RewardFunction) -> dict[str, str]:
+    """What a run has to record about a reward: built-ins that depend on the machine say what they found."""
+    facts: dict[str, str] = getattr(function, "facts", {}) if name in BUILT_IN else {}
+    return facts
 
 
 def _imported(module_name: str, attribute: str) -> object:

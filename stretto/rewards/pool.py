@@ -47,6 +47,7 @@ class RewardPool:
 
     def __init__(self, config: RewardsConfig, *, log: Path | None = None) -> None:
         self.busy_seconds = 0.0  # seconds of all workers together
+        self.facts: dict[str, str] = {}  # what the reward wants recorded with the run
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
         self._queue: deque[Chunk] = deque()
@@ -135,11 +136,12 @@ class RewardPool:
         assert slot.process is not None
         await slot.process.start(self._config, self._log)
         slot.ready = True
+        self.facts = slot.process.facts
         self._dispatch()
 
     async def _watch(self) -> None:
         """Kill a worker whose counter stood still for the timeout in the middle of an answer."""
-        timeout = self._config.timeout
+        timeout = self._config.seconds_per_answer
         while True:
             await asyncio.sleep(min(0.25, timeout / 10))
             now = time.monotonic()
@@ -162,7 +164,7 @@ class RewardPool:
         self._ask_again(lost.innocent, how)
         if lost.culprit is not None:
             if progress == slot.condemned:
-                lost.culprit.settle([undecided(f"timeout after {self._config.timeout:g} s")])
+                lost.culprit.settle([undecided(f"timeout after {self._config.seconds_per_answer:g} s")])
             else:
                 self._ask_again([lost.culprit], how)
         self._dispatch()

@@ -18,6 +18,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
+from stretto.rewards.cgroups import remove_groups_of
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.wire import FromWorker, JudgingCounter, Ready, Refused, Reply, Request, WorkerSettings, Worth
 
@@ -35,6 +36,7 @@ class WorkerProcess:
 
     def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
         self.name = name
+        self.facts: dict[str, str] = {}
         self._wire = _Wire(self._received, self._lost)
         self._on_reply, self._on_lost = on_reply, on_lost
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -47,6 +49,7 @@ class WorkerProcess:
         try:
             settings = WorkerSettings(
                 function=config.function,
+                settings=config.code.model_dump_json() if config.function == "code" else "{}",
                 worth=Worth(right=config.right, wrong=config.wrong),
                 socket=theirs.fileno(),
                 progress=descriptor,
@@ -94,6 +97,8 @@ class WorkerProcess:
         self._wire.close()
         self._ready.cancel()
         code = await self._exit_code()
+        if self._process is not None and self.facts:  # it had a sandbox
+            await asyncio.to_thread(remove_groups_of, self._process.pid)
         if self._progress is not None:
             self._progress.close()
             self._progress = None
@@ -115,6 +120,7 @@ class WorkerProcess:
             case Reply():
                 self._on_reply(message)
             case Ready() if not self._ready.done():
+                self.facts = message.facts
                 self._ready.set_result(None)
             case Refused() if not self._ready.done():
                 problem = Problem(message.place, message.found, message.remedy)

@@ -14,6 +14,8 @@ import os
 import struct
 from typing import Self
 
+import msgspec
+
 from stretto.core.records import Outcome, Record, Verdict
 
 _COUNTER = struct.Struct("<q")
@@ -50,9 +52,11 @@ class Worth(Record, frozen=True):
 
 
 class WorkerSettings(Record, frozen=True):
-    """What a worker is started with, as JSON on its command line; the two numbers are inherited descriptors."""
+    """What a worker is started with, as JSON on its command line: the reward, its own settings (JSON again), what its
+    verdicts are worth, and two inherited descriptors."""
 
     function: str
+    settings: str
     worth: Worth
     socket: int
     progress: int
@@ -67,7 +71,9 @@ class Request(Record, frozen=True, array_like=True):
 
 
 class Ready(Record, frozen=True, tag=True):
-    """The worker has its reward function and waits for requests."""
+    """The worker has its reward function and waits for requests. `facts`: what a run has to record about it."""
+
+    facts: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Refused(Record, frozen=True, tag=True):

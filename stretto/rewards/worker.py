@@ -19,7 +19,7 @@ from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Verdict
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
-from stretto.rewards.loading import load_reward
+from stretto.rewards.loading import facts_of, load_reward
 from stretto.rewards.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
 
 _READ_BYTES = 1 << 20
@@ -30,18 +30,18 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._worth = settings.worth
-        self._function_name = settings.function
+        self._function_name, self._settings = settings.function, settings.settings
         self._socket = socket.socket(fileno=settings.socket)
         self._progress = JudgingCounter(settings.progress)
 
     def run(self) -> None:
         try:
-            function = load_reward(self._function_name)
+            function = load_reward(self._function_name, self._settings)
         except RewardFunctionError as error:
             problem = error.problems[0]
             self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
             return
-        self._socket.sendall(frame(Ready()))
+        self._socket.sendall(frame(Ready(facts=facts_of(self._function_name, function))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._socket.recv(_READ_BYTES):
             for body in unframer.feed(data):

@@ -1,6 +1,7 @@
 """A run folder: where everything of one run lies, and who may write there.
 
 recipe.toml versions.json machine.json      what was run, with what, where
+rewards.json                                what its reward said of itself: the level of its sandbox
 log.txt logs/<role>.txt                     what was said
 metrics.jsonl spans.jsonl                   what was measured
 ledger.sqlite                               what happened to every trajectory

@@ -1,0 +1,160 @@
+"""A control group for one sandbox: memory and processes counted over all that runs in it.
+
+Groups are made where the caller may make them, as a rule root; who may not has no level A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_PREFIX = "stretto-"
+_REMOVE_SECONDS = 2.0
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """A place where groups can be made, and the limits that are set there: file name → name of the limit."""
+
+    folder: Path
+    files: Mapping[str, str]
+
+
+_V1 = {
+    "memory": {"memory.limit_in_bytes": "memory", "memory.memsw.limit_in_bytes": "memory"},
+    "pids": {"pids.max": "processes"},
+}
+_V2 = {"memory.max": "memory", "memory.swap.max": "swap", "pids.max": "processes"}
+_OPTIONAL = {"memory.memsw.limit_in_bytes", "memory.swap.max"}  # kernels without swap accounting lack them
+
+
+class ProgramGroup:
+    """One group in every hierarchy."""
+
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
+
+    @classmethod
+    def create(cls, memory: int, processes: int, hierarchies: list[Hierarchy] | None = None) -> Self:
+        """A new group with at most `memory` bytes and `processes` processes.
+
+        Raises:
+            OSError: there are no hierarchies for both limits, or they are not ours to change.
+        """
+        name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        group = cls()
+        try:
+            for hierarchy in find_hierarchies() if hierarchies is None else hierarchies:
+                _remove_orphans(hierarchy.folder)
+                folder = hierarchy.folder / name
+                folder.mkdir()
+                group._folders.append(folder)
+                limits = {"memory": memory, "swap": 0, "processes": processes}
+                _set_limits(folder, {file: limits[limit] for file, limit in hierarchy.files.items()})
+        except OSError:
+            group.close()
+            raise
+        return group
+
+    def add(self, process: int) -> None:
+        """Put a process into the group; what it starts from now on is in it too.
+
+        The kernel takes some milliseconds for it, which is why programs are born in the group instead of moved there.
+        """
+        for folder in self._folders:
+            (folder / "cgroup.procs").write_text(str(process))
+
+    def close(self) -> None:
+        """Remove the group; its processes must be gone, or about to go."""
+        for folder in self._folders:
+            _remove(folder, time.monotonic() + _REMOVE_SECONDS)
+        self._folders = []
+
+
+def remove_groups_of(process: int) -> None:
+    """Remove the groups that a process has left behind which was killed."""
+    with contextlib.suppress(OSError):
+        for hierarchy in find_hierarchies():
+            for folder in hierarchy.folder.glob(f"{_PREFIX}{process}-*"):
+                _remove(folder, time.monotonic() + _REMOVE_SECONDS)
+
+
+def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
+    """Where groups for memory and processes can be made: below our own group, else at the root that we see.
+
+    Raises:
+        OSError: nowhere.
+    """
+    own = dict(_own_groups((proc / "cgroup").read_text()))
+    mounts = dict(_mounts((proc / "mounts").read_text()))
+    if "memory" in mounts and "pids" in mounts:
+        return [
+            Hierarchy(_below(mounts[controller], own.get(controller, "/")), files) for controller, files in _V1.items()
+        ]
+    if "" in mounts:
+        folder = _below(mounts[""], own.get("", "/"))
+        if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text().split()):
+            return [Hierarchy(folder, _V2)]
+    raise OSError("no control groups for memory and processes")
+
+
+def _own_groups(text: str) -> Iterator[tuple[str, str]]:
+    """Lines of /proc/self/cgroup, ``4:memory:/path``; of version 2, ``0::/path``."""
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _mounts(text: str) -> Iterator[tuple[str, Path]]:
+    """Controllers with the folder where they are mounted; version 2 is called ``""``."""
+    for line in text.splitlines():
+        _, folder, kind, options, *_ = line.split(" ")
+        if kind == "cgroup2":
+            yield "", Path(folder)
+        elif kind == "cgroup":
+            for option in options.split(","):
+                yield option, Path(folder)
+
+
+def _below(mount: Path, path: str) -> Path:
+    """In a container the path may be one of the outside, of which nothing is seen here."""
+    inside = mount / path.lstrip("/")
+    return inside if inside.is_dir() else mount
+
+
+def _set_limits(folder: Path, limits: Mapping[str, int]) -> None:
+    for file, limit in limits.items():
+        if file not in _OPTIONAL or (folder / file).exists():
+            with open(folder / file, "r+") as setting:
+                setting.write(str(limit))
+
+
+def _remove(folder: Path, until: float) -> None:
+    while True:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.005)
+        else:
+            return
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Groups whose maker was killed."""
+    for folder in parent.glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()

@@ -1,0 +1,166 @@
+"""The verdict on a program: run in a sandbox against inputs, judged outside of it.
+
+    answer ──► program ──► sandbox: one process per input ──► outputs ──► compared here with what was expected
+
+Right: every test passed. Wrong: a test did not, whatever the program did about it. Undecided: the sandbox or the tests
+are at fault, and nothing is known about the program.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stretto.rewards.code_comparison import same_text, same_value
+from stretto.rewards.code_config import CodeConfig
+from stretto.rewards.code_formats import parse_tests
+from stretto.rewards.code_tests import CallTest, ProgramTests, StdinTest
+from stretto.rewards.program import extract_program
+from stretto.rewards.sandbox import Ended, Sandbox, SandboxFailed
+from stretto.rewards.sandbox_probe import Report, probe
+from stretto.rewards.sandbox_walls import Walls
+
+_TRIES = 2  # a sandbox that fails is started again once before the answer is undecided
+
+
+class Judgement(NamedTuple):
+    """How many tests passed, of how many, and what came first of those that did not."""
+
+    passed: int
+    total: int
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.passed == self.total and not self.problem
+
+
+def code_reward(settings: str) -> CodeReward:
+    """The built-in reward ``code``; `settings` is a `CodeConfig` as JSON.
+
+    Raises:
+        RewardFunctionError: no sandbox that is safe enough can be made here.
+    """
+    config = CodeConfig.model_validate_json(settings)
+    return CodeReward(config, *probe(config))
+
+
+class CodeReward:
+    """Judges programs, one at a time, in one sandbox that it keeps.
+
+    Called as a reward, the gold answer is the tests as JSON, in any form of `code_formats`.
+    """
+
+    def __init__(self, config: CodeConfig, walls: Walls, report: Report) -> None:
+        self.report = report
+        self._config = config
+        self._sandbox = Sandbox(walls, config)
+
+    def __call__(self, prompt: str, completion: str, answer: str) -> bool:
+        """Is the program right? Tests after the first that fails are not run.
+
+        Raises:
+            BadTests, SandboxFailed: nothing can be said about it.
+        """
+        return self.judge(completion, parse_tests(answer), to_the_end=False).right
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a run has to record: the level of its sandbox, and how that was found."""
+        return {"sandbox": str(self.report)}
+
+    def judge(self, answer: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
+        """Run the program of an answer against all tests, or until one fails.
+
+        Raises:
+            SandboxFailed: it could not be run.
+        """
+        source = program_of(answer, tests)
+        if source is None:
+            return Judgement(0, tests.count, "no program in the answer")
+        clock = _Clock(self._config)
+        passed, problem = self._judge_calls(source, tests.calls, clock) if tests.calls else (0, "")
+        for number, test in enumerate(tests.stdin, start=1):
+            if problem and not to_the_end:
+                break
+            found = self._judge_input(source, test, clock)
+            problem = problem or (f"test {number}: {found}" if found else "")
+            passed += not found
+        return Judgement(passed, tests.count, problem)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _judge_input(self, source: str, test: StdinTest, clock: _Clock) -> str:
+        """What is wrong with the program on one input; empty: nothing."""
+        if clock.left <= 0:
+            return "time limit of all tests"
+        ended = self._run({"source": source}, test.stdin.encode(errors="surrogateescape"), clock.allow(1))
+        if not ended.well:
+            return ended.how
+        return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
+
+    def _judge_calls(self, source: str, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
+        """All calls in one process, which is told the arguments and nothing of the results."""
+        calls = [{"name": test.call, "args": list(test.args)} for test in tests]
+        ended = self._run({"source": source, "calls": calls}, b"", clock.allow(len(tests)))
+        results = [_result(line) for line in ended.output.split(b"\n")]
+        if ended.well and (len(results) != len(tests) + 1 or ended.output[-1:] != b"\n"):
+            return 0, "it wrote among the results of its calls"
+        right = [
+            "value" in result and any(same_value(wanted, result["value"]) for wanted in test.accepted)
+            for test, result in zip(tests, results, strict=False)
+        ]
+        if not ended.well:
+            return sum(right), ended.how
+        problems = (
+            f"call {number}: {result.get('error', 'wrong result')}"
+            for number, (result, passed) in enumerate(zip(results, right, strict=False), start=1)
+            if not passed
+        )
+        return sum(right), next(problems, "")
+
+    def _run(self, task: dict[str, Any], given: bytes, seconds: float) -> Ended:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return self._sandbox.run(task, given, seconds)
+            except SandboxFailed:
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+
+def program_of(answer: str, tests: ProgramTests) -> str | None:
+    """The program of an answer as it is run: `prelude` stands before it, and `preamble` where the answer goes on from
+    the head of the function instead of giving it again."""
+    program = extract_program(answer, tests.preamble, tests.entry_point)
+    return None if program is None else tests.prelude + program
+
+
+@dataclass
+class _Clock:
+    """Seconds that are left to one answer."""
+
+    config: CodeConfig
+
+    def __post_init__(self) -> None:
+        self._until = time.monotonic() + self.config.answer_seconds
+
+    @property
+    def left(self) -> float:
+        return self._until - time.monotonic()
+
+    def allow(self, tests: int) -> float:
+        """Seconds for the next run, which is of so many tests."""
+        return min(tests * self.config.seconds, self.left)
+
+
+def _result(line: bytes) -> dict[str, Any]:
+    """What the guest wrote about one call; the program may have written there too."""
+    try:
+        result = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) and len(result) == 1 else {}

@@ -1,0 +1,193 @@
+r"""Is an answer the gold answer? True, False, or None where this file cannot tell and math-verify is asked.
+
+The gold answer says what is asked for: where it gives a value, ``x = 5`` is read as 5; where it gives the equation of a
+line, 5 is no answer; where it gives an inequality, the interval says the same, and not the other way round (a model
+that writes the question back as ``x > 5`` would be right too often).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.rewards.math_relations import as_asked, as_interval, is_naming, same_relation
+from stretto.rewards.math_scalars import Opinion, any_of, same_scalar
+from stretto.rewards.math_structure import (
+    Choice,
+    Dots,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Words,
+    letters,
+)
+
+
+def same(gold: Node, answer: Node) -> Opinion:
+    """Does `answer` say what `gold` says?
+
+    Raises:
+        Undecided: its numbers are too large.
+    """
+    if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
+        return same(gold, answer.sides[-1])
+    match gold, answer:
+        case Choice(), Choice():
+            return gold.letter == answer.letter
+        case Choice(), _:
+            return any_of([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
+        case _, Choice():
+            return any_of([_same_words(gold, Words(answer.letter)), same(gold, answer.content)])
+        case Relation(), Relation():
+            return same_relation(gold, answer, same)
+        case Relation(), _:
+            asked = as_asked(gold)
+            return None if asked is None and isinstance(answer, Union) else asked is not None and same(asked, answer)
+        case (Words(), _) | (_, Words()):
+            return _same_words(gold, answer)
+        case Listing(), Listing():
+            return _same_listing(gold, answer)
+        case Listing(), Union():
+            return _same_ranges(gold.items, answer)
+        case Union(), Union():
+            return _matched(gold.parts, answer.parts)
+        case Matrix(), Matrix():
+            return _same_matrix(gold, answer)
+        case Ratio(), Ratio():
+            return _same_ratio(gold, answer)
+        case Scalar(), Scalar():
+            return same_scalar(gold, answer)
+        case (Ratio(parts=(above, below)), Scalar() as other) | (Scalar() as other, Ratio(parts=(above, below))):
+            return _same_quotient(above, below, other)
+        case (Listing(items=(only,)), Scalar()):
+            return same(only, answer)
+        case (Scalar(), Listing(items=(only,))):
+            return same(gold, only)
+        case (Scalar(), Listing(opening="", items=items)) if items:
+            return all(same(gold, item) for item in items)  # "1/2 or 0.5" is one answer, told twice
+        case (Dots(), Dots()):
+            return True
+        case (Matrix(), _) | (_, Matrix()) | (Union(), _) | (_, Union()):
+            return None
+    return False
+
+
+def _same_words(gold: Node, answer: Node) -> Opinion:
+    first, second = letters(gold), letters(answer)
+    if not first or not second:
+        return None
+    if first == second or _NUMERALS.get(first, first) == _NUMERALS.get(second, second):
+        return True
+    told = [node.text for node in (gold, answer) if isinstance(node, Words)]
+    return None if any(letter.isdigit() for text in told for letter in text) else False
+
+
+_COUNTED = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+)
+_NUMERALS = {name: str(value) for value, name in enumerate(_COUNTED.split())}
+
+
+# Lists, tuples, sets, intervals.
+
+
+def _same_listing(gold: Listing, answer: Listing) -> Opinion:
+    pairs = gold.items, answer.items
+    if len(gold.items) != len(answer.items):
+        return False if not gold.items or not answer.items else _same_distinct(gold, answer)
+    has_dots = any(isinstance(item, Dots) for item in (*gold.items, *answer.items))
+    if gold.ordered or has_dots:
+        if answer.ordered and len(gold.items) == 2 and (gold.opening, gold.closing) != (answer.opening, answer.closing):
+            return False
+        return _in_order(*pairs)
+    return _in_order(*pairs) if answer.ordered else _matched(*pairs)
+
+
+def _same_distinct(gold: Listing, answer: Listing) -> Opinion:
+    """Sets whose lists repeat an item: ``{1, 2, 2}`` is ``{1, 2}``."""
+    if gold.ordered or answer.ordered:
+        return False
+    first, second = _distinct(gold.items), _distinct(answer.items)
+    return _matched(first, second) if len(first) == len(second) else False
+
+
+def _distinct(items: Sequence[Node]) -> list[Node]:
+    kept: list[Node] = []
+    for item in items:
+        if not any(same(item, other) for other in kept):
+            kept.append(item)
+    return kept
+
+
+def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
+    unknown = False
+    for one, other in zip(gold, answer, strict=True):
+        found = same(one, other)
+        if found is False:
+            return False
+        unknown |= found is None
+    return None if unknown else True
+
+
+def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
+    """Is there a partner for each? Sameness is transitive but for rounding, so the first that fits will do."""
+    left = list(answer)
+    if len(gold) != len(left):
+        return None
+    unknown = False
+    for item in gold:
+        opinions = [same(item, other) for other in left]
+        if True in opinions:
+            del left[opinions.index(True)]
+        elif None in opinions:
+            unknown = True
+        else:
+            return False
+    return None if unknown else True
+
+
+def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
+    if [len(row) for row in gold.rows] != [len(row) for row in answer.rows]:
+        return False
+    cells = [[cell for row in matrix.rows for cell in row] for matrix in (gold, answer)]
+    return _in_order(*cells)
+
+
+def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
+    if len(gold.parts) != len(answer.parts):
+        return False
+    found = _in_order(gold.parts, answer.parts)
+    if found is not False or any(_is_clock(part) for ratio in (gold, answer) for part in ratio.parts[1:]):
+        return found
+    if len(gold.parts) != 2:
+        return False
+    (one, two), (three, four) = gold.parts, answer.parts
+    quotient = _quotient(three, four)
+    return False if quotient is None else _same_quotient(one, two, quotient)
+
+
+def _is_clock(part: Node) -> bool:
+    """Two digits behind a colon are minutes."""
+    return isinstance(part, Scalar) and len(part.latex) == 2 and part.latex.isdigit()
+
+
+def _quotient(above: Node, below: Node) -> Scalar | None:
+    if isinstance(above, Scalar) and isinstance(below, Scalar) and below.latex != "0":
+        return Scalar(rf"\frac{{{above.latex}}}{{{below.latex}}}")
+    return None
+
+
+def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
+    quotient = _quotient(above, below)
+    return False if quotient is None or _is_clock(below) else same_scalar(quotient, other)
+
+
+def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
+    """``x < 1 or x > 2`` against intervals."""
+    intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
+    found = [interval for interval in intervals if interval is not None]
+    return _matched(found, answer.parts) if len(found) == len(gold) else False

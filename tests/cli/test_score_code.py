@@ -1,0 +1,65 @@
+"""`stretto score code`: programs of a file, judged in the sandbox.
+
+Promises: lines come back in order with all they had and verdict, passed, seconds and level added; what cannot be read
+is named with its line before anything is run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto.cli.main import app
+from stretto.core.errors import DataError
+
+SQUARE = [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "8\n", "stdout": "64\n"}]
+CALLS = [{"call": "f", "args": [[1, 2]], "expected": 3}, {"call": "f", "args": [[]], "expected": 0}]
+
+
+def score(tmp_path: Path, *rows: object, options: tuple[str, ...] = ()) -> list[dict[str, object]]:
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["score", "code", str(file), *options])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("options", [(), ("--cold", "--workers", "1")])
+def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, options: tuple[str, ...]) -> None:
+    rows = [
+        {"id": 1, "answer": "```python\nprint(int(input()) ** 2)\n```", "tests": SQUARE},
+        {"id": 2, "answer": "print(49)", "tests": SQUARE},
+        {"id": 3, "answer": "def f(x): return sum(x)", "tests": CALLS},
+        {"id": 4, "answer": "def f(x): return x[0] + x[1]", "tests": json.dumps(CALLS)},
+        {"id": 5, "answer": "I do not know. ```c```", "tests": {"inputs": ["1"], "outputs": ["1"]}},
+    ]
+    found = score(tmp_path, *rows, options=options)
+    assert [{**row, "verdict": v, "passed": p} for row, v, p in zip(rows, VERDICTS, PASSED, strict=True)] == [
+        {key: value for key, value in row.items() if key not in ("seconds", "level")} for row in found
+    ]
+    assert len({row["level"] for row in found}) == 1
+    assert all(str(row["level"]) in "ABCD" for row in found)
+    assert all(isinstance(row["seconds"], float) for row in found)
+
+
+VERDICTS = ["right", "wrong", "right", "wrong", "wrong"]
+PASSED = [2, 1, 2, 1, 0]
+
+
+def test_tests_that_cannot_be_read_are_named_with_their_lines(tmp_path: Path) -> None:
+    rows = [{"answer": "x", "tests": SQUARE}, {"answer": "x", "tests": [3]}, {"answer": "x", "tests": []}]
+    with pytest.raises(DataError) as refused:
+        score(tmp_path, *rows)
+    words = str(refused.value)
+    assert "answers.jsonl:2: test 1 has int" in words
+    assert "answers.jsonl:3: there are no tests" in words
+    assert "the tests of 2 of 3 rows cannot be read" in words
+
+
+def test_lines_without_an_answer_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"answers\.jsonl:1: .*answer.*needed: answer, tests"):
+        score(tmp_path, {"tests": SQUARE})
