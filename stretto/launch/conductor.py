@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Batch
+from stretto.launch.answers import Answers
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import Examiner, Keeper
@@ -50,6 +51,7 @@ class Players:
     recorder: Recorder
     keeper: Keeper
     examiner: Examiner
+    answers: Answers
 
 
 class Conductor:
@@ -61,6 +63,7 @@ class Conductor:
         self._fleet = players.fleet
         self._trainer = players.trainer
         self._look_around = players.look
+        self._in_flight = players.answers
         self._recorder = players.recorder
         self._keeper = players.keeper
         self._examiner = players.examiner
@@ -93,11 +96,14 @@ class Conductor:
             self._failure,
         ]
         self._conducting = True
+        for ticket in self._controller.tickets:  # those that an earlier conductor had in flight
+            self._start(ticket)
         self._admit()
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
                 await loop
+            await self._in_flight.keep()  # the run may go on one day
         finally:
             self._conducting = False  # answers that end from now on, and engines that join, start nothing
             await put_away([*loops, *self._answers.values()])
@@ -106,9 +112,12 @@ class Conductor:
 
     def _admit(self) -> None:
         while self._conducting and not self.stopping and (ticket := self._controller.admit()) is not None:
-            task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
-            self._answers[ticket.group_id] = task
-            task.add_done_callback(self._answered)
+            self._start(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
+        self._answers[ticket.group_id] = task
+        task.add_done_callback(self._answered)
 
     def _load(self, version: int) -> None:
         self._controller.load(version)
@@ -130,6 +139,7 @@ class Conductor:
             filtered = self._controller.filtered
             if filtered > before and filtered % (_SILENT_BATCHES * self._controller.config.batch_size) == 0:
                 self._recorder.filtered(filtered)
+        self._in_flight.forget(ticket.group_id)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         del self._answers[task.get_name()]
@@ -185,6 +195,7 @@ class Conductor:
     def _expire_overdue(self) -> None:
         for ticket in self._controller.overdue():
             self._answers[ticket.group_id].cancel()
+            self._in_flight.forget(ticket.group_id)
             self._controller.expire(ticket)
         self._admit()
 
@@ -205,6 +216,7 @@ class Conductor:
     async def _observing(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
+            await self._in_flight.keep()
             await self._look()
             self._examiner.check()
 

@@ -26,6 +26,16 @@ class Payload(Record, frozen=True, array_like=True):
     text: str
 
 
+class Partial(Record, frozen=True, array_like=True):
+    """A piece of an answer in flight; `stop_reason` where it is the last one and the answer waits for its siblings."""
+
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    interrupted: int = 0
+    stop_reason: str | None = None
+
+
 _PAYLOAD_ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -53,6 +63,7 @@ class LiveRow:
         "reason",
         "state",
         "trained_step",
+        "written",
     )
 
     def __init__(self, key: int, group_key: int, member: int) -> None:
@@ -60,6 +71,7 @@ class LiveRow:
         self.state, self.reason = State.IN_FLIGHT, ""
         self.trained_step: int | None = None
         self.finished = False  # it has an answer
+        self.written = 0  # tokens of it that are on record as partials
         self._answer: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:

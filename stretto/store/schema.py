@@ -1,9 +1,11 @@
 """The ledger's tables, and opening them.
 
     groups ──1:n── trajectories ──1:0..1── payloads        steps        meta        events
+                              └──1:n───── partials
 
 A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
-The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it.
+The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it. Partials are
+the tokens of an answer that is still in flight, piece by piece; they leave when it ends.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from stretto.core.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 
 _TABLES = """
 CREATE TABLE groups (
@@ -43,6 +45,12 @@ CREATE TABLE payloads (
     key INTEGER PRIMARY KEY REFERENCES trajectories (key),
     payload BLOB NOT NULL
 ) STRICT;
+CREATE TABLE partials (
+    key INTEGER NOT NULL REFERENCES trajectories (key),
+    begin INTEGER NOT NULL,
+    payload BLOB NOT NULL,
+    PRIMARY KEY (key, begin)
+) STRICT, WITHOUT ROWID;
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY,
     version INTEGER NOT NULL,
