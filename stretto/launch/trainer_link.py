@@ -71,17 +71,18 @@ class TrainerLink:
         """`say` is told of every trainer that is replaced."""
         self._say = say
 
-    async def start(self, spec: TrainerSpec, version: int = 0) -> None:
-        """Start the process and bring it to `version`; when this returns that is published."""
+    async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
+        """Start the process and bring it to `version`; when this returns that is published, if it is to be."""
         self._spec, self._version = spec, version
         self.replayed = await self._begin()
-        await self._ask(Publish(), Published, f"to publish version {version}", self._deadlines.save)
+        if publish:
+            await self._ask(Publish(), Published, f"to publish version {version}", self._deadlines.save)
 
     async def _begin(self) -> list[Update]:
         """A process at the version of the run: from the last checkpoint over the batches since."""
         assert self._spec is not None, "start() comes first"
         checkpoint = self._lineage.newest(self._version) if self._lineage is not None else None
-        folder = str(checkpoint.path) if checkpoint is not None else None
+        folder = str(checkpoint.path) if checkpoint is not None else self._spec.checkpoint
         descriptor = self._channel.far.fileno()
         spec = msgspec.structs.replace(self._spec, descriptor=descriptor, checkpoint=folder)
         await self.process.start(spec, spec.threads, (descriptor,))
@@ -95,11 +96,11 @@ class TrainerLink:
             updates.append(trained.update)
         return updates
 
-    async def train(self, batch: Batch) -> Update:
-        """Train on the batch; when this returns the next version is published."""
+    async def train(self, batch: Batch, *, publish: bool = True) -> Update:
+        """Train on the batch; when this returns the next version is published, if it is to be."""
         async with self._order():
             trained = await self._until_done(
-                Train(batch=batch), Trained, f"to finish step {batch.step}", self._deadlines.step
+                Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
             )
             self._keep(trained.spans)
             self._version = trained.update.version
