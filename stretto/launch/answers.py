@@ -106,7 +106,9 @@ class Answers:
             return
         async for completion in self._engines.generate(wanted):
             member = group.asked[completion.member]
-            group.ended[member] = msgspec.structs.replace(completion, member=member)
+            group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
+        if missing := len(request.seeds) - len(group.ended):
+            raise EngineLost("an engine", f"ended {request.id} with {missing} answers missing")
 
     def forget(self, id: str) -> None:
         """The group is judged, or given up: it is in flight no more."""

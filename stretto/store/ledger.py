@@ -101,8 +101,8 @@ class Ledger:
             ledger refuses everything: a run whose truth cannot be recorded must end.
     """
 
-    def __init__(self, path: Path, config: StoreConfig) -> None:
-        self._path, self._config = path, config
+    def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._config, self._clock = path, config, clock
         self._connection = open_for_writing(path)
         self._broken: StoreError | None = None
         self._pending: dict[str, list[tuple[Any, ...]]] = {}
@@ -111,7 +111,7 @@ class Ledger:
         self._sources: dict[str, Callable[[], object]] = {}
         self._dirty: dict[int, LiveRow] = {}
         self._live: dict[str, LiveRow] = {}
-        self._flushed = time.monotonic()
+        self._flushed = self._clock()
         for group_id, *columns in self._query(_LIVE):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
@@ -239,7 +239,7 @@ class Ledger:
         """Write everything that is held back, in one transaction."""
         if self._broken is not None:
             raise self._broken
-        self._flushed = time.monotonic()
+        self._flushed = self._clock()
         if not (self._dirty or self._pending or self._partials or self._facts):
             return
         rows = [row.columns() for row in self._dirty.values()]
@@ -265,7 +265,7 @@ class Ledger:
             self._connection.close()
 
     def _flush_if_due(self) -> None:
-        if time.monotonic() - self._flushed >= self._config.flush_seconds:
+        if self._clock() - self._flushed >= self._config.flush_seconds:
             self.flush()
 
     def _row(self, id: str) -> LiveRow:

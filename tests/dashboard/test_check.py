@@ -64,7 +64,7 @@ def train(control: Controller, ledger: Ledger) -> Batch:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Three steps over two epochs of five prompts; one group failed and is asked again, one waits, two are in flight."""
+    """Three steps over two epochs of five prompts; one group failed and was asked again, one waits, two are open."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     prompts = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(5)]
     config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
