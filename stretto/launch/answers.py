@@ -8,6 +8,7 @@ engine ─► tokens so far, a second ─┴─► ledger (partials) ─► afte
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,6 +48,7 @@ class GroupInFlight:
     begun: dict[int, Begun] = field(default_factory=dict)  # of members that have ended: what is journaled of them
     journaled: set[int] = field(default_factory=set)  # members that have ended and are journaled whole
     asked: tuple[int, ...] = ()  # the members that the open request asks for, in its order
+    judging: bool = False  # its last answer has come
     turn: int = 0  # grows with every request: what comes of an earlier one is refused
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
@@ -76,6 +78,7 @@ class Answers:
     ) -> None:
         self._engines, self._journal, self._whole = engines, journal, whole
         self._groups: dict[str, GroupInFlight] = {} if whole else dict(begun)
+        self._ending = False
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         """All answers of the group, when the last of them has ended, in the order of the members.
@@ -91,12 +94,14 @@ class Answers:
                     await self._ask(request, group)
                     break
                 except EngineLost:
+                    if self._ending:
+                        await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
                     if loss == _LOSSES:
                         raise
                     if self._whole:
                         group.ended.clear()
         finally:
-            group.asked = ()
+            group.judging = len(group.ended) == len(request.seeds)
         for _, completion in sorted(group.ended.items()):
             yield completion
 
@@ -110,6 +115,10 @@ class Answers:
         if missing := len(request.seeds) - len(group.ended):
             raise EngineLost("an engine", f"ended {request.id} with {missing} answers missing")
 
+    def end(self) -> None:
+        """The run ends: an engine that gives an answer up now was asked to."""
+        self._ending = True
+
     def forget(self, id: str) -> None:
         """The group is judged, or given up: it is in flight no more."""
         self._groups.pop(id, None)
@@ -117,7 +126,7 @@ class Answers:
     @property
     def unjudged(self) -> int:
         """Tokens of groups that no engine has any more and that are not judged yet."""
-        whole = (group for group in self._groups.values() if group.ended and not group.asked)
+        whole = (group for group in self._groups.values() if group.judging)
         return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
 
     async def keep(self) -> None:

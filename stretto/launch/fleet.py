@@ -51,6 +51,7 @@ class Member:
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     health: EngineHealth | None = None
     open: set[str] = field(default_factory=set)  # requests that it answers
+    given_up: set[str] = field(default_factory=set)  # those of them that it was told to give up
     busy_before: float = 0.0  # seconds of work of its predecessors
 
 
@@ -162,12 +163,31 @@ class Fleet:
             async for completion in member.client.generate(request):
                 yield completion
         except EngineLost:
-            self._suspect(member)
+            if request.id not in member.given_up:
+                self._suspect(member)
             raise
         finally:
+            member.given_up.discard(request.id)
             member.open.discard(request.id)
             self._router.finish(name, answers)
             self._joined.set()
+
+    @property
+    def open(self) -> frozenset[str]:
+        """The requests that engines answer now."""
+        return frozenset(id for member in self._members for id in member.open)
+
+    async def give_up(self) -> None:
+        """Let every engine give up what it answers; when this returns, none has a request of ours. An engine that does
+        not reply within a second is left alone."""
+        with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
+            async with asyncio.timeout(_GLIMPSE_SECONDS):
+                for member in self._members:
+                    for id in list(member.open):
+                        member.given_up.add(id)
+                        await member.client.abort(id)
+                while self.open:
+                    await asyncio.sleep(_GLANCE_SECONDS)
 
     async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
         """How far the answers in flight have come, beyond what is known of them; an engine that does not reply within a

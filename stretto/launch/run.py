@@ -74,6 +74,12 @@ class Roles:
         await together(self.fleet.supervise(), self.trainer.supervise())
         raise AssertionError("a watcher never ends by itself")
 
+    def progress(self) -> object:
+        """Changes whenever a role gets anything done; engines as they were looked at last."""
+        work = self.work()
+        busy = {role: seconds for role, seconds in (work.busy or {}).items() if role != "conductor"}
+        return work.generated, work.recomputed, busy
+
     def work(self) -> Work:
         """What everybody has done so far; engines as they were looked at last."""
         busy = self.fleet.busy() | {
@@ -182,7 +188,9 @@ async def _train(
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
     answers = Answers(crew.fleet, ledger, begun, whole=is_alone(recipe))
     workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
-    players = Players(controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner, answers)
+    players = Players(
+        controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner, answers, crew.progress
+    )
     _record_again(folder, crew.trainer.replayed, ledger.last_update(), recorder)
 
     def report(sentence: str) -> None:

@@ -183,6 +183,10 @@ class Engines:
         finally:
             self.writing.pop(request.id, None)
 
+    open = frozenset[str]()
+
+    async def give_up(self) -> None: ...
+
     async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
         await asyncio.sleep(self.chance.random() * 0.1)
         found = []
@@ -368,6 +372,7 @@ async def _conduct(world: World) -> bool:
         cast(Keeper, toys),
         cast(Examiner, _Examiner(world, chance, ledger, weights, version)),
         answers,
+        lambda: len(engines.writing),
     )
     conductor = Conductor(players, schedule.steps, DeadlinesConfig())
     life = chance.expovariate(schedule.kill_rate) if schedule.kill_rate and world.kills < 6 else 1e9

@@ -1,4 +1,4 @@
-"""Seeded schedules of a whole run on a virtual clock: delays, reorderings, duplicates, losses, and kills of the conductor.
+"""Seeded schedules of a whole run on a virtual clock: delays, reorderings, duplicates, losses, kills of the conductor.
 
 After every kill and at every end, an independent checker finds every law kept; a step that is done again comes to the
 weights that it came to before. A seed that fails: ``python -m tests.faults.simulation SEED``.
@@ -70,6 +70,12 @@ def forget_what_was_unfinished(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.faults.simulation.read_unfinished", lambda path: [])
 
 
+def play_many(folder: Path, seeds: int) -> None:
+    for seed in range(seeds):
+        (folder / str(seed)).mkdir()
+        play(seed, folder / str(seed))
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -84,7 +90,5 @@ def test_a_mistake_is_found_within_a_hundred_schedules(tmp_path: Path, mistake: 
     with pytest.MonkeyPatch.context() as patch:
         mistake(patch)
         with pytest.raises(Exception, match=r".") as caught:
-            for seed in range(100):
-                (tmp_path / str(seed)).mkdir()
-                play(seed, tmp_path / str(seed))
+            play_many(tmp_path, 100)
     assert not isinstance(caught.value, TypeError | AttributeError), caught.value

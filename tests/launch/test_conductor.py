@@ -16,7 +16,15 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, RoleDied, StrettoError, TrainingDiverged
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    NothingMoves,
+    RefusedRequest,
+    RoleDied,
+    StrettoError,
+    TrainingDiverged,
+)
 from stretto.core.events import Span
 from stretto.core.records import (
     Batch,
@@ -92,6 +100,10 @@ class ToyFleet:
                 stop_reason=StopReason.STOP,
             )
 
+    open = frozenset[str]()
+
+    async def give_up(self) -> None: ...
+
     async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
         """One token of the first answer to each group, once."""
         return [
@@ -165,6 +177,7 @@ class Stage(Silent):
     trainer: ToyTrainer = field(default_factory=ToyTrainer)
     evaluations: int = 0
     said: list[str] = field(default_factory=list)
+    progress: Callable[[], object] = lambda: None
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -208,6 +221,7 @@ class Stage(Silent):
             keeper,
             Examiner(self.evaluate, recorder, every),
             answers,
+            self.progress,
         )
         conductor = Conductor(players, steps, deadlines)
         if stop_after is not None:
@@ -344,6 +358,22 @@ def test_a_batch_that_does_not_come_is_a_named_end(stage: Stage) -> None:
     expected = r"trainer waited 0\.1 s for a batch at version 0: 4 groups in flight, 0 buffered, 0 filtered and gave up"
     with pytest.raises(DeadlineExceeded, match=expected):
         stage.play(deadlines={"batch": 0.1})
+
+
+def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.launch.conductor._LOOK_SECONDS", 0.02)
+    stage.fleet.seconds = 20
+    expected = r"nothing has moved for 0\.2 s: trainer has waited 0 s of 1800 s for a batch at version 0"
+    with pytest.raises(NothingMoves, match=expected):
+        stage.play(deadlines={"still": 0.2})
+
+
+def test_a_long_step_of_a_trainer_that_works_is_no_standstill(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.launch.conductor._LOOK_SECONDS", 0.02)
+    stage.trainer.seconds = 0.5
+    stage.progress = time.monotonic  # a role works
+    stage.play(deadlines={"still": 0.2}, steps=1)
+    assert len(stage.trainer.batches) == 1
 
 
 def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
