@@ -16,6 +16,7 @@ import msgspec
 from stretto.core.errors import StoreError
 
 READABLE_FORMAT = 2
+_SEAL_BYTES = 8  # a checksum stands before the tokens
 
 _ANSWERS = """
     SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
@@ -166,15 +167,15 @@ def _answer(group: str, row: list[object]) -> Answer:
     member = facts[0]
     versions, lengths = None, None
     if isinstance(payload, bytes):
-        tokens, logprobs, of_tokens, _ = msgspec.msgpack.decode(payload)
+        tokens, logprobs, of_tokens, _ = msgspec.msgpack.decode(payload[_SEAL_BYTES:])
         versions, lengths = tuple(of_tokens), (len(tokens), len(logprobs))
-    return Answer(f"{group}/{member}", group, *facts, versions, lengths)  # type: ignore[arg-type]  # columns of SQLite
+    return Answer(f"{group}/{member}", group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 
 def _step(row: tuple[object, ...]) -> Step:
     *facts, batch, published = row
     members = tuple((str(group), tuple(numbers)) for group, numbers in json.loads(str(batch)))
-    return Step(*facts, members, published)  # type: ignore[arg-type]  # columns of SQLite
+    return Step(*facts, members, published)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 
 def _bounds(recipe: Path) -> Bounds:

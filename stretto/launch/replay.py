@@ -182,8 +182,8 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, upd
         raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error
     metrics, by_step = MetricsLog(target / "metrics.jsonl"), {update.step: update for update in updates}
     for line in read_metrics(folder.metrics)[0]:
-        update = by_step.get(line.step)
-        metrics.append(msgspec.structs.replace(line, trainer=update.metrics) if update is not None else line)
+        again = by_step.get(line.step)
+        metrics.append(msgspec.structs.replace(line, trainer=again.metrics) if again is not None else line)
 
 
 def _same_policy(folder: RunFolder, target: Path, version: int) -> bool | None:

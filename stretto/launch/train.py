@@ -12,7 +12,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError, described
 from stretto.launch.logbook import Logbook
-from stretto.launch.plan import Plan, digest, estimate_memory, make_plan, warnings
+from stretto.launch.plan import Plan, digest, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
@@ -43,6 +43,7 @@ def check(recipe_path: Path, overrides: Sequence[str]) -> None:
     print(f"longest     prompt {plan.longest_prompt} + answer {plan.sampling.max_tokens} tokens, ", end="")
     print(f"context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
+    print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
     for warning in warnings(plan):
         print(f"warning     {warning}")
     print("all is well; nothing was started")

@@ -29,14 +29,21 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Record, State, Trajectory, Update, trajectory_id
 from stretto.store.config import StoreConfig
 from stretto.store.files import sync_file
-from stretto.store.rows import LiveRow, Partial, encode_payload, step_columns, update_columns
+from stretto.store.rows import (
+    LiveRow,
+    Partial,
+    decode_partial,
+    encode_partial,
+    encode_payload,
+    step_columns,
+    update_columns,
+)
 from stretto.store.schema import open_for_writing
+from stretto.store.seals import check, seal
 
 Value = TypeVar("Value")
 
-_encode = msgspec.msgpack.Encoder().encode
-
-_INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)"
+_INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
 _UPSERT_TRAJECTORY = """
     INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
@@ -45,9 +52,11 @@ _UPSERT_TRAJECTORY = """
         newest_version = excluded.newest_version, interrupted = excluded.interrupted
 """
 _INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
-_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE_STEP = "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?"
-_UPSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+_UPSERT_META = """
+    INSERT INTO meta VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value, seal = excluded.seal
+"""
 _INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?)"
 _LIVE = """
     SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
@@ -112,11 +121,20 @@ class Ledger:
         self._dirty: dict[int, LiveRow] = {}
         self._live: dict[str, LiveRow] = {}
         self._flushed = self._clock()
+        try:
+            self._read_back()
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError, AssertionError) as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+
+    def _read_back(self) -> None:
+        """What an earlier session has left."""
         for group_id, *columns in self._query(_LIVE):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
         self._resume_partials()
         states = self._query("SELECT state, count(*) FROM trajectories GROUP BY state")
+        if strange := [state for state, _ in states if state not in set(map(str, State))]:
+            raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
         self._counts = Counter({State(state): count for state, count in states})
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
 
@@ -128,7 +146,8 @@ class Ledger:
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
         tokens = msgspec.msgpack.encode(prompt.token_ids)
-        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens))
+        group_seal = seal(group_id, prompt.id, admitted_version)
+        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens, group_seal))
         for member in range(members):
             row = LiveRow(key + member, key, member)
             self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
@@ -171,7 +190,7 @@ class Ledger:
     def write_on(self, id: str, partial: Partial) -> None:
         """An answer in flight has come further by these tokens: after a crash it goes on behind them."""
         row = self._row(id)
-        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, _encode(partial))))
+        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, encode_partial(id, partial))))
         row.written += len(partial.token_ids)
 
     def forget(self, step: int) -> None:
@@ -207,8 +226,12 @@ class Ledger:
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """The value kept under `name`, or None."""
         self.flush()
-        found = self._query("SELECT value FROM meta WHERE name = ?", (name,))
-        return msgspec.json.decode(found[0][0], type=kind) if found else None
+        found = self._query("SELECT value, seal FROM meta WHERE name = ?", (name,))
+        if not found:
+            return None
+        [(value, sealed)] = found
+        check(sealed, seal(name, value), f"{self._path}: {name}")
+        return msgspec.json.decode(value, type=kind)
 
     def watch(self, name: str, source: Callable[[], object]) -> None:
         """Keep, under a name, what `source` says whenever something is written: a value that belongs to the states."""
@@ -252,7 +275,7 @@ class Ledger:
             self._execute(statement, row)
         for statement, parameters in pending.items():
             self._many(statement, parameters)
-        self._many(_UPSERT_META, self._facts.items())
+        self._many(_UPSERT_META, [(name, value, seal(name, value)) for name, value in self._facts.items()])
         self._execute("COMMIT")
         self._pending, self._partials, self._dirty, self._facts = {}, [], {}, {}
 
@@ -293,9 +316,12 @@ class Ledger:
         return row
 
     def _resume_partials(self) -> None:
-        by_key = {row.key: row for row in self._live.values()}
+        by_key = {row.key: (id, row) for id, row in self._live.items()}
         for key, begin, payload in self._query(_WRITTEN):
-            by_key[key].written = begin + len(msgspec.msgpack.decode(payload, type=Partial).token_ids)
+            if key not in by_key:
+                raise StoreError(f"{self._path}: tokens of an answer that is not in flight (key {key})")
+            id, row = by_key[key]
+            row.written = begin + len(decode_partial(id, payload).token_ids)
 
     def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
         self._pending.setdefault(statement, []).append(parameters)
@@ -303,12 +329,15 @@ class Ledger:
     # The database.
 
     def _query(self, statement: str, parameters: tuple[Any, ...] = ()) -> list[Any]:
-        return self._execute(statement, parameters).fetchall()
+        try:
+            return self._execute(statement, parameters).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise StoreError(f"{self._path}: cannot be read: {error}") from error
 
     def _execute(self, statement: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(statement, parameters)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._break(error) from error
 
     def _many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
@@ -317,7 +346,7 @@ class Ledger:
         except sqlite3.Error as error:
             raise self._break(error) from error
 
-    def _break(self, error: sqlite3.Error) -> StoreError:
+    def _break(self, error: Exception) -> StoreError:
         """Undo what the transaction has done so far, and refuse everything from now on."""
         if self._connection.in_transaction:
             self._connection.rollback()

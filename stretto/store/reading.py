@@ -28,25 +28,24 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
-from stretto.store.rows import Partial, Payload
+from stretto.store.rows import Partial, decode_partial, decode_payload
 from stretto.store.schema import open_for_reading
+from stretto.store.seals import batch_seal, check, seal
 
-_STEPS = "SELECT step, version, oldest_trainable, batch FROM steps WHERE step > ? AND step <= ? ORDER BY step"
+_STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
 _GROUP = "SELECT key, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"
 _ANSWERS = """
     SELECT member, verdict, reward, stop_reason, interrupted, payload
     FROM trajectories LEFT JOIN payloads USING (key) WHERE group_key = ?
 """
 _LIVE = """
-    SELECT groups.id, prompt_id, admitted_version, prompt_token_ids, member, trajectories.key, state,
+    SELECT groups.id, prompt_id, admitted_version, seal, member, trajectories.key, state,
         verdict, reward, stop_reason, interrupted, payload
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
 _PARTIALS = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
 
-_payload = msgspec.msgpack.Decoder(Payload).decode
-_partial = msgspec.msgpack.Decoder(Partial).decode
 _tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 _membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
 
@@ -79,10 +78,12 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
             rows = connection.execute(_STEPS, (after, until)).fetchall()
             if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
                 raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
-            for step, version, oldest_trainable, batch in rows:
+            for step, version, oldest_trainable, batch, sealed in rows:
                 groups = tuple(_trained(path, connection, id, members) for id, members in _membership(batch))
-                yield Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+                read = Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
+                check(sealed, batch_seal(read), f"{path}: the batch of step {step}")
+                yield read
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
@@ -96,7 +97,7 @@ def read_unfinished(path: Path) -> list[Unfinished]:
         try:
             rows = connection.execute(_LIVE).fetchall()
             return [_unfinished(path, connection, list(group)) for _, group in groupby(rows, key=lambda row: row[0])]
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
@@ -130,7 +131,7 @@ def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Seque
 def _trajectory(
     group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> Trajectory:
-    answer = _payload(payload)
+    answer = decode_payload(trajectory_id(group, member), (outcome, reward, stop_reason, interrupted), payload)
     completion = Completion(
         request=group,
         member=member,
@@ -145,7 +146,8 @@ def _trajectory(
 
 
 def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> Unfinished:
-    id, prompt_id, admitted_version = rows[0][:3]
+    id, prompt_id, admitted_version, sealed = rows[0][:4]
+    check(sealed, seal(id, prompt_id, admitted_version), f"{path}: group {id}")
     trajectories, completions, begun = [], [], {}
     for row in rows:
         member, key, state, *answer = row[4:]
@@ -155,7 +157,7 @@ def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple
                 raise StoreError(f"{path}: the answer {id}/{member} is buffered and its tokens are missing")
             trajectories.append(_trajectory(str(id), member, *answer))  # type: ignore[arg-type]  # columns of SQLite
             continue
-        pieces = [_partial(piece) for (piece,) in connection.execute(_PARTIALS, (key,))]
+        pieces = [decode_partial(f"{id}/{member}", piece) for (piece,) in connection.execute(_PARTIALS, (key,))]
         if pieces and pieces[-1].stop_reason is not None:
             completions.append(_completion(str(id), member, pieces, StopReason(pieces[-1].stop_reason)))
         elif pieces:

@@ -29,7 +29,7 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.reading import last_step, read_batches
 from stretto.trainer.update import Trainer
 from tests.faults.plain import train_plainly
-from tests.launch.running import TINY, Laboratory, assert_the_law, wait_for_step, wait_until
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, wait_for_step, wait_until
 
 STEPS = 20
 SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=6")
@@ -43,6 +43,10 @@ def synchronous(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory
     return run_dir
 
 
+def wait_for_the_end(command: Command) -> None:
+    wait_until(lambda: not command.processes(), "the end of all roles")
+
+
 def killed_at(laboratory: Laboratory, run_dir: Path, settings: tuple[str, ...], steps: tuple[int, ...]) -> None:
     """Train, and kill everything after each of these steps; what is left goes on to the end."""
     for step in steps:
@@ -50,7 +54,7 @@ def killed_at(laboratory: Laboratory, run_dir: Path, settings: tuple[str, ...], 
         with laboratory.train(run_dir, *settings, *resume) as command:
             wait_for_step(command, step)
             os.kill(command.process.pid, signal.SIGKILL)
-            wait_until(lambda command=command: not command.processes(), "the end of all roles")
+            wait_for_the_end(command)
         assert check_run(run_dir).kept, check_run(run_dir)
     laboratory.trained(run_dir, *settings, "--resume")
 
