@@ -3,9 +3,9 @@
     python -m benchmarks.faults --kills 200      the campaign
     python -m benchmarks.faults --kills 5        a short slice
 
-Each run trains the tests' small recipe. A kill hits the conductor (the run is then resumed), the trainer, an engine or a
-reward worker (the run has to go on by itself), or all of them. After every end the checker decides from the records. The
-seconds to the next step are counted from the kill.
+Each run trains the tests' small recipe. A kill hits the conductor (the run is then resumed), the trainer, an engine or
+a reward worker (the run has to go on by itself), or all of them. After every end the checker decides from the records.
+The seconds to the next step are counted from the kill.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from stretto.store.rows import Partial
 from tests.store.conftest import Make
 
 ROOT = Path(__file__).parents[2]
-CALLS = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink", "unlinkat", "mkdir")
-CALLS += ("mkdirat", "rmdir", "ftruncate")
+CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
+CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir")
 MOST_CALLS = 100
 #: Of the calls of a commit, which are many, every so many-th is a kill; 1 in the long campaign.
 STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
@@ -89,6 +89,10 @@ def strace_works() -> bool:
     return subprocess.run(probe, check=False, capture_output=True).returncode == 0
 
 
+def old(folder: Path) -> None:
+    (folder / "a").write_bytes(b"old" * 1000)
+
+
 STRACE = pytest.mark.skipif(not strace_works(), reason="strace cannot trace here: not tested")
 
 
@@ -114,7 +118,7 @@ def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(
 
     def prepare() -> None:
         shutil.rmtree(tmp_path)
-        checkpoints.save(5, lambda folder: (folder / "a").write_bytes(b"old" * 1000) and None)
+        checkpoints.save(5, old)
 
     def judge() -> None:
         newest = checkpoints.latest()
@@ -155,7 +159,7 @@ def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(tmp_p
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC", "EROFS"])
 def test_a_disk_that_refuses_leaves_the_old_checkpoint(tmp_path: Path, error: str) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(5, lambda folder: (folder / "a").write_bytes(b"old" * 1000) and None)
+    checkpoints.save(5, old)
     for call in ("write", "fsync", "rename"):
         assert traced(
             CHECKPOINT, tmp_path, f"{call}:error={error}:when=2" if call != "rename" else f"{call}:error={error}"
