@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-loop bench-trl clean
+.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-serving bench-soak bench-loop bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -44,6 +44,9 @@ bench: bench-virtual bench-loop  ## every benchmark; tables on the screen, JSON 
 bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second
 	$(RUN) benchmarks.staleness
 	$(RUN) benchmarks.decisions
+
+bench-serving: .venv/ready-run  ## the server under 1, 16 and 64 streams, against the engine alone
+	$(RUN) benchmarks.serving
 
 bench-soak: .venv/ready-run  ## ten minutes of an engine at full load: does its memory stay flat
 	$(RUN) benchmarks.soak

@@ -167,15 +167,20 @@ class StoreError(StrettoError):
 
 
 class TrainingDiverged(StrettoError):
-    """Gradients were not finite for too many optimizer steps in a row; the parameters are those before the first."""
+    """Gradients were not finite for too many optimizer steps in a row; the parameters are those before the first.
 
-    def __init__(self, step: int, in_a_row: int) -> None:
-        self.step, self.in_a_row = step, in_a_row
-        super().__init__(step, in_a_row)
+    `answers` names the trajectories of the last of these steps, as far as they are known.
+    """
+
+    def __init__(self, step: int, in_a_row: int, answers: tuple[str, ...] = ()) -> None:
+        self.step, self.in_a_row, self.answers = step, in_a_row, answers
+        super().__init__(step, in_a_row, answers)
 
     def __str__(self) -> str:
+        more = f" and {len(self.answers) - 8} more" if len(self.answers) > 8 else ""
+        over = f" (the last over {', '.join(self.answers[:8])}{more})" if self.answers else ""
         return (
-            f"training step {self.step}: {self.in_a_row} optimizer steps in a row had NaN or infinite gradients; "
+            f"training step {self.step}: {self.in_a_row} optimizer steps in a row had NaN or infinite gradients{over}; "
             "lower trainer.learning_rate, or go on from an earlier checkpoint"
         )
 

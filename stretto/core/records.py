@@ -16,6 +16,10 @@ import msgspec
 MOST_STOPS = 64  #: stop texts of one request
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
+MOST_LIKELIEST = 20  #: tokens that are told of each place of an answer
+
+#: Tokens with their log-probabilities, the likeliest first.
+Likeliest = tuple[tuple[int, float], ...]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,6 +114,7 @@ class GenerateRequest(Record, frozen=True):
     seeds: tuple[int, ...]
     sampling: Sampling
     begun: tuple[Begun, ...] = ()
+    top_logprobs: int = 0  # likeliest tokens wanted for each place of the answers
 
 
 class Completion(Record, frozen=True):
@@ -131,6 +136,7 @@ class Completion(Record, frozen=True):
     versions: tuple[int, ...]  # [L], never decreasing
     stop_reason: StopReason
     interrupted: int = 0  # weight updates that stopped this answer in mid-sentence
+    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the distributions that were sampled from; empty if not wanted
 
 
 class Verdict(Record, frozen=True):
@@ -196,13 +202,17 @@ class Batch(Record, frozen=True):
 
 
 class Update(Record, frozen=True):
-    """What a training step reports: the version it published and its measurements (docs/metrics.md)."""
+    """What a training step reports: the version it published and its measurements (docs/metrics.md).
+
+    `skipped` names the trajectories of the optimizer steps that were not taken, their gradient not being finite.
+    """
 
     step: int
     version: int
     trained_tokens: int
     masked_tokens: int
     metrics: dict[str, float]
+    skipped: tuple[str, ...] = ()
 
 
 def trajectory_id(group: str, member: int) -> str:

@@ -9,12 +9,16 @@ Axes: R rows of this step, in the order of the logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from stretto.core.records import Begun, Completion, StopReason
+from stretto.core.records import Begun, Completion, Likeliest, StopReason
+from stretto.engine.alternatives import likeliest
 from stretto.engine.sampling import Filtered
 from stretto.engine.scheduler import Member
 from stretto.engine.stops import StopTexts, Watch
@@ -32,8 +36,20 @@ class Written(NamedTuple):
 
     request: str
     member: int
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_logprobs: Sequence[Likeliest]  # empty if not wanted
+
+
+def rest_of(completion: Completion, known: int) -> Written:
+    """What a whole answer has beyond its first `known` tokens."""
+    return Written(
+        completion.request,
+        completion.member,
+        completion.token_ids[known:],
+        completion.behavior_logprobs[known:],
+        completion.top_logprobs[known:],
+    )
 
 
 class Answers:
@@ -51,6 +67,8 @@ class Answers:
         self._truncation = Truncation(np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
         self._filtered = np.zeros(rows, np.bool_)
         self._watches: dict[int, Watch] = {}
+        self._likeliest: dict[int, list[Likeliest]] = {}  # of rows whose requests want them
+        self._wanted: Ints = np.zeros(rows, np.int64)  # how many of them at each place
         self._stopped = np.zeros(rows, np.bool_)
         self.interrupted: Ints = np.zeros(rows, np.int64)
         self._stops = np.full((rows, 1), _NO_TOKEN, np.int64)
@@ -75,6 +93,10 @@ class Answers:
         self._watches.pop(row, None)
         if sampling.stop:
             self._watches[row] = self._stop_texts.watch(sampling.stop)
+        self._likeliest.pop(row, None)
+        self._wanted[row] = member.request.top_logprobs
+        if member.request.top_logprobs:
+            self._likeliest[row] = []
         self.interrupted[row] = 0
         self._stops[row] = _NO_TOKEN
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
@@ -103,6 +125,16 @@ class Answers:
         """All tokens of a row but the newest: what the cache must hold before the row goes on."""
         return self._history[row, : self.lengths[row] - 1]
 
+    def note_likeliest(self, order_R: Ints, logits_RV: Tensor) -> None:
+        """Keep the likeliest tokens of the coming place for the rows that want them. `record` follows."""
+        if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
+            return
+        rows = order_R[places]
+        logits = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
+        found = likeliest(logits, self._wanted[rows], self.temperatures[rows], self.filtered(rows))
+        for row, tokens in zip(rows.tolist(), found, strict=True):
+            self._likeliest[row].append(tokens)
+
     def record(self, order_R: Ints, tokens_R: Ints, logprobs_R: npt.NDArray[np.float32], version: int) -> Ints:
         """Append one token to each row of `order_R`; returns the rows that have ended."""
         places_R = self.lengths[order_R]
@@ -122,7 +154,7 @@ class Answers:
         """What an answer has beyond its first `known` tokens."""
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
         tokens, logprobs = self._history[row, new].tolist(), self._logprobs[row, new].tolist()
-        return Written(member.request.id, member.index, tokens, logprobs)
+        return Written(member.request.id, member.index, tokens, logprobs, self._likeliest.get(row, [])[known:])
 
     def written_tokens(self, row: int, member: Member, known: int) -> WrittenTokens:
         """As `written`, with versions and interruptions."""
@@ -148,6 +180,7 @@ class Answers:
             versions=tuple(self._versions[row, answer].tolist()),
             stop_reason=StopReason.STOP if self._stopped[row] else StopReason.LENGTH,
             interrupted=int(self.interrupted[row]),
+            top_logprobs=tuple(self._likeliest.pop(row, ())),
         )
 
     def _completed_stop(self, row: int) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stretto.core.errors import RefusedRequest, TornPublication
-from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, GenerateRequest, Sampling
-from stretto.engine.stops import NO_CHARACTER
+from stretto.core.records import COLDEST, LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, GenerateRequest, Sampling
+from stretto.engine.decoding import NO_CHARACTER
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
@@ -32,6 +32,8 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
     if not request.seeds or wrong_seeds:
         found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
         raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
+    if not 0 <= request.top_logprobs <= MOST_LIKELIEST:
+        raise RefusedRequest("top_logprobs", str(request.top_logprobs), f"0 to {MOST_LIKELIEST}; 0 tells of none")
     _check_sampling(sampling, vocab_size)
 
 

@@ -28,9 +28,10 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Answers, Written
 from stretto.engine.checking import check_begun, check_request, check_tensors
 from stretto.engine.config import EngineConfig
+from stretto.engine.decoding import Detokenizer
 from stretto.engine.sampling import sample
 from stretto.engine.scheduler import Member, Scheduler
-from stretto.engine.stops import Detokenizer, StopTexts
+from stretto.engine.stops import StopTexts
 from stretto.engine.stretches import Stretches
 from stretto.engine.wire import EngineHealth, WrittenTokens
 from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
@@ -91,9 +92,7 @@ class EmbeddedEngine:
         Raises:
             ModelFolderError: the folder cannot be loaded, or its attention is of a kind that the cache cannot serve.
         """
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        device = automatic if config.device == "auto" else config.device
-        model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=device)
+        model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
         return cls(model, config, name=name, version=version, detokenizer=partial(load_tokenizer, folder))
 
     @property
@@ -147,6 +146,7 @@ class EmbeddedEngine:
         order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
         places = answers.lengths[order] - answers.prompts[order]
         seeds, filtered = answers.seeds[order], answers.filtered(order)
+        answers.note_likeliest(order, logits_RV)
         tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
         ended = answers.record(order, tokens, logprobs, self.version)
         completions = [answers.close(row, self._end(row)) for row in ended.tolist()]

@@ -2,7 +2,7 @@
 
     GET  /v1/models  /v1/models/NAME
     POST /v1/completions  /v1/chat/completions      whole, or as server-sent events while the tokens come
-    GET  /health  /metrics
+    GET  /health  /metrics  /openapi.json
     else the token interface
 
 An error is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``, with the field that is wrong as ``param``.
@@ -26,6 +26,7 @@ from stretto.engine.generation import Generation
 from stretto.engine.openai_asking import Asked, Asking, ServedModel
 from stretto.engine.openai_choices import Choice, Choices, PromptListener
 from stretto.engine.openai_replies import LAST_EVENT, ModelCard, ModelList, Part, Reply, Usage, error, event
+from stretto.engine.openai_schema import openapi
 from stretto.engine.prometheus import CONTENT_TYPE, Counters
 from stretto.model.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 _RETRY = (b"retry-after", b"1")
 _MODELS, _COMPLETIONS, _CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/spans"})
-_KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics"}
+_KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
 
 Understand = Callable[[bytes, str], Awaitable[Asked]]
 
@@ -93,6 +94,8 @@ class OpenAIApp:
             stopping = self._generation.stopping
             told = {"status": "stopping" if stopping else "ok", "model": self._card.id, "engine": health}
             await reply(send, 503 if stopping else 200, _JSON, msgspec.json.encode(told))
+        elif path == "/openapi.json":
+            await reply(send, 200, _JSON, openapi(self._card.id))
         elif path == _MODELS:
             await reply(send, 200, _JSON, msgspec.json.encode(ModelList(data=[self._card])))
         elif path == f"{_MODELS}/{self._card.id}":
@@ -135,14 +138,13 @@ class OpenAIApp:
             RefusedRequest, EngineLost: as `Generation.follow`, with the client's names of fields.
         """
         body, count = asked.body, asked.answers
-        one_by_one = bool(body.stops) or body.wants_logprobs
         total = count * len(asked.requests)
-        each = [Choice(k, self._tokenizer.decode, body.stops, token_by_token=one_by_one) for k in range(total)]
+        each = [Choice(k, self._tokenizer, body.stops, token_by_token=body.wants_logprobs) for k in range(total)]
         choices = Choices(each)
         try:
             for number, request in enumerate(asked.requests):
                 listener = PromptListener(choices, each[number * count : (number + 1) * count])
-                self._generation.follow(request, listener, every_token=bool(body.stream) or bool(body.stops))
+                self._generation.follow(request, listener, every_token=bool(body.stream))
         except (RefusedRequest, EngineLost) as refused:
             for request in asked.requests:
                 self._generation.close(request.id)

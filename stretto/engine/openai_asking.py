@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling, derive_seed
@@ -20,6 +20,7 @@ _MOST_ANSWERS = 4096
 _LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for them and lets other threads run meanwhile
 _LONGEST_MESSAGE = 400
 _SEEDS = 2**64
+_NAMES = 65_536  # texts of single tokens that are kept
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Asking:
 
     def __init__(self, model: ServedModel, tokenizer: Tokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer
+        self._name = lru_cache(maxsize=_NAMES)(tokenizer.name)
 
     async def completion(self, raw: bytes, name: str) -> Asked:
         """A body of /v1/completions; the engine's requests are called `name` with the number of the prompt.
@@ -59,8 +61,8 @@ class Asking:
         """
         body = parse(raw, CompletionBody)
         self._check_model(body)
-        prompts = [p if isinstance(p, tuple) else await self._encoded(p) for p in body.prompts()]
-        form = TextForm(self._tokenizer.name, body.wants_logprobs)
+        prompts = await self._encoded(body.prompts())
+        form = TextForm(self._name, body.wants_logprobs, body.alternatives > 0)
         return self._asked(body, form, prompts, name, "prompt")
 
     async def chat(self, raw: bytes, name: str) -> Asked:
@@ -76,11 +78,9 @@ class Asking:
         encode = partial(self._tokenizer.encode_chat, turns)
         try:
             prompt = await asyncio.to_thread(encode) if long else encode()
-        except ModelFolderError as error:
+        except (ModelFolderError, DataError) as error:
             raise _refused("messages", error.problems[0]) from None
-        except DataError as error:
-            raise _refused("messages", error.problems[0]) from None
-        form = ChatForm(self._tokenizer.name, body.wants_logprobs)
+        form = ChatForm(self._name, body.wants_logprobs)
         return self._asked(body, form, [prompt], name, "messages")
 
     def field(self, error: RefusedRequest, asked: Asked) -> RefusedRequest:
@@ -95,11 +95,13 @@ class Asking:
             shown = repr(body.model[:80])
             raise RefusedRequest("model", f"{shown} is not served here", f"the model is {self._model.name!r}")
 
-    async def _encoded(self, text: str) -> Tokens:
+    async def _encoded(self, prompts: Sequence[str | Tokens]) -> list[Tokens]:
+        def encode() -> list[Tokens]:
+            return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > _LONG_TEXT
         try:
-            if len(text) > _LONG_TEXT:
-                return await asyncio.to_thread(self._tokenizer.encode, text)
-            return self._tokenizer.encode(text)
+            return await asyncio.to_thread(encode) if long else encode()
         except DataError as error:
             raise _refused("prompt", error.problems[0]) from None
 
@@ -115,6 +117,7 @@ class Asking:
                 prompt_token_ids=prompt,
                 seeds=seeds,
                 sampling=self._sampling(body, prompt, field),
+                top_logprobs=body.alternatives,
             )
             for number, prompt in enumerate(prompts)
         ]

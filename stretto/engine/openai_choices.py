@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from stretto.core.records import Completion, StopReason
-from stretto.engine.detokenizer import Decode, Detokenizer, StopFinder
+from stretto.core.records import Completion, Likeliest, StopReason
+from stretto.engine.answers import Written, rest_of
+from stretto.engine.decoding import Detokenizer, RunningText
+from stretto.engine.stops import StopFinder
 
 Finish = Literal["stop", "length"]
 
@@ -26,6 +28,7 @@ class Token(NamedTuple):
     id: int
     logprob: float
     offset: int
+    likeliest: Likeliest  # empty if not wanted
 
 
 @dataclass(frozen=True)
@@ -41,35 +44,34 @@ class Piece:
 class Choice:
     """One answer. Tokens after a stop text are none of it; those that complete the stop text are counted."""
 
-    def __init__(self, index: int, decode: Decode, stops: Sequence[str], *, token_by_token: bool) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, token_by_token: bool) -> None:
         """
         Args:
-            token_by_token: know of each token where its text begins, and whether it completes a stop text.
+            token_by_token: know of each token where its text begins.
         """
         self.index = index
         self.finish: Finish | None = None
         self.sampled = 0  # tokens
         self._token_by_token = token_by_token
-        self._characters, self._stop = Detokenizer(decode), StopFinder(stops)
+        self._running, self._stop = RunningText(detokenizer), StopFinder(stops)
         self._length = 0  # of the text so far, with what is held back
         self._text: list[str] = []
         self._tokens: list[Token] = []
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def take(self, written: Written) -> None:
         """The answer goes on."""
         if not self._token_by_token:
-            self._push(token_ids)
+            self._push(written.token_ids)
             return
-        for token, logprob in zip(token_ids, logprobs, strict=True):
-            if self.finish is not None:
-                return
-            self._tokens.append(Token(token, logprob, self._length))
+        told = written.top_logprobs or [()] * len(written.token_ids)
+        for token, logprob, likeliest in zip(written.token_ids, written.logprobs, told, strict=True):
+            self._tokens.append(Token(token, logprob, self._length, likeliest))
             self._push((token,))
 
     def end(self, reason: StopReason) -> None:
         """The engine has nothing more."""
         if self.finish is None:
-            self._say(self._characters.end())
+            self._say(self._running.end())
         if self.finish is None:
             self._text.append(self._stop.end())
             self.finish = "stop" if reason is StopReason.STOP else "length"
@@ -85,7 +87,7 @@ class Choice:
 
     def _push(self, token_ids: Sequence[int]) -> None:
         self.sampled += len(token_ids)
-        self._say(self._characters.push(token_ids))
+        self._say(self._running.push(token_ids))
 
     def _say(self, text: str) -> None:
         self._length += len(text)
@@ -150,18 +152,18 @@ class PromptListener:
         self._whole, self._choices = whole, choices
         self._known = [0] * len(choices)  # tokens of each member that its choice has got
 
-    def wrote(self, member: int, token_ids: list[int], logprobs: list[float]) -> None:
-        choice = self._choices[member]
+    def wrote(self, written: Written) -> None:
+        choice = self._choices[written.member]
         if choice.finish is None:
-            self._known[member] += len(token_ids)
-            choice.take(token_ids, logprobs)
+            self._known[written.member] += len(written.token_ids)
+            choice.take(written)
             self._whole.changed(choice)
 
     def ended(self, completion: Completion) -> None:
         self.missing -= 1
         choice, known = self._choices[completion.member], self._known[completion.member]
         if choice.finish is None:
-            choice.take(completion.token_ids[known:], completion.behavior_logprobs[known:])
+            choice.take(rest_of(completion, known))
             choice.end(completion.stop_reason)
             self._whole.changed(choice)
 

@@ -2,8 +2,8 @@
 
 A `Form` writes the pieces of choices as one of the two interfaces has them:
 
-    text    choices[].text            logprobs.tokens, .token_logprobs, .text_offset
-    chat    choices[].message/.delta  logprobs.content[].token, .logprob, .bytes
+    text    choices[].text            logprobs.tokens, .token_logprobs, .text_offset, .top_logprobs
+    chat    choices[].message/.delta  logprobs.content[].token, .logprob, .bytes, .top_logprobs
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from stretto.core.records import Record
-from stretto.engine.openai_choices import Piece
+from stretto.engine.decoding import NO_CHARACTER
+from stretto.engine.openai_choices import Piece, Token
 
 #: The text of one token by itself.
 Name = Callable[[int], str]
-
-_BROKEN = "\ufffd"
 
 
 class Usage(Record, frozen=True):
@@ -35,7 +34,7 @@ class TextLogprobs(Record, frozen=True):
     tokens: list[str]
     token_logprobs: list[float]
     text_offset: list[int]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float]] | None
 
 
 class TextChoice(Record, frozen=True):
@@ -45,11 +44,14 @@ class TextChoice(Record, frozen=True):
     finish_reason: str | None
 
 
-class TokenLogprob(Record, frozen=True):
+class RankedToken(Record, frozen=True):
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: tuple[()] = ()
+
+
+class TokenLogprob(RankedToken, frozen=True):
+    top_logprobs: list[RankedToken]
 
 
 class ChatLogprobs(Record, frozen=True):
@@ -154,8 +156,8 @@ class TextForm:
     prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
-    def __init__(self, name: Name, logprobs: bool) -> None:
-        self._name, self._logprobs = name, logprobs
+    def __init__(self, name: Name, logprobs: bool, alternatives: bool) -> None:
+        self._name, self._logprobs, self._alternatives = name, logprobs, alternatives
 
     def choice(self, piece: Piece) -> TextChoice:
         return TextChoice(index=piece.index, text=piece.text, logprobs=self._told(piece), finish_reason=piece.finish)
@@ -173,7 +175,15 @@ class TextForm:
             tokens=[self._name(token.id) for token in piece.tokens],
             token_logprobs=[token.logprob for token in piece.tokens],
             text_offset=[token.offset for token in piece.tokens],
+            top_logprobs=[self._ranked(token) for token in piece.tokens] if self._alternatives else None,
         )
+
+    def _ranked(self, token: Token) -> dict[str, float]:
+        """By text, the sampled token among them; of tokens that look alike, the likeliest."""
+        texts: dict[str, float] = {}
+        for token_id, logprob in (*token.likeliest, (token.id, token.logprob)):
+            texts.setdefault(self._name(token_id), logprob)
+        return texts
 
 
 class ChatForm:
@@ -211,12 +221,21 @@ class ChatForm:
     def _told(self, piece: Piece) -> ChatLogprobs | None:
         if not self._logprobs:
             return None
-        return ChatLogprobs(content=[self._token(token.id, token.logprob) for token in piece.tokens])
+        return ChatLogprobs(content=[self._token(token) for token in piece.tokens])
 
-    def _token(self, token_id: int, logprob: float) -> TokenLogprob:
+    def _token(self, token: Token) -> TokenLogprob:
+        sampled = self._ranked(token.id, token.logprob)
+        return TokenLogprob(
+            token=sampled.token,
+            logprob=sampled.logprob,
+            bytes=sampled.bytes,
+            top_logprobs=[self._ranked(*ranked) for ranked in token.likeliest],
+        )
+
+    def _ranked(self, token_id: int, logprob: float) -> RankedToken:
         text = self._name(token_id)
-        whole = _BROKEN not in text  # a part of a character has bytes that its text does not tell
-        return TokenLogprob(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
+        whole = NO_CHARACTER not in text  # a part of a character has bytes that its text does not tell
+        return RankedToken(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
 
 
 def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:

@@ -21,19 +21,16 @@ import msgspec
 from msgspec import Meta
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import COLDEST, Record
+from stretto.core.records import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, Record
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024
-MOST_STOPS = 16
-LONGEST_STOP = 256
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _LARGEST = 2**31 - 1
 
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+Alternatives = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 Decoded = TypeVar("Decoded", bound="Body")
-_SAMPLED_ONLY = "log-probabilities are those of the sampled tokens, without alternatives"
-_WHY = {"logprobs": _SAMPLED_ONLY, "top_logprobs": _SAMPLED_ONLY}
 _PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 
@@ -111,6 +108,11 @@ class Body(Record, frozen=True, kw_only=True):
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
+    @property
+    def alternatives(self) -> int:
+        """Likeliest tokens to tell of beside each sampled one."""
+        raise NotImplementedError
+
     def most_tokens(self, room: int) -> int:
         """The length that was asked for; `room` is what the context leaves."""
         raise NotImplementedError
@@ -120,18 +122,22 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Alternatives | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
     @property
     def neutral(self) -> Mapping[str, tuple[object, ...]]:
-        return {**super().neutral, "echo": (False,), "suffix": ("",), "best_of": (self.n or 1,), "logprobs": (0,)}
+        return {**super().neutral, "echo": (False,), "suffix": ("",), "best_of": (self.n or 1,)}
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
     def most_tokens(self, room: int) -> int:
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -164,7 +170,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Alternatives | None = None
     # neutral
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
@@ -176,7 +182,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
     def neutral(self) -> Mapping[str, tuple[object, ...]]:
         return {
             **super().neutral,
-            "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
             "tools": ([],),
             "tool_choice": ("none", "auto"),
@@ -187,6 +192,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
 
     def most_tokens(self, room: int) -> int:
         """Without a limit of the client's, an answer may fill the context."""
@@ -220,10 +229,9 @@ def _check(body: Body) -> None:
         found = getattr(body, field)
         if found is not None and found not in values:
             allowed = " or ".join(json.dumps(value) for value in values)
-            why = _WHY.get(field, "the engine has nothing else to offer")
-            raise RefusedRequest(field, _short(found), f"only {allowed} or null: {why}")
-    if body.temperature is not None and 0 < body.temperature < COLDEST:
-        raise RefusedRequest("temperature", str(body.temperature), f"0, or at least {COLDEST}")
+            raise RefusedRequest(field, _short(found), f"only {allowed} or null: the engine has nothing else to offer")
+    if body.alternatives and not body.wants_logprobs:
+        raise RefusedRequest("top_logprobs", "set without logprobs", 'only together with "logprobs": true')
     if body.stream_options is not None and not body.stream:
         raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')
 

@@ -75,7 +75,7 @@ class Counters:
 def _engine(health: EngineHealth) -> Iterator[str]:
     for field, value in msgspec.structs.asdict(health).items():
         kind, ending = ("gauge", "") if field in _GAUGES else ("counter", "_total")
-        yield from _head(f"stretto_engine_{field}{ending}", kind, _MEANING.get(field, field))
+        yield from _head(f"stretto_engine_{field}{ending}", kind, _MEANING[field])
         yield f"stretto_engine_{field}{ending} {value!r}"
 
 

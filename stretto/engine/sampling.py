@@ -69,11 +69,7 @@ def sample(
         FloatingPointError: the logits of a row are not finite, so there is no distribution to draw from.
     """
     greedy = temperatures == 0.0
-    if (temperatures != 1.0).any():
-        divisors = torch.from_numpy(np.where(greedy, np.float32(1.0), temperatures))
-        logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]
-    if filtered is not None:
-        logits_RV = _filter(logits_RV, filtered)
+    logits_RV = tempered(logits_RV, temperatures, filtered)
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: that is slow where it underflows, as it does at every token that a filter took.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
@@ -88,6 +84,14 @@ def sample(
     if not bool(total_R1.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return tokens_R1[:, 0].cpu().numpy(), logprobs_RV.gather(1, tokens_R1)[:, 0].cpu().numpy()
+
+
+def tempered(logits_RV: Tensor, temperatures: npt.NDArray[np.float32], filtered: Filtered | None) -> Tensor:
+    """The logits of the distribution that is drawn from; where the temperature is 0, those at temperature 1."""
+    if (temperatures != 1.0).any():
+        divisors = torch.from_numpy(np.where(temperatures == 0.0, np.float32(1.0), temperatures))
+        logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]
+    return logits_RV if filtered is None else _filter(logits_RV, filtered)
 
 
 def _filter(logits_RV: Tensor, filtered: Filtered) -> Tensor:

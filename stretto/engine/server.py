@@ -11,15 +11,12 @@ cannot happen inside a step. The wire is described in `stretto.engine.wire`.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 import uvloop
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
-from torch import Tensor
 
 from stretto.core.errors import EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
@@ -39,20 +36,13 @@ from stretto.engine.wire import (
     WrittenTokens,
     split_address,
 )
+from stretto.weights.mailbox import Subscriber
 
 _HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
 _WRITTEN = msgspec.msgpack.Decoder(WrittenRequest)
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
-
-
-class Subscriber(Protocol):
-    """Where published weights come from (implemented in room `weights`)."""
-
-    def newest(self) -> int | None: ...
-
-    def load(self, version: int) -> Mapping[str, Tensor]: ...
 
 
 class _Streaming:
@@ -130,11 +120,11 @@ class EngineApp:
 
     def update_weights(self, body: bytes) -> UpdateReply:
         """Load a version between two steps."""
-        version, start = _UPDATE.decode(body).version, time.monotonic()
+        version = _UPDATE.decode(body).version
         engine = self._generation.engine
         if version != engine.version or not engine.updates:
             engine.update(version, self._subscriber.load(version))
-        return UpdateReply(version=engine.version, seconds=time.monotonic() - start)
+        return UpdateReply(version=engine.version)
 
     def abort(self, body: bytes) -> EngineHealth:
         self._generation.close(_ABORT.decode(body).request)

@@ -1,42 +1,98 @@
 """Stop texts: an answer ends with the token that completes one of them.
 
-What counts is the text that `decode` makes of the answer, so a stop text may begin and end in the middle of tokens.
-Tokens are not text one by one: a character may be spread over several, and a decoder may treat the first token of a
-text in a way of its own (it drops the space that the token begins with). So a new token is decoded together with a few
-before it, and what these alone decode to is taken off::
+What counts is the text of the answer (`stretto.engine.decoding`), so a stop text may begin and end in the middle of
+tokens. The engine asks a `Watch` after each token; a server gives text out through a `StopFinder`, which keeps what may
+be the beginning of a stop text until it is known to be none::
 
-    tokens           ... | settled: their text is final | undecided | newest
-    decoded          -----------------------------------                       base
-    decoded          ---------------------------------------------------------- whole = base + fresh text
-
-The base moves on when the text ends with a whole character. Of the text before, only as much is kept as could be the
-beginning of a stop text, so a token costs the same however long the answer is.
+    text        ... "ca" | "f" | "é" | " <" | "/s>" ...
+    StopFinder      "ca"   "f"   "é"   " "    found      "<" may begin the stop text "</s>": it waits
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import lru_cache
 
 from stretto.core.errors import ModelFolderError, RefusedRequest
-
-#: What decoders write for bytes that are no character, or not yet one. No stop text holds it.
-NO_CHARACTER = "\ufffd"
-
-#: Undecided tokens after which bytes are taken for what they are: no text. A character has four bytes at most.
-_MOST_UNDECIDED = 32
-_OVERLAP = 8
+from stretto.engine.decoding import Detokenizer, RunningText
 
 
-class Detokenizer(Protocol):
-    """Token ids to text (implemented by `stretto.model.tokenizer.Tokenizer`)."""
+class StopFinder:
+    """Cuts a text off where the first stop text begins.
+
+    The first is the one that is complete first; of those that end at the same place, the longest. Neither depends on
+    how the text was cut into pieces.
+
+    >>> finder = StopFinder(("</s>", "\\n\\n"))
+    >>> finder.push("a <"), finder.push("b> <"), finder.push("/s> c"), finder.found
+    ('a ', '<b> ', '', True)
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [_Stop(stop) for stop in stops]
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """What of the text so far is certainly no part of a stop text, and was not returned before."""
+        if not self._stops:
+            return text
+        if self.found:
+            return ""
+        known = len(self._held)
+        self._held += text
+        for end, character in enumerate(text, known + 1):
+            for stop in self._stops:
+                stop.read(character)
+            if whole := [len(stop.text) for stop in self._stops if stop.whole]:
+                self.found = True
+                return self._give_out(end - max(whole))
+        return self._give_out(len(self._held) - max(stop.begun for stop in self._stops))
+
+    def end(self) -> str:
+        """What was held back: no more text comes."""
+        return self._give_out(len(self._held))
+
+    def found_with(self, pending: str) -> bool:
+        """Whether a stop text is complete, if the text went on like this."""
+        text = self._held + pending
+        return self.found or any(stop.text in text for stop in self._stops)
+
+    def _give_out(self, ready: int) -> str:
+        piece, self._held = self._held[:ready], "" if self.found else self._held[ready:]
+        return piece
+
+
+class _Stop:
+    """How much of one stop text the text read so far ends with (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0  # characters
+        self._shorter = _shorter_beginnings(text)
 
     @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Tokens that `decode` leaves out."""
-        ...
+    def whole(self) -> bool:
+        return self.begun == len(self.text)
 
-    def decode(self, ids: Sequence[int], /) -> str: ...
+    def read(self, character: str) -> None:
+        self.begun = _longer(self.begun, self.text, self._shorter, character)
+
+
+def _longer(begun: int, stop: str, shorter: Sequence[int], character: str) -> int:
+    """Characters of `stop` that a text ends with, of which it ended with `begun` before its last character."""
+    while begun and stop[begun] != character:
+        begun = shorter[begun - 1]
+    return begun + (stop[begun] == character)
+
+
+@lru_cache(maxsize=1024)
+def _shorter_beginnings(stop: str) -> tuple[int, ...]:
+    """For each beginning of `stop`, the length of the longest shorter one that it ends with."""
+    lengths = [0]
+    for character in stop[1:]:
+        lengths.append(_longer(lengths[-1], stop, lengths, character))
+    return tuple(lengths)
 
 
 class Watch:
@@ -47,36 +103,16 @@ class Watch:
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.seen = 0
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._keep = max(len(stop) for stop in stops) - 1
-        self._before = ""  # the last characters of the settled text
-        self._tokens: list[int] = []  # some settled ones, then the undecided ones
-        self._settled = 0  # of these tokens
-        self._base = 0  # characters that the settled ones decode to
+        self._text, self._stop = RunningText(detokenizer), StopFinder(stops)
 
     def completed(self, tokens: Sequence[int]) -> bool:
         """Whether the next tokens of the answer complete a stop text; the answer ends with the first that does."""
         self.seen += len(tokens)
-        special = self._detokenizer.special_token_ids
-        return any(token not in special and self._completed_by(token) for token in tokens)
+        return any(self._completed_by(token) for token in tokens)
 
     def _completed_by(self, token: int) -> bool:
-        self._tokens.append(token)
-        fresh = self._detokenizer.decode(self._tokens)[self._base :]
-        text = self._before + fresh
-        if fresh and not fresh.endswith(NO_CHARACTER):
-            self._settle(text, self._settled)
-        elif len(self._tokens) - self._settled > _MOST_UNDECIDED:
-            self._settle(text.rstrip(NO_CHARACTER), len(self._tokens) - _OVERLAP)
-        return any(stop in text for stop in self._stops)
-
-    def _settle(self, text: str, first: int) -> None:
-        """The text is final; go on with the tokens from `first` on as the base."""
-        self._before = text[max(0, len(text) - self._keep) :]
-        del self._tokens[:first]
-        self._settled = len(self._tokens)
-        self._base = len(self._detokenizer.decode(self._tokens).rstrip(NO_CHARACTER))
+        self._stop.push(self._text.push((token,)))
+        return self._stop.found_with(self._text.pending)
 
 
 class StopTexts:

@@ -7,8 +7,9 @@
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once
 
-Bodies are MessagePack. A refusal has a status of 400 or above and a `Refusal` as its body. The server of
-`stretto serve` has these beside OpenAI's; its /health is JSON unless MessagePack is asked for (``accept``).
+Closing the connection of /generate says the same as /abort. Bodies are MessagePack. A refusal has a
+status of 400 or above and a `Refusal` as its body. The server of `stretto serve` has these beside OpenAI's; its /health
+is JSON unless MessagePack is asked for (``accept``).
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ class UpdateRequest(Record, frozen=True):
 
 
 class UpdateReply(Record, frozen=True):
-    """The version that the next step uses, and the seconds that its loading took."""
+    """The version that the next step uses."""
 
     version: int
-    seconds: float
 
 
 class AbortRequest(Record, frozen=True):

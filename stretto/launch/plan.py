@@ -64,6 +64,7 @@ def make_plan(recipe: Recipe) -> Plan:
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
     _check_top_k(recipe, base)
+    _check_reference(recipe, tokenizer)
     questions = recipe.task.questions(recipe.seed)
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:
@@ -95,6 +96,20 @@ def _check_top_k(recipe: Recipe, base: ModelFolder) -> None:
     if recipe.sampling.top_k > base.vocab_size:
         found = f"sampling.top_k = {recipe.sampling.top_k}, and the model's vocabulary has {base.vocab_size} tokens"
         raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
+
+
+def _check_reference(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """The reference policy gives the same tokens the same names."""
+    reference = recipe.algorithm.reference
+    if reference is None or reference.path is None:
+        return
+    folder = inspect_model_folder(reference.path)
+    _check_attention(folder)
+    other = load_tokenizer(folder.path)
+    if other.vocabulary != tokenizer.vocabulary:
+        found = f"its vocabulary ({other.vocab_size} tokens) is not the policy's ({tokenizer.vocab_size})"
+        remedy = "algorithm.reference.path needs a model with the policy's tokenizer; without it the start is taken"
+        raise ModelFolderError([Problem(reference.path, found, remedy)])
 
 
 def _check_reward(config: RewardsConfig) -> None:
@@ -195,14 +210,16 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan) -> MemoryEstimate:
-    """Trainer: weights, gradients, Adam's two moments, one micro-batch's activations. Engine: weights and cache."""
+    """Trainer: weights, gradients, Adam's two moments, a reference and a critic if there are any, one micro-batch's
+    activations. Engine: weights and cache."""
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
     tokens = max(recipe.trainer.micro_batch_tokens, longest)
     # About 40 numbers of the model's width are kept per token and layer for the backward pass.
     activations = tokens * base.layers * base.hidden_size * 40 * 4
-    trainer = base.parameters * 16 + activations + _PROCESS_BYTES
+    policies = 16 + (4 if recipe.algorithm.reference is not None else 0) + (16 if recipe.algorithm.critic else 0)
+    trainer = base.parameters * policies + activations + _PROCESS_BYTES
     cache = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim
     engine = (base.parameters + cache) * width[recipe.engine.dtype] + _PROCESS_BYTES
     others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4
@@ -260,6 +277,12 @@ def warnings(plan: Plan) -> Sequence[str]:
     threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    if longest > recipe.trainer.micro_batch_tokens:
+        notes.append(
+            f"an answer with its prompt may have {longest} tokens, more than trainer.micro_batch_tokens = "
+            f"{recipe.trainer.micro_batch_tokens}: such a one is computed alone and takes more memory than that"
+        )
     memory = estimate_memory(plan)
     if memory.total > memory.available:
         notes.append(f"the run may not fit into memory: {memory}")

@@ -22,7 +22,8 @@ from stretto.rollout.arithmetic import ArithmeticTask
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.dataset import JsonlTask
 from stretto.store.config import StoreConfig
-from stretto.trainer.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import SupervisedConfig, TrainerConfig
 
 _LARGEST_RECIPE = 1 << 20
 
@@ -57,10 +58,21 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
                 'use a larger group or filter = "none"'
             )
-        if self.rollout.group_size == 1 and self.algorithm.advantages != "batch":
+        kind = self.algorithm.advantages.kind
+        if self.rollout.group_size == 1 and self.algorithm.advantages.compares:
             raise ValueError(
-                f'rollout.group_size = 1 and algorithm.advantages = "{self.algorithm.advantages}" would make every '
-                'advantage zero; use a larger group or advantages = "batch"'
+                f'rollout.group_size = 1 and algorithm.advantages = "{kind}" would make every advantage zero; '
+                'use a larger group or advantages = "batch"'
+            )
+        if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.shaping.overlong_buffer = {self.algorithm.shaping.overlong_buffer} is more than "
+                f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part"
+            )
+        if self.rollout.success_rate_min > self.rollout.success_rate_max:
+            raise ValueError(
+                f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
+                f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on"
             )
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError(
@@ -159,10 +171,14 @@ def _value(text: str) -> Any:
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     """Paths in a recipe are relative to the recipe, so that it works from any folder."""
-    for section, key in (("model", "path"), ("task", "file"), ("task", "held_out_file")):
-        part = tree.get(section)
+    places = ("model.path", "task.file", "task.held_out_file", "algorithm.reference.path")
+    for place in places:
+        *sections, key = place.split(".")
+        part: Any = tree
+        for section in sections:
+            part = part.get(section) if isinstance(part, dict) else None
         if isinstance(part, dict) and isinstance(part.get(key), str):
-            part[key] = str(_absolute(part[key], folder, f"{section}.{key}"))
+            part[key] = str(_absolute(part[key], folder, place))
 
 
 def _absolute(text: str, folder: Path, place: str) -> Path:

@@ -154,6 +154,9 @@ class Recorder:
         self._metrics.append(metrics := self._line(batch, update, totals))
         self._ledger.put(TOTALS, totals)
         self._stage.step(metrics)
+        if update.skipped:
+            found = f"NaN or infinite gradients over {len(update.skipped)} answers, {update.skipped[0]} among them"
+            self._stage.say(f"step {update.step}: {found}; that update was not taken (metrics.jsonl has all of them)")
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -181,6 +184,7 @@ class Recorder:
             staleness_max=max(ages, default=0),
             trained_tokens=update.trained_tokens,
             masked_tokens=update.masked_tokens,
+            skipped=update.skipped,
             generated_tokens=totals.generated,
             trainer=update.metrics,
             queues=self._queues,
@@ -204,7 +208,7 @@ class Recorder:
 
     def filtered(self, groups: int) -> None:
         """So many groups were filtered since the last batch: a run that may never come to a batch must say so."""
-        self._stage.say(f"{groups} groups were filtered since the last batch (rollout.filter)")
+        self._stage.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
     def examined(self, tokens: int) -> None:
         """An answer of an evaluation has ended; its tokens are not for training."""

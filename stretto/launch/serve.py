@@ -29,7 +29,7 @@ _OF_A_RUN = {"count": "one engine is served", "transport": "--host and --port sa
 
 
 class NoMailbox:
-    """The weights are those of the folder (satisfies `engine.server.Subscriber`)."""
+    """The weights are those of the folder (satisfies `weights.mailbox.Subscriber`)."""
 
     def newest(self) -> int | None:
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
 from stretto.core.events import Span
 from stretto.core.lifeline import die_with_parent, keep_beating
@@ -29,7 +30,10 @@ from stretto.launch.messages import (
 from stretto.launch.playing import play
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.config import AlgorithmConfig, TrainerConfig
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.critic import Critic
+from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.update import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
@@ -59,12 +63,26 @@ class TrainerRole:
         config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec = spec
         self._channel = channel
-        model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
+        model = _load(Path(spec.model), config)
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
-        self._trainer = Trainer(model, config, algorithm, spec.sampling)
+        reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
+        self._trainer = Trainer(model, config, algorithm, spec.sampling, reference=reference, critic=critic)
         if spec.checkpoint is not None:
             self._trainer.load_checkpoint(Path(spec.checkpoint))
         self._publisher = SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder))
+
+    def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
+        """The policy to stay close to: that of its own folder, or the one that the run starts from."""
+        if algorithm.reference is None:
+            return None
+        folder = Path(algorithm.reference.path or self._spec.model)
+        return ReferencePolicy(_load(folder, config), config, self._spec.sampling)
+
+    def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
+        """A critic that begins as the policy at the start."""
+        if algorithm.critic is None:
+            return None
+        return Critic(_load(Path(self._spec.model), config), config, algorithm.critic)
 
     def run(self) -> None:
         """Carry out orders until `Stop` or until the conductor is gone."""
@@ -94,6 +112,10 @@ class TrainerRole:
         save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder))
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
         self._channel.send(Saved(folder=folder, span=span))
+
+
+def _load(folder: Path, config: TrainerConfig) -> PreTrainedModel:
+    return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
 
 
 def main(arguments: list[str]) -> int:

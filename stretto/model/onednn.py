@@ -5,7 +5,7 @@ the forward pass and for the gradient of the input, 1.3 to 2 times for the gradi
 tokens, one core). Both compute in float32; their results differ by rounding only.
 
 `use_onednn` replaces the class of a model's linear layers and of nothing else, so that parameters, names and saved
-files stay what they were; `use_torch` puts the class back.
+files stay what they were.
 
 Axes: T token, K input width, N output width.
 """
@@ -66,16 +66,9 @@ class OneDnnLinear(nn.Linear):
 
 def use_onednn(model: nn.Module) -> int:
     """Let every plain `nn.Linear` of the model multiply by oneDNN; returns how many (0 where torch has no oneDNN)."""
-    return _replace_class(model, nn.Linear, OneDnnLinear) if torch.backends.mkldnn.is_available() else 0
-
-
-def use_torch(model: nn.Module) -> int:
-    """Undo `use_onednn`; returns how many layers were changed back."""
-    return _replace_class(model, OneDnnLinear, nn.Linear)
-
-
-def _replace_class(model: nn.Module, old: type[nn.Linear], new: type[nn.Linear]) -> int:
-    layers = [module for module in model.modules() if type(module) is old]
+    if not torch.backends.mkldnn.is_available():
+        return 0
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
-        layer.__class__ = new
+        layer.__class__ = OneDnnLinear
     return len(layers)

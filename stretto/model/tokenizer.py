@@ -28,7 +28,6 @@ class Tokenizer:
 
     place: str
     eos_token_ids: tuple[int, ...]
-    vocab_size: int
     _whole: PreTrainedTokenizerFast
     _backend: Backend
 
@@ -66,6 +65,11 @@ class Tokenizer:
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
         return self.encode(cast(str, text), special_tokens=False)  # the template has written them already
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's name and number."""
+        return self._backend.get_vocab()
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -105,4 +109,4 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if not isinstance(whole, PreTrainedTokenizerFast):
         found = f"the tokenizer is a {type(whole).__name__}, which has no fast backend"
         raise ModelFolderError([Problem(place, found, "a folder with tokenizer.json is needed")])
-    return Tokenizer(place, eos_token_ids(Path(folder)), len(whole), whole, whole.backend_tokenizer)
+    return Tokenizer(place, eos_token_ids(Path(folder)), whole, whole.backend_tokenizer)

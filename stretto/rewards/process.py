@@ -19,7 +19,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.wire import FromWorker, Progress, Ready, Refused, Reply, Request, WorkerSettings, Worth
+from stretto.rewards.wire import FromWorker, JudgingCounter, Ready, Refused, Reply, Request, WorkerSettings, Worth
 
 _REAP_SECONDS = 5.0
 
@@ -39,11 +39,11 @@ class WorkerProcess:
         self._on_reply, self._on_lost = on_reply, on_lost
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
-        self._progress: Progress | None = None
+        self._progress: JudgingCounter | None = None
 
     async def start(self, config: RewardsConfig, log: Path | None) -> None:
         ours, theirs = socket.socketpair()
-        self._progress, descriptor = Progress.create()
+        self._progress, descriptor = JudgingCounter.create()
         try:
             settings = WorkerSettings(
                 function=config.function,

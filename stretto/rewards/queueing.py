@@ -75,7 +75,7 @@ def blame(outstanding: Sequence[Chunk], answered: int, progress: int) -> Blame:
     Args:
         outstanding: in the order in which they were sent.
         answered: how many answers of earlier chunks the worker had replied to.
-        progress: the worker's counter (`wire.Progress`): odd while an answer was being judged.
+        progress: the worker's counter (`wire.JudgingCounter`): odd while an answer was being judged.
     """
     if progress % 2 == 0:
         again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]

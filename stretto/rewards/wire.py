@@ -90,7 +90,7 @@ class Reply(Record, frozen=True, tag=True):
 FromWorker = Ready | Refused | Reply
 
 
-class Progress:
+class JudgingCounter:
     """A counter that the worker writes and the pool reads: odd while an answer is being judged, even between two.
 
     The pool reads it after the worker was killed, too: ``count // 2`` answers were finished since the worker started.

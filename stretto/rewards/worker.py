@@ -20,7 +20,7 @@ from stretto.core.records import Verdict
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
 from stretto.rewards.loading import load_reward
-from stretto.rewards.wire import Progress, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
+from stretto.rewards.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
 
 _READ_BYTES = 1 << 20
 
@@ -32,7 +32,7 @@ class Worker:
         self._worth = settings.worth
         self._function_name = settings.function
         self._socket = socket.socket(fileno=settings.socket)
-        self._progress = Progress(settings.progress)
+        self._progress = JudgingCounter(settings.progress)
 
     def run(self) -> None:
         try:

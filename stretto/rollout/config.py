@@ -29,6 +29,11 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     filter: Literal["none", "zero_variance"] = Field(
         "none", description="groups that are not trained on; zero_variance: all rewards of the group are equal"
     )
+    success_rate_min: float = Field(0.0, ge=0, le=1, description="groups with fewer right answers are not trained on")
+    success_rate_max: float = Field(1.0, ge=0, le=1, description="groups with more right answers are not trained on")
+    truncated: Literal["train", "filter"] = Field(
+        "train", description="answers that were cut off at sampling.max_tokens; filter: they are not trained on"
+    )
     min_group_size: int = Field(1, ge=1, description="decided answers that a group needs to be trained on")
     max_attempts: int = Field(3, ge=1, description="times that one prompt is tried when its groups fail")
     max_failures_in_a_row: int = Field(50, ge=1, description="failed groups in a row after which the run stops")

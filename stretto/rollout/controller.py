@@ -36,7 +36,7 @@ from stretto.core.records import (
 )
 from stretto.rollout.batching import Facts, choose
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.filters import FILTERS
+from stretto.rollout.filters import filters, refused
 from stretto.rollout.prompts import Draw, Position, PromptStream
 from stretto.rollout.protocols import Journal
 
@@ -93,7 +93,7 @@ class Controller:
         self._journal = journal
         self._sampling = sampling
         self._seed = seed
-        self._refuses = FILTERS[config.filter]
+        self._filters = filters(config)
         self._order = 0
         self._taken = version * config.batch_size
         self._in_flight: dict[str, Ticket] = {}
@@ -191,21 +191,24 @@ class Controller:
             self._leave_for_another_attempt(ticket)
             return None
         self._failures_in_a_row = 0
-        group = Group(
-            id=ticket.group_id,
-            prompt=ticket.draw.prompt,
-            admitted_version=ticket.admitted_version,
-            trajectories=decided,
-        )
-        refusal = self._refuses(group)
-        if refusal is None:
-            self._journal.buffer(group)
-            bisect.insort(self._buffer, (ticket, group), key=_order_of_admission)
+        group = self._group(ticket, decided)
+        reasons = refused(group, self._filters, self.config.min_group_size)
+        kept = [t for t in decided if t.id not in reasons]
+        for trajectory in decided:
+            if trajectory.id in reasons:
+                self._settle([trajectory], State.FILTERED, reasons[trajectory.id])
+        if kept:
+            left = self._group(ticket, kept)
+            self._journal.buffer(left)
+            bisect.insort(self._buffer, (ticket, left), key=_order_of_admission)
         else:
-            self._settle(decided, State.FILTERED, refusal)
             self.filtered += 1
         del self._in_flight[ticket.group_id]
         return group
+
+    def _group(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group:
+        prompt, version = ticket.draw.prompt, ticket.admitted_version
+        return Group(ticket.group_id, prompt, version, tuple(trajectories))
 
     def lose(self, ticket: Ticket, reason: str) -> None:
         """The group's engine was lost, which says nothing about the prompt: it is asked again, however often."""

@@ -1,22 +1,71 @@
-"""Groups that are not worth a training step."""
+"""Answers that are not worth a training step. A filter names those of a group that it refuses, each with its reason.
+
+What a filter looks at is the group as the filters before it have left it. A group of which too little is left is
+replaced: its place is free, and the next admission draws another prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from stretto.core.records import Group
+from stretto.core.records import Group, Outcome, StopReason, Trajectory
+from stretto.rollout.config import RolloutConfig
+
+#: A group -> the reason for each trajectory that is refused, by its id.
+Filter = Callable[[Group], Mapping[str, str]]
 
 
-def every_group(group: Group) -> str | None:
-    """Nothing is filtered."""
-    return None
+def truncated(group: Group) -> Mapping[str, str]:
+    """Answers that were cut off at their length: what they were worth is not known (DAPO, arXiv 2503.14476,
+    section 3.4, overlong filtering)."""
+    cut = (t.id for t in group.trajectories if t.completion.stop_reason is StopReason.LENGTH)
+    return dict.fromkeys(cut, "cut off at its length")
 
 
-def zero_variance(group: Group) -> str | None:
+def success_rate(group: Group, low: float, high: float) -> Mapping[str, str]:
+    """Groups of which less than `low` or more than `high` is right: too hard, or too easy to teach much."""
+    right = sum(t.verdict.outcome is Outcome.RIGHT for t in group.trajectories)
+    rate = right / len(group.trajectories)
+    return {} if low <= rate <= high else _all(group, f"{right} of {len(group.trajectories)} answers are right")
+
+
+def zero_variance(group: Group) -> Mapping[str, str]:
     """Equal rewards mean equal advantages, hence no gradient (DAPO, arXiv 2503.14476, dynamic sampling)."""
     rewards = {trajectory.reward for trajectory in group.trajectories}
-    return f"all rewards are {rewards.pop():g}" if len(rewards) == 1 else None
+    return _all(group, f"all rewards are {rewards.pop():g}") if len(rewards) == 1 else {}
 
 
-#: Name in the recipe -> the reason why a group is refused, or None when it may be trained on.
-FILTERS: dict[str, Callable[[Group], str | None]] = {"none": every_group, "zero_variance": zero_variance}
+def filters(config: RolloutConfig) -> tuple[Filter, ...]:
+    """Those that the recipe asks for, in their order: answers first, then groups."""
+    chosen: list[Filter] = []
+    if config.truncated == "filter":
+        chosen.append(truncated)
+    if (config.success_rate_min, config.success_rate_max) != (0, 1):
+        chosen.append(partial(success_rate, low=config.success_rate_min, high=config.success_rate_max))
+    if config.filter == "zero_variance":
+        chosen.append(zero_variance)
+    return tuple(chosen)
+
+
+def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:
+    """The reason for each trajectory of the group that is not trained on; all of them, when fewer than `fewest` would
+    be left."""
+    reasons: dict[str, str] = {}
+    for refuses in chosen:
+        left = tuple(t for t in group.trajectories if t.id not in reasons)
+        if not left:
+            break
+        reasons |= refuses(_of(group, left))
+    left = tuple(t for t in group.trajectories if t.id not in reasons)
+    if reasons and len(left) < fewest:
+        reasons |= _all(_of(group, left), f"only {len(left)} answers of the group are left")
+    return reasons
+
+
+def _all(group: Group, reason: str) -> dict[str, str]:
+    return dict.fromkeys((t.id for t in group.trajectories), reason)
+
+
+def _of(group: Group, trajectories: tuple[Trajectory, ...]) -> Group:
+    return Group(group.id, group.prompt, group.admitted_version, trajectories)

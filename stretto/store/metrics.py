@@ -33,6 +33,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     staleness_max: int
     trained_tokens: int  # in this step
     masked_tokens: int = 0
+    skipped: tuple[str, ...] = ()  # trajectories whose optimizer step was not taken: its gradient was not finite
     generated_tokens: int = 0  # by all engines for training prompts, since the start
     trainer: Mapping[str, float | None] = {}  # the update's own measurements (loss, grad_norm, ...)
     queues: Mapping[str, float | None] = {}  # fill when the batch was taken (buffer, in_flight, ...)

@@ -1,17 +1,13 @@
-"""Advantages: one number per trajectory, one function per equation.
+"""Advantages from rewards, one function per equation. Which one a recipe means is said in `estimators.py`.
 
-There is no critic, and discount and lambda are 1 (AReaL, appendix B.1): every token of a trajectory has the advantage
-of its reward. A group whose rewards are all equal says nothing, and gets zeros.
-
-All functions take the rewards of each group of a batch and return advantages of the same shape.
+A group whose rewards are all equal says nothing about its answers, and gets zeros from whoever compares within groups.
+Functions of `rewards` take those of each group of a batch and give one number per answer, in the same shape.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from stretto.trainer.config import AlgorithmConfig
 
 Groups = Sequence[Sequence[float]]
 
@@ -24,7 +20,7 @@ def group_normalised(rewards: Groups, eps: float) -> list[list[float]]:
     """
     advantages = []
     for centred in group_centred(rewards):
-        deviation = math.sqrt(math.fsum(a * a for a in centred) / len(centred)) if centred else 0.0
+        deviation = _norm(centred)
         advantages.append([a / (deviation + eps) if deviation else 0.0 for a in centred])
     return advantages
 
@@ -46,10 +42,21 @@ def leave_one_out(rewards: Groups) -> list[list[float]]:
     ]
 
 
+def lite_ppo(rewards: Groups, eps: float) -> list[list[float]]:
+    """LitePPO (arXiv 2508.08221): (r - mean of the group) / (std of all rewards of the batch + eps), population std.
+
+    >>> lite_ppo([[4.0, 0.0], [2.0, 2.0]], eps=0.0)   # mean 2, variance (4 + 4) / 4 = 2
+    [[1.414213562373095, -1.414213562373095], [0.0, 0.0]]
+    """
+    (everyone,) = group_centred([[r for group in rewards for r in group]])
+    deviation = _norm(everyone)
+    return [[a / (deviation + eps) if deviation else 0.0 for a in group] for group in group_centred(rewards)]
+
+
 def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
     """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch; long answers weigh more.
 
-    `tokens` holds the loss tokens of each trajectory. The rewards of a trajectory without any count nothing.
+    `tokens` holds the loss tokens of each answer. The rewards of an answer without any count nothing.
     """
     pairs = [(r, n) for group, counts in zip(rewards, tokens, strict=True) for r, n in zip(group, counts, strict=True)]
     total = sum(n for _, n in pairs)
@@ -60,17 +67,57 @@ def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: floa
     return [[(r - mean) / (deviation + eps) for r in group] for group in rewards]
 
 
-def advantages(config: AlgorithmConfig, rewards: Groups, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-    """The advantages that the recipe asks for."""
-    match config.advantages:
-        case "group":
-            return group_normalised(rewards, config.advantage_eps)
-        case "group_mean":
-            return group_centred(rewards)
-        case "leave_one_out":
-            return leave_one_out(rewards)
-        case "batch":
-            return batch_normalised(rewards, tokens, config.advantage_eps)
+def reinforce_pp_baseline(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
+    """REINFORCE++ with a baseline (arXiv 2501.03262): r - mean of the group, then normalised over all tokens of the
+    batch."""
+    return batch_normalised(group_centred(rewards), tokens, eps)
+
+
+def reinforce_pp(per_token: Sequence[Sequence[float]], eps: float) -> list[list[float]]:
+    """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together.
+
+    `per_token` holds the return of each loss token of each answer (`terminal`). Without a discount this is
+    `batch_normalised`.
+    """
+    flat = [[value] for answer in per_token for value in answer]
+    normalised = iter(batch_normalised(flat, [[1]] * len(flat), eps))
+    return [[next(normalised)[0] for _ in answer] for answer in per_token]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Generalised advantage estimation (arXiv 1506.02438, equation 16) of one answer, token by token:
+
+        A_t = delta_t + gamma lam A_(t+1),    delta_t = r_t + gamma V_(t+1) - V_t
+
+    `values[t]` is the value of the state in which token t was sampled; after the last token there is nothing.
+
+    >>> gae([0.0, 0.0, 1.0], [0.5, 0.5, 0.5], gamma=1.0, lam=0.5)   # delta = 0, 0, 0.5
+    [0.125, 0.25, 0.5]
+    """
+    advantages = [0.0] * len(rewards)
+    advantage = value_after = 0.0
+    for t in reversed(range(len(rewards))):
+        advantage = rewards[t] + gamma * value_after - values[t] + gamma * lam * advantage
+        value_after = values[t]
+        advantages[t] = advantage
+    return advantages
+
+
+def terminal(reward: float, tokens: int, places: Sequence[int], decay: float) -> list[float]:
+    """The reward of a whole answer of `tokens` tokens as seen from `places` in it: decay^(tokens - 1 - t) reward.
+
+    This is `gae` without a critic (all values 0) and with decay = gamma lam.
+
+    >>> terminal(8.0, tokens=3, places=range(3), decay=0.5)
+    [2.0, 4.0, 8.0]
+    """
+    if decay == 1:
+        return [reward] * len(places)
+    return [reward * decay ** (tokens - 1 - t) for t in places]
+
+
+def _norm(centred: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(a * a for a in centred) / len(centred)) if centred else 0.0
 
 
 def _differs(rewards: Sequence[float]) -> bool:

@@ -3,6 +3,7 @@
     model.safetensors   parameters by name (float32)
     optimizer.pt        AdamW's moments and steps, torch's random state
     trainer.json        version, bad steps in a row
+    critic/             the same three of a critic, where there is one
 
 Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.checkpoints`.
 """
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stretto.core.errors import StoreError
-from stretto.trainer.learner import Learner
+from stretto.trainer.stepper import Stepper
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,15 +28,15 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_steps_in_a_row: int
 
 
-def save(folder: Path, learner: Learner, version: int) -> None:
+def save(folder: Path, stepper: Stepper, version: int) -> None:
     """Write the three files into `folder`.
 
     Raises:
         StoreError: the folder cannot be written (disk full, read-only).
     """
-    tensors = {name: parameter.detach().contiguous() for name, parameter in learner.model.named_parameters()}
-    state = {"optimizer": learner.optimizer.state_dict(), "random": _random_state(learner)}
-    position = TrainerPosition(version=version, bad_steps_in_a_row=learner.bad_steps_in_a_row)
+    tensors = {name: parameter.detach().contiguous() for name, parameter in stepper.trained.named_parameters()}
+    state = {"optimizer": stepper.optimizer.state_dict(), "random": _random_state(stepper)}
+    position = TrainerPosition(version=version, bad_steps_in_a_row=stepper.bad_steps_in_a_row)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors")
@@ -45,20 +46,20 @@ def save(folder: Path, learner: Learner, version: int) -> None:
         raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
 
-def load(folder: Path, learner: Learner) -> int:
-    """Put the learner where the checkpoint stands; returns the version.
+def load(folder: Path, stepper: Stepper) -> int:
+    """Put the parameters and their optimizer where the checkpoint stands; returns the version.
 
     Raises:
-        StoreError: the folder is not whole, or is of another model; the learner is unchanged.
+        StoreError: the folder is not whole, or is of another model; nothing has changed.
     """
-    device = learner.model.device
+    device = stepper.device
     try:
         position = msgspec.json.decode((folder / "trainer.json").read_bytes(), type=TrainerPosition)
         tensors = load_file(folder / "model.safetensors", device=str(device))
         state = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {error}") from error
-    parameters = dict(learner.model.named_parameters())
+    parameters = dict(stepper.trained.named_parameters())
     theirs, ours = ({name: tuple(t.shape) for name, t in some.items()} for some in (tensors, parameters))
     if theirs != ours:
         differing = sorted(dict(theirs.items() ^ ours.items()))
@@ -66,18 +67,18 @@ def load(folder: Path, learner: Learner) -> int:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-    learner.optimizer.load_state_dict(state["optimizer"])
-    _set_random_state(learner, state["random"])
-    learner.bad_steps_in_a_row = position.bad_steps_in_a_row
+    stepper.optimizer.load_state_dict(state["optimizer"])
+    _set_random_state(stepper, state["random"])
+    stepper.bad_steps_in_a_row = position.bad_steps_in_a_row
     return position.version
 
 
-def _random_state(learner: Learner) -> list[torch.Tensor]:
+def _random_state(stepper: Stepper) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(learner.model.device)] if learner.model.device.type == "cuda" else states
+    return [*states, torch.cuda.get_rng_state(stepper.device)] if stepper.device.type == "cuda" else states
 
 
-def _set_random_state(learner: Learner, states: list[torch.Tensor]) -> None:
+def _set_random_state(stepper: Stepper, states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0].cpu())
-    if len(states) > 1 and learner.model.device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), learner.model.device)
+    if len(states) > 1 and stepper.device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), stepper.device)

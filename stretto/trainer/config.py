@@ -1,11 +1,10 @@
-"""What a recipe says about training: the optimizer, the run's steps, the algorithm.
+"""What a recipe says about training: the optimizer and the run's steps. What is maximised is said in `algorithm.py`.
 
 Defaults are the paper's (AReaL, appendix B.1, table 3) where the paper has a number.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -45,33 +44,25 @@ class TrainerConfig(OptimizerConfig):
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
 
 
+class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """`[algorithm.advantages.critic]`: as the policy's optimizer, but for these."""
+
+    learning_rate: float = Field(1e-4, gt=0, description="the highest learning rate; schedule as the policy's")
+    clip: float = Field(0.2, gt=0, description="a value may move so far from the one before the step")
+
+
+class PreferenceConfig(OptimizerConfig):
+    """Learning from pairs of answers (DPO)."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="the highest learning rate")
+    steps: PositiveInt = Field(1000, description="optimizer steps")
+    batch_size: PositiveInt = Field(64, description="pairs per step")
+    beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
+
+
 class SupervisedConfig(OptimizerConfig):
     """Supervised fine-tuning on demonstrations (the warm start)."""
 
     learning_rate: float = Field(1e-3, gt=0, description="the highest learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(128, description="demonstrations per step")
-
-
-class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """The objective and the advantages."""
-
-    loss: Literal["decoupled_ppo", "ppo"] = Field(
-        "decoupled_ppo",
-        description="decoupled_ppo: trust region around the policy before the step (equation 5); "
-        "ppo: around the policy that sampled",
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="ratios below 1 - clip_low are clipped")
-    clip_high: float = Field(0.2, gt=0, description="ratios above 1 + clip_high are clipped")
-    behavior_weight_cap: float = Field(
-        math.inf,
-        gt=1,
-        description="a token whose weight proximal / behavior exceeds this gets weight 0 and still counts in the mean",
-    )
-    advantages: Literal["group", "group_mean", "leave_one_out", "batch"] = Field(
-        "group",
-        description="group: reward minus group mean over group deviation (GRPO); group_mean: reward minus group mean; "
-        "leave_one_out: reward minus the mean of the others (RLOO); batch: reward normalised over all tokens (paper)",
-    )
-    advantage_eps: float = Field(1e-6, gt=0, description="added to a deviation before dividing by it")
-    entropy: bool = Field(False, description="measure the policy's entropy (costs time, changes nothing)")

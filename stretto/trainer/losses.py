@@ -1,11 +1,12 @@
-"""The objective: decoupled PPO (AReaL, section 5.2, equation 5; after Hilton et al., arXiv 2110.00641).
+"""A loss, composed: a surrogate, a correction, and what is added to them.
 
-    J = mean over tokens of  w · min(u · A, clip(u, 1 - clip_low, 1 + clip_high) · A)
+    loss = - sum over tokens of  scale * w * surrogate(u, A)
+           + reference weight * sum of scale * KL(policy || reference)
+           - entropy bonus * sum of scale * entropy
 
-    w = proximal / behavior    how likely the policy before this step was to say what was said; no gradient
-    u = policy / proximal      how far the policy has moved within this step; clipped
-
-Plain PPO is the case proximal = behavior: then w = 1 and u = policy / behavior.
+Decoupled PPO (AReaL, section 5.2, equation 5; after Hilton et al., arXiv 2110.00641) is the surrogate `ppo` around the
+policy before this step with the correction w = proximal / behavior; PPO is the same around the policy that sampled,
+where w = 1. Which parts a recipe composes is said in `algorithm.py`.
 
 Axes: N loss token.
 """
@@ -17,69 +18,62 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.trainer.corrections import Correction
+from stretto.trainer.penalties import Divergence
+from stretto.trainer.second_moment import Selection
+from stretto.trainer.surrogates import Surrogate
+from stretto.trainer.tokens import Tokens
+
 
 @dataclass(frozen=True)
 class Objective:
-    """The numbers of equation 5.
+    """The parts of a loss. `selection`, where there is one, is made over a whole minibatch before its losses."""
 
-    A token whose weight w exceeds `behavior_weight_cap` gets the weight 0: it leaves the objective and still counts in
-    the mean, so that leaving tokens out never enlarges the step (as in the published runs, with a cap of 5).
-    """
-
-    clip_low: float
-    clip_high: float
-    behavior_weight_cap: float
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What the objective needs to know of each loss token; the logarithms are natural."""
-
-    behavior_logprobs: Tensor  # [N] of the policy that sampled the token, as logged
-    proximal_logprobs: Tensor  # [N] of the policy before this training step
-    advantages: Tensor  # [N]
+    surrogate: Surrogate
+    correction: Correction
+    selection: Selection | None = None
+    divergence: Divergence | None = None
+    divergence_weight: float = 0.0
+    entropy_bonus: float = 0.0
 
 
 @dataclass(frozen=True)
 class Loss:
     """`value` is to be minimised; `sums` are diagnostics summed over the tokens, to be divided by their number.
 
-    clipped           tokens whose gradient the clip has cut off
-    capped            tokens whose weight exceeded the cap
-    ratio             u = policy / proximal
-    behavior_weight   w = proximal / behavior, after the cap
+    clipped           tokens where the bound of the surrogate acts: of PPO's, those without a gradient
+    capped            tokens whose weight the correction has changed
+    ratio             u = policy / anchor
+    behavior_weight   w = anchor / behavior, after the correction
     kl_behavior       KL(behavior || policy) by the estimator (x - 1) - log x, x = policy / behavior, never negative
     """
 
     value: Tensor  # []
     sums: Tensor  # [len(DIAGNOSTICS)], detached
+    kl_reference: Tensor | None = None  # [], the divergence summed over the tokens, detached
 
 
 DIAGNOSTICS = ("clipped", "capped", "ratio", "behavior_weight", "kl_behavior")
 
 
-def decoupled_ppo(objective: Objective, policy_logprobs: Tensor, tokens: Tokens, total: int) -> Loss:
-    """Minus the objective's sum over these N tokens, divided by `total`.
+def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: Tokens, entropy: Tensor | None = None) -> Loss:
+    """The loss of these N tokens; those of a minibatch's micro-batches add up to that of the minibatch.
 
-    `total` counts the loss tokens of the whole minibatch: added up over its micro-batches, the losses are the exact
-    mean over its tokens, however they were packed.
+    `entropy` [N], differentiable, is needed where the objective has an entropy bonus, and
+    `tokens.reference_logprobs` where it has a divergence.
     """
-    ratio = (policy_logprobs - tokens.proximal_logprobs).exp()
-    weight = (tokens.proximal_logprobs - tokens.behavior_logprobs).exp()
-    capped = weight > objective.behavior_weight_cap
-    weight = weight.masked_fill(capped, 0.0)
-    free = ratio * tokens.advantages
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high) * tokens.advantages
-    value = -(weight * torch.minimum(free, clipped)).sum() / total
+    terms = objective.surrogate(policy_logprobs, tokens)
+    weights = objective.correction(tokens)
+    value = -(weights.weight * tokens.scale * terms.objective).sum()
+    kl_reference = None
+    if objective.divergence is not None and tokens.reference_logprobs is not None:
+        divergence = objective.divergence(policy_logprobs, tokens.reference_logprobs)
+        value = value + objective.divergence_weight * (tokens.scale * divergence).sum()
+        kl_reference = divergence.detach().sum()
+    if objective.entropy_bonus and entropy is not None:
+        value = value - objective.entropy_bonus * (tokens.scale * entropy).sum()
     with torch.no_grad():
         log_x = policy_logprobs - tokens.behavior_logprobs
-        kl = log_x.expm1() - log_x
-        columns = (clipped < free, capped, ratio, weight, kl)
+        columns = (terms.bounded, weights.corrected, terms.ratio, weights.weight, log_x.expm1() - log_x)
         sums = torch.stack([column.sum(dtype=torch.float32) for column in columns])
-    return Loss(value, sums)
-
-
-def ppo(objective: Objective, policy_logprobs: Tensor, tokens: Tokens, total: int) -> Loss:
-    """PPO (Schulman et al., arXiv 1707.06347, equation 7): the decoupled objective with proximal = behavior."""
-    anchored = Tokens(tokens.behavior_logprobs, tokens.behavior_logprobs, tokens.advantages)
-    return decoupled_ppo(objective, policy_logprobs, anchored, total)
+    return Loss(value, sums, kl_reference)

@@ -6,28 +6,37 @@ A row is prompt + answer. Its loss tokens are the answer's tokens that are young
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from stretto.core.errors import BoundViolated
-from stretto.core.records import Batch, Completion, Prompt
-from stretto.trainer.advantages import advantages
-from stretto.trainer.config import AlgorithmConfig
+from stretto.core.records import Batch, Completion, Prompt, Trajectory
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.estimators import GAE, Answer, Estimator, advantages_of, generalised
+from stretto.trainer.shaping import shaped
+
+#: The values of a run without a critic.
+NO_CRITIC: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Row:
     """Example: prompt (5, 12), answer (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 
-    Row(token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, loss_positions=(3, 4),
-        behavior_logprobs=(-0.7, -0.02), on_policy=(False, True), advantage=0.5)
+    Row(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, loss_positions=(3, 4),
+        behavior_logprobs=(-0.7, -0.02), staleness=(1, 0), advantages=(0.5, 0.5))
     """
 
+    id: str  # of the trajectory
     token_ids: tuple[int, ...]
     prompt_tokens: int
     loss_positions: tuple[int, ...]  # [N], ascending, each at least 1
     behavior_logprobs: tuple[float, ...]  # [N]
-    on_policy: tuple[bool, ...]  # [N], sampled by the very version that is being trained
-    advantage: float
+    staleness: tuple[int, ...]  # [N], versions between the one that sampled the token and the one in training
+    advantages: tuple[float, ...]  # [N]
+    values: tuple[float, ...] = ()  # [N], by the critic before the step; empty without one, and the returns too
+    returns: tuple[float, ...] = ()  # [N], what the critic should have said
 
 
 @dataclass(frozen=True)
@@ -39,29 +48,41 @@ class Rows:
     reward_mean: float  # over all trajectories of the batch
 
 
-def rows_of(batch: Batch, config: AlgorithmConfig) -> Rows:
+def rows_of(
+    batch: Batch, config: AlgorithmConfig, longest: int, values: Mapping[str, Sequence[float]] = NO_CRITIC
+) -> Rows:
     """Advantages over the whole batch, then one row for each answer that has loss tokens.
+
+    `longest` is the most tokens that an answer may have (``sampling.max_tokens``); `values` is what a critic says of
+    the state before each token of each answer, by the trajectory's id.
 
     Raises:
         BoundViolated: a token has no log-probability or version, or was sampled by a version not published yet.
     """
-    answers = [[(group.prompt, t.completion) for t in group.trajectories] for group in batch.groups]
-    rewards = [[t.reward for t in group.trajectories] for group in batch.groups]
-    trained = [[_trainable(completion, batch) for _, completion in group] for group in answers]
-    scores = advantages(config, rewards, [[len(inside) for inside in group] for group in trained])
+    members = [[(group.prompt, trajectory) for trajectory in group.trajectories] for group in batch.groups]
+    answers = [[_answer(trajectory, batch, config, longest, values) for _, trajectory in group] for group in members]
+    scores = advantages_of(config.advantages, answers)
     rows = [
-        _row(*answer, inside, score, batch.version)
-        for group in zip(answers, trained, scores, strict=True)
-        for answer, inside, score in zip(*group, strict=True)
-        if inside
+        _row(*member, answer, score, batch.version, config.advantages)
+        for group in zip(members, answers, scores, strict=True)
+        for member, answer, score in zip(*group, strict=True)
+        if answer.trained
     ]
-    flat = [reward for group in rewards for reward in group]
-    tokens = sum(len(completion.token_ids) for group in answers for _, completion in group)
+    rewards = [trajectory.reward for group in members for _, trajectory in group]
+    tokens = sum(answer.tokens for group in answers for answer in group)
     return Rows(
         rows=tuple(rows),
         masked_tokens=tokens - sum(len(row.loss_positions) for row in rows),
-        reward_mean=sum(flat) / len(flat) if flat else 0.0,
+        reward_mean=sum(rewards) / len(rewards) if rewards else 0.0,
     )
+
+
+def _answer(
+    trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int, values: Mapping[str, Sequence[float]]
+) -> Answer:
+    tokens = len(trajectory.completion.token_ids)
+    reward = shaped(trajectory.reward, tokens, longest, config.shaping)
+    return Answer(reward, tokens, _trainable(trajectory.completion, batch), values.get(trajectory.id, ()))
 
 
 def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:
@@ -79,13 +100,29 @@ def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:
     return tuple(t for t, version in enumerate(versions) if version >= batch.oldest_trainable)
 
 
-def _row(prompt: Prompt, completion: Completion, inside: tuple[int, ...], advantage: float, version: int) -> Row:
-    start = len(prompt.token_ids)
+def _row(
+    prompt: Prompt, trajectory: Trajectory, answer: Answer, scores: list[float], version: int, estimator: Estimator
+) -> Row:
+    completion, inside, start = trajectory.completion, answer.trained, len(prompt.token_ids)
+    logprobs, versions = completion.behavior_logprobs, completion.versions
+    if len(inside) < answer.tokens:
+        logprobs, versions = tuple(logprobs[t] for t in inside), tuple(versions[t] for t in inside)
     return Row(
+        id=trajectory.id,
         token_ids=prompt.token_ids + completion.token_ids,
         prompt_tokens=start,
-        loss_positions=tuple(start + t for t in inside),
-        behavior_logprobs=tuple(completion.behavior_logprobs[t] for t in inside),
-        on_policy=tuple(completion.versions[t] == version for t in inside),
-        advantage=advantage,
+        loss_positions=tuple([start + t for t in inside]),
+        behavior_logprobs=logprobs,
+        staleness=tuple([version - one for one in versions]),
+        advantages=tuple(scores),
+        **_targets(answer, estimator),
     )
+
+
+def _targets(answer: Answer, estimator: Estimator) -> dict[str, tuple[float, ...]]:
+    """The values and returns of the loss tokens, where there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
+    if not answer.values or not isinstance(estimator, GAE):
+        return {}
+    values = tuple(answer.values[t] for t in answer.trained)
+    gaps = generalised(estimator, answer)
+    return {"values": values, "returns": tuple(a + v for a, v in zip(gaps, values, strict=True))}

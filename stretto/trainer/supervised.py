@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from stretto.core.records import derive_seed
 from stretto.model.logprobs import pack_tokens
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.learner import Learner, learning_rate
+from stretto.trainer.learner import Learner
 from stretto.trainer.packing import micro_batches
+from stretto.trainer.stepper import learning_rate
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def fine_tune(
     if not all(d.prompt_ids and d.answer_ids for d in demonstrations) or not demonstrations:
         raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and an answer")
     learner = Learner(model, config)
-    draws = _draw(len(demonstrations), config.batch_size, seed)
+    batches = drawn(len(demonstrations), config.batch_size, seed)
     for step in range(config.steps):
-        batch = [demonstrations[index] for index in next(draws)]
+        batch = [demonstrations[index] for index in next(batches)]
         loss = _accumulate(learner, batch, config)
         rate = learning_rate(config, step, config.steps)
         stepped = learner.step(rate, step)
@@ -82,7 +83,7 @@ def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: Superv
     return loss
 
 
-def _draw(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
     """Batches of indices for ever: pass after pass in a new order, a batch may span two passes."""
     ahead: list[int] = []
     epoch = 0

@@ -8,7 +8,7 @@
 
 The proximal policy is the one before the step's first update (AReaL, section 5.2). For the first minibatch that is the
 policy of its own training forward, so its log-probs, detached, are the proximal ones, to the last bit; only the later
-minibatches need a forward of their own before the first update.
+minibatches need a forward of their own before the first update, and none does whose loss is anchored elsewhere.
 
 Axes: T packed token, N loss token.
 """
@@ -17,45 +17,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.errors import BoundViolated
+from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
-from stretto.model.logprobs import PackedTokens, pack_tokens
 from stretto.trainer import checkpoint
-from stretto.trainer.config import AlgorithmConfig, TrainerConfig
-from stretto.trainer.learner import UNCHANGED, Learner, learning_rate
-from stretto.trainer.losses import Objective, Tokens, decoupled_ppo, ppo
+from stretto.trainer.algorithm import AlgorithmConfig, objective
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.critic import Critic
+from stretto.trainer.learner import UNCHANGED, Learner
+from stretto.trainer.losses import evaluate
 from stretto.trainer.metrics import Meter
-from stretto.trainer.packing import micro_batches, minibatches
-from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.minibatch import MicroBatch, Minibatch, minibatch
+from stretto.trainer.packing import minibatches
+from stretto.trainer.proximal import interpolated
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.rows import NO_CRITIC, Row, rows_of
+from stretto.trainer.stepper import learning_rate
+from stretto.trainer.tokens import Tokens
 from stretto.weights.mailbox import Publisher
-
-LOSSES = {"decoupled_ppo": decoupled_ppo, "ppo": ppo}
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows that go through the model together."""
-
-    packed: PackedTokens
-    behavior_logprobs: Tensor  # [N]
-    advantages: Tensor  # [N]
-    on_policy: Tensor  # [N] bool
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """Rows of one optimizer step."""
-
-    micro_batches: tuple[MicroBatch, ...]
-    loss_tokens: int
 
 
 class Trainer:
@@ -76,13 +61,22 @@ class Trainer:
         sampling: Sampling = UNCHANGED,
         *,
         version: int = 0,
+        reference: ReferencePolicy | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by."""
+        """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by;
+        `reference` and `critic` are given exactly where the algorithm has one.
+        """
+        if (algorithm.reference is None) != (reference is None):
+            raise ValueError("algorithm.reference needs a reference policy, and nothing else does")
+        if (algorithm.critic is None) != (critic is None):
+            raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
         self.learner = Learner(model, config, sampling)
         self.version = version
         self._config, self._algorithm = config, algorithm
-        self._loss = LOSSES[algorithm.loss]
-        self._objective = Objective(algorithm.clip_low, algorithm.clip_high, algorithm.behavior_weight_cap)
+        self._objective, self._reference, self._critic = objective(algorithm), reference, critic
+        self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
+        self._longest = sampling.max_tokens
         self._spans: list[Span] = []
 
     def train(self, batch: Batch) -> Update:
@@ -96,14 +90,19 @@ class Trainer:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
         meter = Meter()
         began = time.monotonic()
-        rows = rows_of(batch, self._algorithm)
+        values = self._critic.answer_values(batch) if self._critic else NO_CRITIC
+        rows = rows_of(batch, self._algorithm, self._longest, values)
+        if self._critic is not None:
+            meter.judged([v for row in rows.rows for v in row.values], [r for row in rows.rows for r in row.returns])
         parts = self._minibatches(rows.rows)
-        anchors = self._proximal_logprobs(parts[1:])
+        proximal = self._proximal_logprobs(parts)
         proximal_done = self._span("proximal", began)
         rate = learning_rate(self._config, self.version, self._config.steps)
+        skipped: list[str] = []
         for index, part in enumerate(parts):
-            self._optimize(part, anchors[index - 1] if index else None, meter)
-            meter.stepped(self.learner.step(rate, batch.step))
+            self._optimize(part, proximal[index], meter, first=index == 0)
+            if not self._step(part, rate, batch.step, meter):
+                skipped += part.answers
         update_done = self._span("update", proximal_done)
         self.version += 1
         facts = {
@@ -120,6 +119,7 @@ class Trainer:
             trained_tokens=trained,
             masked_tokens=rows.masked_tokens,
             metrics=meter.metrics() | facts,
+            skipped=tuple(skipped),
         )
 
     def publish(self, publisher: Publisher) -> None:
@@ -132,6 +132,8 @@ class Trainer:
         """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""
         began = time.monotonic()
         checkpoint.save(folder, self.learner, self.version)
+        if self._critic is not None:
+            checkpoint.save(folder / "critic", self._critic, self.version)
         self._span("checkpoint", began)
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -140,6 +142,8 @@ class Trainer:
         Raises:
             StoreError: the folder is not whole, or is of another model.
         """
+        if self._critic is not None:
+            checkpoint.load(folder / "critic", self._critic)
         self.version = checkpoint.load(folder, self.learner)
 
     def drain_spans(self) -> list[Span]:
@@ -149,51 +153,74 @@ class Trainer:
 
     def _minibatches(self, rows: Sequence[Row]) -> list[Minibatch]:
         parts = minibatches([len(row.token_ids) for row in rows], self._config.minibatches)
-        return [self._minibatch([rows[i] for i in part]) for part in parts]
+        config, aggregation, device = self._config, self._algorithm.aggregation, self.learner.model.device
+        return [minibatch([rows[i] for i in part], config, aggregation, self._longest, device) for part in parts]
 
-    def _minibatch(self, rows: Sequence[Row]) -> Minibatch:
-        config, device = self._config, self.learner.model.device
-        lengths = [len(row.token_ids) for row in rows]
-        packs = micro_batches(lengths, config.micro_batch_tokens, config.min_micro_batches)
-        return Minibatch(
-            micro_batches=tuple(_micro_batch([rows[i] for i in pack], device) for pack in packs),
-            loss_tokens=sum(len(row.loss_positions) for row in rows),
-        )
+    def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
+        """Those of the later minibatches, if the loss is anchored there; the first one's training forward gives its."""
+        needed = self._algorithm.loss.anchor == "recomputed"
+        return [self._evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
-    def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor]]:
-        """log-probs [N] of each micro-batch by the policy as it is now. Plain PPO is anchored elsewhere."""
-        if self._loss is ppo:
-            return [[micro.behavior_logprobs for micro in part.micro_batches] for part in parts]
-        with torch.no_grad():
-            return [[self.learner.logprobs(micro.packed).logprobs for micro in part.micro_batches] for part in parts]
+    @torch.no_grad()
+    def _evaluated(self, part: Minibatch) -> list[Tensor]:
+        """log-probs [N] of each micro-batch by the policy as it is now."""
+        return [self.learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
 
-    def _optimize(self, part: Minibatch, anchors: Sequence[Tensor] | None, meter: Meter) -> None:
-        """Accumulate the gradient of one minibatch; `anchors` None: nothing has been updated yet in this step."""
+    def _optimize(self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, *, first: bool) -> None:
+        """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
+        kept = self._selected(part)
         for index, micro in enumerate(part.micro_batches):
-            policy, entropy = self.learner.logprobs(micro.packed, entropy=self._algorithm.entropy)
-            proximal = policy.detach() if anchors is None else anchors[index]
-            tokens = Tokens(micro.behavior_logprobs, proximal, micro.advantages)
-            loss = self._loss(self._objective, policy, tokens, part.loss_tokens)
+            policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)
+            before = policy.detach() if first else (proximal[index] if proximal is not None else None)
+            tokens = Tokens(
+                behavior_logprobs=micro.behavior_logprobs,
+                anchor_logprobs=self._anchored(policy.detach(), before, micro),
+                advantages=micro.advantages,
+                scale=micro.scale,
+                sequences=micro.sequences,
+                kept=kept[index],
+                reference_logprobs=self._reference.logprobs(micro.packed) if self._reference else None,
+            )
+            loss = evaluate(self._objective, policy, tokens, entropy)
             loss.value.backward()
             meter.learned(loss, len(policy), entropy)
-            if anchors is None or self._loss is not ppo:
-                meter.agreed(micro.behavior_logprobs, proximal, micro.on_policy)
+            if before is not None:
+                meter.agreed(micro.behavior_logprobs, before, micro.staleness == 0)
+
+    def _anchored(self, policy: Tensor, before: Tensor | None, micro: MicroBatch) -> Tensor:
+        """The log-probs [N] around which the trust region lies; `before`: those of the policy before this step."""
+        match self._algorithm.loss.anchor:
+            case "behavior":
+                return micro.behavior_logprobs
+            case "interpolated":
+                return interpolated(policy, micro.behavior_logprobs, micro.staleness)
+            case "recomputed":
+                assert before is not None, "computed before the first update"
+                return before
+
+    def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
+        """The tokens of each micro-batch that stay, of a loss that chooses over the whole minibatch."""
+        if self._objective.selection is None:
+            return [None] * len(part.micro_batches)
+        pairs = zip(self._evaluated(part), part.micro_batches, strict=True)
+        ratios = [logprobs - micro.behavior_logprobs for logprobs, micro in pairs]
+        kept = self._objective.selection(torch.cat(ratios), torch.cat([m.advantages for m in part.micro_batches]))
+        return list(kept.split([len(ratio) for ratio in ratios]))
+
+    def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
+        """One optimizer step of the policy and one of the critic; False when a gradient was not finite."""
+        try:
+            steps = [self.learner.step(rate, step)]
+            meter.stepped(steps[0])
+            if self._critic is not None:
+                loss, fitted = self._critic.fit(part, step, version=self.version)
+                meter.fitted(loss, fitted)
+                steps.append(fitted)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(error.step, error.in_a_row, part.answers) from None
+        return all(one.taken for one in steps)
 
     def _span(self, name: str, began: float) -> float:
         now = time.monotonic()
         self._spans.append(Span(role="trainer", name=name, start=began, end=now, version=self.version))
         return now
-
-
-def _micro_batch(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    # Flash attention wants every sequence whole; elsewhere answers to one prompt share the prompt's computation.
-    prompts = None if device.type == "cuda" else [row.prompt_tokens for row in rows]
-    return MicroBatch(
-        packed=pack_tokens([row.token_ids for row in rows], [row.loss_positions for row in rows], device, prompts),
-        behavior_logprobs=column([x for row in rows for x in row.behavior_logprobs]),
-        advantages=column([row.advantage for row in rows for _ in row.loss_positions]),
-        on_policy=torch.tensor([x for row in rows for x in row.on_policy], dtype=torch.bool, device=device),
-    )

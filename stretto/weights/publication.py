@@ -53,14 +53,14 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     size: int  # bytes
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
+class WeightsManifest(msgspec.Struct, frozen=True, array_like=True):
     version: int
     size: int  # bytes of all tensors with the zeros between them
     checksum: bytes  # xxh3_64 of those bytes, 8 bytes
     tensors: tuple[TensorEntry, ...]
 
 
-def plan(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+def plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
     """Where each tensor will stand; the checksum is still zero.
 
     Raises:
@@ -73,10 +73,10 @@ def plan(version: int, tensors: Mapping[str, Tensor]) -> Manifest:
         size = tensor.numel() * tensor.element_size()
         entries.append(TensorEntry(name, _NAMES[tensor.dtype], tuple(tensor.shape), offset, size))
         offset = _aligned(offset + size)
-    return Manifest(version, offset, bytes(8), tuple(entries))
+    return WeightsManifest(version, offset, bytes(8), tuple(entries))
 
 
-def header(manifest: Manifest) -> bytes:
+def header(manifest: WeightsManifest) -> bytes:
     """All bytes before the first tensor; its length does not depend on the checksum."""
     encoded = msgspec.msgpack.encode(manifest)
     length = len(encoded).to_bytes(8, "little")
@@ -84,7 +84,7 @@ def header(manifest: Manifest) -> bytes:
     return _MAGIC + length + xxhash.xxh3_64_digest(length + block) + block
 
 
-def chunks(manifest: Manifest, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def chunks(manifest: WeightsManifest, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """The bytes after the header, in order, in pieces of at most 1 MiB. Tensors of another device are copied here."""
     for entry, tensor in zip(manifest.tensors, tensors, strict=True):
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -98,11 +98,11 @@ def chunks(manifest: Manifest, tensors: Iterable[Tensor]) -> Iterator[memoryview
 class Publication:
     """A publication that has been verified; `tensors` are views of the bytes it was read from."""
 
-    manifest: Manifest
+    manifest: WeightsManifest
     tensors: Mapping[str, Tensor]
 
 
-def verify(raw: memoryview, version: int) -> tuple[Manifest, int]:
+def verify(raw: memoryview, version: int) -> tuple[WeightsManifest, int]:
     """Check every byte of a publication; returns its manifest and where its tensors begin.
 
     Raises:
@@ -136,7 +136,7 @@ def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype, count=count, offset=start + entry.offset).view(entry.shape)
 
 
-def _read_header(raw: memoryview) -> tuple[Manifest, int]:
+def _read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
     if len(raw) < _HEADER or raw[:8] != _MAGIC:
         raise TornPublication(f"{len(raw)} bytes that do not begin like a publication")
     length = int.from_bytes(raw[8:16], "little")
@@ -146,7 +146,7 @@ def _read_header(raw: memoryview) -> tuple[Manifest, int]:
     if xxhash.xxh3_64_digest(bytes(raw[8:16]) + bytes(raw[_HEADER:start])) != raw[16:_HEADER]:
         raise TornPublication("the checksum of the manifest does not fit")
     try:
-        return msgspec.msgpack.decode(raw[_HEADER : _HEADER + length], type=Manifest), start
+        return msgspec.msgpack.decode(raw[_HEADER : _HEADER + length], type=WeightsManifest), start
     except msgspec.MsgspecError as error:
         raise TornPublication(f"the manifest cannot be read: {error}") from error
 

@@ -139,7 +139,7 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
         _write_all(file.fileno(), memoryview(publication.header(_sealed(manifest, checksum.digest()))))
 
 
-def _sealed(manifest: publication.Manifest, checksum: bytes) -> publication.Manifest:
+def _sealed(manifest: publication.WeightsManifest, checksum: bytes) -> publication.WeightsManifest:
     return msgspec.structs.replace(manifest, checksum=checksum)
 
 

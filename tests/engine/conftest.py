@@ -8,26 +8,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
 from tests.engine.openai_serving import NAME, Serving, build_byte_policy, serve_process
+from tests.tiny_policy import TINY
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 policy with 22 tokens (0 padding, 1 end) and a context of 192."""
     path = tmp_path_factory.mktemp("engine") / "policy"
-    shape = BuildConfig(
-        hidden_size=32,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        context_length=192,
-        alphabet="0123456789+-*/=;#?()",
-        initializer_range=0.15,
-    )
-    build_policy(shape, path, seed=1)
+    build_policy(TINY, path, seed=1)
     return path
 
 

@@ -16,7 +16,7 @@ from stretto.engine.server import run_server
 
 
 class Mailbox:
-    """Publications in memory (satisfies `engine.server.Subscriber`)."""
+    """Publications in memory (satisfies `weights.mailbox.Subscriber`)."""
 
     def __init__(self, publications: Mapping[int, Mapping[str, Tensor]] | None = None) -> None:
         self.publications = dict(publications or {})

@@ -8,82 +8,29 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest, TornPublication
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
-from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
-
-EOS = 1
-EXACT = 1e-5
-
-
-def request(name: str, *, prompt: int = 9, seeds: Sequence[int] = (1,), **sampling: object) -> GenerateRequest:
-    random = np.random.default_rng(prompt)
-    settings = {"max_tokens": 40, "stop_token_ids": (EOS,)} | sampling
-    return GenerateRequest(
-        id=name,
-        prompt_token_ids=tuple(random.integers(2, 22, prompt).tolist()),
-        seeds=tuple(seeds),
-        sampling=Sampling(**settings),  # type: ignore[arg-type]
-    )
-
-
-def engine_of(folder: Path, **settings: object) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig.model_validate({"slots": 8, **settings}))
-
-
-def finish(engine: EmbeddedEngine, *requests: GenerateRequest) -> dict[tuple[str, int], Completion]:
-    for wanted in requests:
-        engine.add(wanted)
-    return drain(engine)
-
-
-def drain(engine: EmbeddedEngine) -> dict[tuple[str, int], Completion]:
-    ended = {}
-    while not engine.idle:
-        for completion in engine.step():
-            ended[completion.request, completion.member] = completion
-        engine.check_integrity()
-    return ended
-
-
-def expected_logprobs(
-    models: Mapping[int, PreTrainedModel], wanted: GenerateRequest, completion: Completion
-) -> list[float]:
-    """Each token's log-probability by the full forward of the model of its version."""
-    prompt = wanted.prompt_token_ids
-    ids = torch.tensor([[*prompt, *completion.token_ids]])
-    with torch.no_grad():
-        lines = {version: model(ids).logits[0].float().log_softmax(-1) for version, model in models.items()}
-    return [
-        float(lines[version][len(prompt) + at - 1, token])
-        for at, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True))
-    ]
-
-
-def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """A copy of the model with other weights."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return other
-
-
-def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    return dict(model.named_parameters())
+from tests.engine.answering import (
+    EOS,
+    EXACT,
+    assert_each_token_follows_its_version,
+    drain,
+    engine_of,
+    expected_logprobs,
+    finish,
+    request,
+    shaken,
+    weights,
+)
 
 
 def test_greedy_answers_are_those_of_transformers_generate(folder: Path, plain: PreTrainedModel) -> None:
@@ -157,13 +104,9 @@ def test_after_interruptions_each_token_follows_the_weights_of_its_version(
         engine.update(version, weights(models[version]))
         engine.check_integrity()
     ended += drain(engine).values()
-    by_id = {wanted.id: wanted for wanted in requests}
     assert len(ended) == 16
-    for completion in ended:
-        expected = expected_logprobs(models, by_id[completion.request], completion)
-        assert np.abs(np.subtract(completion.behavior_logprobs, expected)).max() < EXACT
-        assert list(completion.versions) == sorted(completion.versions)
-        assert completion.interrupted >= len(set(completion.versions)) - 1
+    assert_each_token_follows_its_version(models, requests, ended)
+    assert all(completion.interrupted >= len(set(completion.versions)) - 1 for completion in ended)
     assert max(completion.interrupted for completion in ended) >= 2
     health = engine.health()
     assert health.interrupted == sum(completion.interrupted for completion in ended)

@@ -27,7 +27,16 @@ from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.model.cached import CACHED_ATTENTION
-from tests.engine.test_embedded import EOS, EXACT, drain, expected_logprobs, finish, shaken, weights
+from tests.engine.answering import (
+    EOS,
+    EXACT,
+    assert_each_token_follows_its_version,
+    drain,
+    expected_logprobs,
+    finish,
+    shaken,
+    weights,
+)
 
 VOCABULARY = 40
 PROMPTS = 100
@@ -186,10 +195,7 @@ def test_after_interruptions_each_token_has_the_logprob_of_its_own_version(pair:
             ended += engine.step()
         engine.update(version, weights(models[version]))
     ended += drain(engine).values()
-    by_id = {request.id: request for request in requests}
     assert len(ended) == 12
-    for completion in ended:
-        expected = expected_logprobs(models, by_id[completion.request], completion)
-        assert np.abs(np.subtract(completion.behavior_logprobs, expected)).max() < EXACT
-        assert set(completion.versions) == {0, 1, 2}
+    assert_each_token_follows_its_version(models, requests, ended)
+    assert all(set(completion.versions) == {0, 1, 2} for completion in ended)
     assert engine.health().recomputed > 0

@@ -45,11 +45,14 @@ def engine(byte_folder: Path) -> EmbeddedEngine:
     return EmbeddedEngine.load(byte_folder, EngineConfig())
 
 
-def expected(engine: EmbeddedEngine, prompt: tuple[int, ...], answers: int, **sampling: Any) -> list[Completion]:
+def expected(
+    engine: EmbeddedEngine, prompt: tuple[int, ...], answers: int, likeliest: int = 0, **sampling: Any
+) -> list[Completion]:
     """What the engine itself makes of the same request."""
     seeds = (SEED, *(derive_seed(SEED, member) for member in range(1, answers)))
     wanted = Sampling(stop_token_ids=(2,), **sampling)
-    return generated(engine, GenerateRequest(id="a", prompt_token_ids=prompt, seeds=seeds, sampling=wanted))
+    request = GenerateRequest(id="a", prompt_token_ids=prompt, seeds=seeds, sampling=wanted, top_logprobs=likeliest)
+    return generated(engine, request)
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
@@ -136,6 +139,55 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.8}, {"temperature": 0.0}, {"extra_body": {"top_k": 2}}], ids=str
+)
+def test_completions_tell_the_likeliest_tokens(
+    client: openai.OpenAI, tokenizer: Tokenizer, engine: EmbeddedEngine, sampling: dict[str, Any]
+) -> None:
+    plain = sampling.get("extra_body", sampling)
+    (answer,) = expected(engine, tokenizer.encode(PROMPT), 1, likeliest=3, max_tokens=30, **plain)
+    fields: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "seed": SEED,
+        "max_tokens": 30,
+        "logprobs": 3,
+        **sampling,
+    }
+    told = client.completions.create(**fields).choices[0].logprobs
+    assert told is not None
+    assert told.top_logprobs is not None
+    sampled = zip(answer.token_ids, answer.behavior_logprobs, strict=True)
+    ranked = [{*ranks, token} for ranks, token in zip(answer.top_logprobs, sampled, strict=True)]
+    for texts, ranks in zip(told.top_logprobs, ranked, strict=True):
+        assert len({token for token, _ in ranks}) <= (2 if "top_k" in plain else 4)
+        assert set(texts) == {tokenizer.name(token) for token, _ in ranks}
+        assert max(texts.values()) == max(logprob for _, logprob in ranks)
+    chunks = client.completions.create(**fields, stream=True)
+    streamed = [part.logprobs for chunk in chunks for part in chunk.choices if part.logprobs is not None]
+    assert [texts for each in streamed for texts in each.top_logprobs or ()] == told.top_logprobs
+
+
+def test_chats_tell_the_likeliest_tokens(client: openai.OpenAI, tokenizer: Tokenizer, engine: EmbeddedEngine) -> None:
+    prompt = tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
+    answers = expected(engine, prompt, 2, likeliest=4, max_tokens=30, top_p=0.9)
+    fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 2, "seed": SEED, "max_tokens": 30, "top_p": 0.9}
+    reply = client.chat.completions.create(**fields, logprobs=True, top_logprobs=4)
+    for choice, answer in zip(reply.choices, answers, strict=True):
+        assert choice.logprobs is not None
+        for told, ranks in zip(choice.logprobs.content or (), answer.top_logprobs, strict=True):
+            assert [(each.token, each.logprob) for each in told.top_logprobs] == [
+                (tokenizer.name(token), logprob) for token, logprob in ranks
+            ]
+            assert all(each.bytes in (None, list(each.token.encode())) for each in told.top_logprobs)
+    chunks = list(client.chat.completions.create(**fields, logprobs=True, top_logprobs=4, stream=True))
+    for choice in reply.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index and part.logprobs]
+        assert choice.logprobs is not None
+        assert [t for part in parts if part.logprobs for t in part.logprobs.content or ()] == choice.logprobs.content
+
+
 def test_the_helper_for_streams_understands_ours(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(model=NAME, messages=MESSAGES, seed=SEED, max_tokens=30).choices[0].message
     assert plain.content is not None
@@ -188,9 +240,12 @@ def test_prompts_in_a_list_are_answered_in_its_order(client: openai.OpenAI, toke
 
 
 def test_extensions_travel_in_the_extra_body(client: openai.OpenAI) -> None:
-    extra = {"top_k": 1, "min_p": 0.0}
-    reply = client.completions.create(model=NAME, prompt=PROMPT, seed=3, top_p=1, extra_body=extra)
-    assert reply.choices[0].finish_reason == "length"
+    def text(**extra: float) -> str:
+        reply = client.completions.create(model=NAME, prompt=PROMPT, seed=3, max_tokens=30, extra_body=extra)
+        return str(reply.choices[0].text)
+
+    greedy = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=30).choices[0].text
+    assert text(top_k=1) == text(min_p=1) == greedy != text()
 
 
 @pytest.mark.parametrize(
@@ -201,9 +256,11 @@ def test_extensions_travel_in_the_extra_body(client: openai.OpenAI) -> None:
         ({"max_tokens": CONTEXT}, openai.BadRequestError, "max_tokens"),
         ({"n": 0}, openai.BadRequestError, "n"),
         ({"echo": True}, openai.BadRequestError, "echo"),
-        ({"logprobs": 5}, openai.BadRequestError, "logprobs"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs"),
         ({"prompt": [1, -1]}, openai.BadRequestError, "prompt"),
         ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt"),
+        ({"temperature": 1e-30}, openai.BadRequestError, "temperature"),
+        ({"stop": ["a", "\ufffd"]}, openai.BadRequestError, "stop"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     ],
     ids=str,

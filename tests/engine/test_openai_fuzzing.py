@@ -67,7 +67,11 @@ SAMPLINGS = st.dictionaries(
 MESSAGES = st.builds(
     lambda sampling, more: {"id": "fuzz", "prompt_token_ids": [5, 6], "seeds": [1], "sampling": sampling} | more,
     SAMPLINGS,
-    st.dictionaries(st.sampled_from(["id", "prompt_token_ids", "seeds", "sampling", "x"]), MESSAGE_VALUES, max_size=1),
+    st.dictionaries(
+        st.sampled_from(["id", "prompt_token_ids", "seeds", "sampling", "top_logprobs", "x"]),
+        MESSAGE_VALUES,
+        max_size=1,
+    ),
 )
 
 

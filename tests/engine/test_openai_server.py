@@ -168,15 +168,17 @@ def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> Non
     async def main() -> None:
         engine = engine_of(byte_folder, slots=64)
         async with openai_served(engine, byte_folder) as (client, _):
-            body, gate = json.dumps(asked(max_tokens=3)).encode(), asyncio.Event()
+            gate = asyncio.Event()
+            bodies = [json.dumps(asked(max_tokens=3, stream=bool(number % 2))).encode() for number in range(1000)]
             host, port = client.base_url.host, int(client.base_url.port or 0)
-            waiting = [asyncio.create_task(one(host, port, body, gate)) for _ in range(1000)]
+            waiting = [asyncio.create_task(one(host, port, body, gate)) for body in bodies]
             await asyncio.sleep(0.5)
             gate.set()
             replies = await asyncio.gather(*waiting)
             assert {reply.split(b"\r\n")[0] for reply in replies} == {b"HTTP/1.1 200 OK"}
-            texts = {json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies}
+            texts = {json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies[::2]}
             assert len(texts) == 1
+            assert all(reply.count(b"data: [DONE]") == 1 for reply in replies[1::2])
 
     asyncio.run(main())
 

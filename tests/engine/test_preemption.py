@@ -16,7 +16,16 @@ from transformers import PreTrainedModel
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion
 from stretto.engine.embedded import EmbeddedEngine
-from tests.engine.test_embedded import EXACT, drain, engine_of, expected_logprobs, finish, request, shaken, weights
+from tests.engine.answering import (
+    EXACT,
+    assert_each_token_follows_its_version,
+    drain,
+    engine_of,
+    finish,
+    request,
+    shaken,
+    weights,
+)
 
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 
@@ -73,13 +82,9 @@ def test_tokens_keep_their_version_through_preemption_and_updates(folder: Path, 
         engine.update(version, weights(models[version]))
         engine.check_integrity()
     ended += drain(engine).values()
-    by_id = {wanted.id: wanted for wanted in requests}
     assert len(ended) == 16
     assert engine.health().preempted > 0
-    for completion in ended:
-        expected = expected_logprobs(models, by_id[completion.request], completion)
-        assert np.abs(np.subtract(completion.behavior_logprobs, expected)).max() < EXACT
-        assert list(completion.versions) == sorted(completion.versions)
+    assert_each_token_follows_its_version(models, requests, ended)
 
 
 def test_keeping_the_cache_on_updates_does_not_keep_it_from_preemption(folder: Path, plain: PreTrainedModel) -> None:

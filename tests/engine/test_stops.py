@@ -1,75 +1,21 @@
 """Promises: an answer's stop text is found with the very token that completes it in the decoded text, however tokens
-cut characters and whatever the decoder does with spaces; a token costs the same late as early."""
+cut characters and whatever the decoder does with spaces; a token costs the same late as early. In a text that is given
+out, a stop is found wherever it is cut, nothing of it is given out, and what only begins like one is."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from stretto.core.errors import ModelFolderError, Problem, RefusedRequest
-from stretto.engine.stops import Detokenizer, StopTexts, Watch
-
-
-class Decoder:
-    """A tokenizer's backend as `model.tokenizer.Tokenizer` uses it; counts the tokens that it decodes."""
-
-    def __init__(self, backend: Tokenizer, end: str) -> None:
-        self._backend = backend
-        known = backend.get_vocab(with_added_tokens=True)
-        self.special_token_ids = frozenset({known[end]})
-        self.longest = 0
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        self.longest = max(self.longest, len(ids))
-        return self._backend.decode(list(ids), skip_special_tokens=True)
-
-
-def byte_level() -> tuple[Decoder, list[str]]:
-    """Like Qwen and Llama 3: a token is any bytes, also a part of a character."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    space = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words = [space.pre_tokenize_str(text)[0][0] for text in ("ab", "ba", " a", "aa", "€a", "\n\n")]
-    euro = space.pre_tokenize_str("€")[0][0]
-    words += [euro, euro[:2], euro[1:], "a" + euro[:1], euro[2:] + euro[:2]]
-    names = [*alphabet, *dict.fromkeys(words)]
-    names = [*dict.fromkeys(names)]
-    backend = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, []))
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("</s>", special=True)])
-    return Decoder(backend, "</s>"), names
-
-
-def byte_fallback() -> tuple[Decoder, list[str]]:
-    """Like Llama 2 and Gemma: words with a mark for their space, and bytes for what has no token."""
-    names = [
-        "<unk>",
-        "▁",
-        "▁a",
-        "a",
-        "b",
-        "▁b",
-        "ab",
-        "▁▁",
-        "€",
-        "<0xE2>",
-        "<0x82>",
-        "<0xAC>",
-        "<0x61>",
-        "<0xFF>",
-        "\n",
-    ]
-    backend = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [], unk_token="<unk>"))
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(parts)
-    backend.add_special_tokens([AddedToken("</s>", special=True)])
-    return Decoder(backend, "</s>"), names
-
-
-KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+from stretto.engine.decoding import Detokenizer
+from stretto.engine.stops import StopFinder, StopTexts, Watch
+from tests.engine.decoders import KINDS, Decoder, byte_level
 
 
 def first_by_watch(decoder: Detokenizer, tokens: Sequence[int], stops: Sequence[str]) -> int | None:
@@ -162,3 +108,39 @@ def test_without_a_tokenizer_stop_texts_are_refused_by_name() -> None:
     for texts, why in ((StopTexts(None), "this engine has no tokenizer"), (StopTexts(broken), "no tokenizer.json")):
         with pytest.raises(RefusedRequest, match=rf"sampling.stop: .*{why}"):
             texts.check_served()
+
+
+def cut(sequence: str, places: list[int]) -> list[str]:
+    bounds = [0, *sorted(place % (len(sequence) + 1) for place in places), len(sequence)]
+    return [sequence[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+TEXTS = st.text("ab<", max_size=30)
+
+
+@given(
+    text=TEXTS, stops=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3), places=st.lists(st.integers(0, 30))
+)
+def test_a_stop_is_found_however_the_text_is_cut(text: str, stops: list[str], places: list[int]) -> None:
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    finder = StopFinder(stops)
+    told = "".join(finder.push(piece) for piece in cut(text, places))
+    assert finder.found == bool(ends)
+    assert told + finder.end() == (text[: min(ends)[1]] if ends else text)
+
+
+@given(text=TEXTS, stop=st.text("ab<", min_size=1, max_size=4))
+def test_no_more_is_held_back_than_may_begin_a_stop(text: str, stop: str) -> None:
+    finder, told = StopFinder([stop]), ""
+    for at, character in enumerate(text, 1):
+        told += finder.push(character)
+        if finder.found:
+            return
+        held = text[len(told) : at]
+        assert stop.startswith(held)
+        assert len(held) < len(stop)
+
+
+def test_text_after_a_stop_is_no_text_of_the_answer() -> None:
+    finder = StopFinder(["ab", "b"])
+    assert (finder.push("xa"), finder.push("bz"), finder.push("more"), finder.end()) == ("x", "", "", "")

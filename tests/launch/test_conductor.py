@@ -183,8 +183,8 @@ def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
     with pytest.raises(DeadlineExceeded, match=expected):
         stage.play(group_size=1, filter="zero_variance", deadlines={"batch": 0.2})
     assert stage.said[:2] == [
-        "8 groups were filtered since the last batch (rollout.filter)",
-        "16 groups were filtered since the last batch (rollout.filter)",
+        "8 groups were filtered since the last batch (the filters of [rollout])",
+        "16 groups were filtered since the last batch (the filters of [rollout])",
     ]
 
 

@@ -12,24 +12,13 @@ from stretto.core.records import GenerateRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.launch.config import SamplingConfig
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
 from stretto.model.folder import load_policy
 from stretto.model.logprobs import pack_tokens
 from stretto.model.packed import PACKED_ATTENTION
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.learner import Learner
-
-SHAPE = BuildConfig(
-    hidden_size=32,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
-    intermediate_size=48,
-    context_length=128,
-    alphabet="0123456789+-*/=;#?()",
-    initializer_range=0.15,
-)
+from tests.tiny_policy import TINY
 
 
 @pytest.mark.parametrize(
@@ -46,7 +35,7 @@ def test_the_trainers_log_probabilities_are_those_that_the_engine_logged(
     section: dict[str, object], tmp_path: Path
 ) -> None:
     folder = tmp_path / "policy"
-    build_policy(SHAPE, folder, seed=5)
+    build_policy(TINY, folder, seed=5)
     sampling = SamplingConfig.model_validate({"max_tokens": 48, **section}).record((1,))
     engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
     prompts = np.random.default_rng(1).integers(2, 22, (8, 9))

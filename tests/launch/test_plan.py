@@ -134,6 +134,24 @@ def test_more_likeliest_tokens_than_there_are_tokens_are_a_mistake(plan_for: Pla
     assert "sampling.top_k = 10000, and the model's vocabulary has" in told
 
 
+def test_a_reference_of_another_vocabulary_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    build_policy(BUILD.model_copy(update={"alphabet": "0123456789+-*"}), other, seed=1)
+    told = message(plan_for, algorithm={"reference": {"path": str(other)}})
+    assert told.startswith(f"{other}: its vocabulary")
+    assert "algorithm.reference.path needs a model with the policy's tokenizer" in told
+    assert "no such folder" in message(plan_for, algorithm={"reference": {"path": str(tmp_path / "none")}})
+    plan = plan_for(algorithm={"reference": {"path": str(policy)}})
+    alone = plan_for()
+    assert estimate_memory(plan).trainer - estimate_memory(alone).trainer == plan.base.parameters * 4
+
+
+def test_an_answer_longer_than_a_micro_batch_is_worth_a_warning(plan_for: Planner) -> None:
+    (told,) = [note for note in warnings(plan_for(trainer={"micro_batch_tokens": 19})) if "micro_batch" in note]
+    assert "may have 20 tokens, more than trainer.micro_batch_tokens = 19" in told
+    assert not [note for note in warnings(plan_for(trainer={"micro_batch_tokens": 20})) if "micro_batch" in note]
+
+
 def test_the_engine_and_the_trainer_get_one_setting(plan_for: Planner) -> None:
     section = {"max_tokens": 16, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop": ["=", "\n"]}
     sampling = plan_for(sampling=section).sampling

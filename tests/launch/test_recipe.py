@@ -68,6 +68,41 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         ["group_size = 1", 'filter = "none"'],
     ),
     ("groups of one, compared", "[rollout]\ngroup_size = 1", ["every advantage zero", 'advantages = "batch"']),
+    (
+        "a loss of an unknown name",
+        '[algorithm]\nloss = "pppo"',
+        ["algorithm.loss", "'pppo'", "'decoupled_ppo', 'ppo', 'dual_clip'"],
+    ),
+    (
+        "a number of another loss",
+        '[algorithm]\nloss = { kind = "sapo", clip_high = 0.3 }',
+        ["algorithm.loss.clip_high: unknown key"],
+    ),
+    (
+        "a number out of its range",
+        '[algorithm]\nloss = { kind = "ppo", clip_low = 1.5 }',
+        ["algorithm.loss.clip_low: 1.5", "less than or equal to 1"],
+    ),
+    (
+        "an anchor that a loss does not have",
+        '[algorithm]\nloss = { kind = "decoupled_ppo", anchor = "behavior" }',
+        ["algorithm.loss.anchor: 'behavior'", "'recomputed' or 'interpolated'"],
+    ),
+    (
+        "a correction of nothing",
+        '[algorithm]\nloss = "ppo"\ncorrection = { kind = "mask", low = 0.5, high = 2.0 }',
+        ['algorithm: loss "ppo"', 'correction "mask" does nothing', 'anchor = "recomputed", or remove the correction'],
+    ),
+    (
+        "a buffer longer than the answers",
+        "[sampling]\nmax_tokens = 16\n[algorithm.shaping]\noverlong_buffer = 17",
+        ["algorithm.shaping.overlong_buffer = 17 is more than sampling.max_tokens = 16"],
+    ),
+    (
+        "success rates that exclude each other",
+        "[rollout]\nsuccess_rate_min = 0.9\nsuccess_rate_max = 0.1",
+        ["rollout.success_rate_min = 0.9 is more than rollout.success_rate_max = 0.1"],
+    ),
     ("too many decided", "[rollout]\nmin_group_size = 9", ["min_group_size = 9 is more than rollout.group_size = 8"]),
     (
         "a word where a number or another word may be",
@@ -192,6 +227,23 @@ def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) 
 def test_an_override_that_makes_no_sense_is_refused(tmp_path: Path, override: str, expected: str) -> None:
     path = write(tmp_path, "seed = 1\n" + SMALL)
     assert expected in message(path, [override])
+
+
+def test_the_path_of_a_reference_is_relative_to_the_recipe_too(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, merged('[algorithm.reference]\npath = "other"')))
+    assert recipe.algorithm.reference is not None
+    assert recipe.algorithm.reference.path == str(tmp_path / "other")
+    assert load_recipe(write(tmp_path, to_toml(recipe))) == recipe
+
+
+def test_a_choice_may_be_a_name_or_a_section(tmp_path: Path) -> None:
+    by_name = load_recipe(write(tmp_path, merged('[algorithm]\nloss = "gspo"\nadvantages = "gae"')))
+    by_section = load_recipe(
+        write(tmp_path, merged('[algorithm.loss]\nkind = "gspo"\n[algorithm.advantages]\nkind = "gae"'))
+    )
+    assert by_name == by_section
+    assert load_recipe(write(tmp_path, SMALL), ["algorithm.loss=gspo", "algorithm.advantages=gae"]) == by_name
+    assert load_recipe(write(tmp_path, to_toml(by_name))) == by_name
 
 
 def test_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class ToyEngine:
                 return await self._generate(msgspec.msgpack.decode(body, type=GenerateRequest))
             case "/update_weights":
                 self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
-                return msgspec.msgpack.encode(UpdateReply(version=self.version, seconds=0.0))
+                return msgspec.msgpack.encode(UpdateReply(version=self.version))
             case "/spans":
                 return msgspec.msgpack.encode([])
         return msgspec.msgpack.encode(self._health())

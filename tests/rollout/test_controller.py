@@ -44,7 +44,9 @@ def admit_all(control: Controller) -> list[Ticket]:
     return tickets
 
 
-def answers(ticket: Ticket, rewards: Sequence[float | None], version: int = 0) -> list[Trajectory]:
+def answers(
+    ticket: Ticket, rewards: Sequence[float | None], version: int = 0, stops: Sequence[StopReason] | None = None
+) -> list[Trajectory]:
     return [
         Trajectory(
             id=trajectory_id(ticket.group_id, member),
@@ -54,7 +56,7 @@ def answers(ticket: Ticket, rewards: Sequence[float | None], version: int = 0) -
                 token_ids=(1,),
                 behavior_logprobs=(-0.1,),
                 versions=(version,),
-                stop_reason=StopReason.STOP,
+                stop_reason=stops[member] if stops else StopReason.STOP,
             ),
             verdict=Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout")
             if reward is None
@@ -125,6 +127,29 @@ def test_a_filtered_group_leaves_room_for_another() -> None:
     tickets = admit_all(control)
     control.finish(tickets[0], answers(tickets[0], [1.0, 1.0]))
     assert accounts.balance[State.FILTERED] == 2
+    assert control.admit() is not None
+
+
+def test_a_group_goes_on_without_the_answers_that_a_filter_refuses() -> None:
+    control, accounts = controller(group_size=3, truncated="filter", filter="zero_variance")
+    first, second = admit_all(control)[:2]
+    group = control.finish(first, answers(first, [0.0, 1.0, 1.0], stops=[StopReason.STOP] * 2 + [StopReason.LENGTH]))
+    assert group is not None
+    assert len(group.trajectories) == 3  # all that could be decided, for the accuracy
+    control.finish(second, answers(second, [0.0, 1.0, None]))
+    batch = control.take()
+    assert batch is not None
+    assert [len(one.trajectories) for one in batch.groups] == [2, 2]
+    assert (accounts.balance[State.FILTERED], accounts.balance[State.FAILED]) == (1, 1)
+    assert control.filtered == 0
+
+
+def test_a_group_of_which_too_little_is_left_is_filtered_and_counted() -> None:
+    control, accounts = controller(group_size=3, truncated="filter", min_group_size=2)
+    ticket = admit_all(control)[0]
+    control.finish(ticket, answers(ticket, [0.0, 1.0, 1.0], stops=[StopReason.STOP] + [StopReason.LENGTH] * 2))
+    assert accounts.balance[State.FILTERED] == 3
+    assert control.filtered == 1
     assert control.admit() is not None
 
 

@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.trainer.advantages import (
-    advantages,
     batch_normalised,
+    gae,
     group_centred,
     group_normalised,
     leave_one_out,
+    lite_ppo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    terminal,
 )
-from stretto.trainer.config import AlgorithmConfig
 
 REWARDS = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=6)
 
@@ -69,8 +72,64 @@ def test_every_group_relative_advantage_sums_to_zero(rewards: list[list[float]])
         assert all(abs(sum(group)) < 1e-3 for group in got)
 
 
-@pytest.mark.parametrize("name", ["group", "group_mean", "leave_one_out", "batch"])
-def test_the_recipe_chooses_the_equation(name: str) -> None:
-    config = AlgorithmConfig.model_validate({"advantages": name, "advantage_eps": 1e-9})
-    expected = {"group": 1.0, "group_mean": 0.5, "leave_one_out": 1.0, "batch": 1.0}[name]
-    assert advantages(config, [[1.0, 0.0]], [[2, 2]])[0] == pytest.approx([expected, -expected])
+def test_lite_ppo_centres_by_the_group_and_scales_by_the_batch() -> None:
+    # group means 2 and 7; all rewards 1 3 6 8: mean 4.5, variance (12.25 + 2.25 + 2.25 + 12.25) / 4 = 7.25
+    got = lite_ppo([[1.0, 3.0], [6.0, 8.0]], eps=0.0)
+    for group in got:
+        assert group == pytest.approx([-1 / math.sqrt(7.25), 1 / math.sqrt(7.25)])
+
+
+def test_a_group_without_difference_is_zero_among_others_and_alone() -> None:
+    assert lite_ppo([[2.0], [1.0, 1.0], [0.0, 4.0]], eps=0.0)[:2] == [[0.0], [0.0, 0.0]]
+    assert lite_ppo([[0.1, 0.1], [0.1]], eps=0.0) == [[0.0, 0.0], [0.0]]
+
+
+def test_reinforce_pp_with_a_baseline_centres_twice() -> None:
+    # group-centred -1 1 | 0; tokens 1 3 | 4: mean (-1 + 3) / 8 = 0.25, mean square 4 / 8, variance 0.5 - 0.0625
+    got = reinforce_pp_baseline([[1.0, 3.0], [5.0]], [[1, 3], [4]], eps=0.0)
+    deviation = math.sqrt(0.4375)
+    assert got[0] == pytest.approx([-1.25 / deviation, 0.75 / deviation])
+    assert got[1] == pytest.approx([-0.25 / deviation])
+
+
+def test_reinforce_pp_by_hand() -> None:
+    # returns 1 2 | 6: mean 3, variance (4 + 1 + 9) / 3
+    deviation = math.sqrt(14 / 3)
+    got = reinforce_pp([[1.0, 2.0], [], [6.0]], eps=0.0)
+    assert got[0] == pytest.approx([-2 / deviation, -1 / deviation])
+    assert got[1:] == [[], pytest.approx([3 / deviation])]
+
+
+@given(REWARDS, st.integers(1, 5))
+def test_reinforce_pp_without_a_discount_is_the_papers_normalisation(rewards: list[list[float]], tokens: int) -> None:
+    flat = [r for group in rewards for r in group]
+    lengths = [1 + (tokens * k) % 4 for k in range(len(flat))]
+    per_token = [terminal(r, n, range(n), decay=1.0) for r, n in zip(flat, lengths, strict=True)]
+    expected = batch_normalised([[r] for r in flat], [[n] for n in lengths], eps=1e-3)
+    for got, (score,), n in zip(reinforce_pp(per_token, eps=1e-3), expected, lengths, strict=True):
+        assert got == pytest.approx([score] * n, abs=1e-6)
+
+
+def test_gae_by_hand() -> None:
+    # delta_2 = 4 - 3 = 1; delta_1 = 0.5 * 3 - 2 = -0.5; delta_0 = 1 + 0.5 * 2 - 1 = 1; gamma lam = 0.25
+    # A_2 = 1; A_1 = -0.5 + 0.25; A_0 = 1 - 0.0625
+    assert gae([1.0, 0.0, 4.0], [1.0, 2.0, 3.0], gamma=0.5, lam=0.5) == [0.9375, -0.25, 1.0]
+
+
+@given(st.floats(-5, 5), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1))
+def test_without_a_critic_gae_is_the_discounted_terminal_reward(
+    r: float, tokens: int, gamma: float, lam: float
+) -> None:
+    expected = gae([0.0] * (tokens - 1) + [r], [0.0] * tokens, gamma, lam)
+    assert terminal(r, tokens, range(tokens), gamma * lam) == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_a_discount_it_is_the_terminal_reward_to_the_last_bit() -> None:
+    assert gae([0.0, 0.0, 0.3], [0.0] * 3, gamma=1.0, lam=1.0) == [0.3, 0.3, 0.3] == terminal(0.3, 3, range(3), 1.0)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=8), st.floats(0, 1))
+def test_with_lambda_1_gae_is_the_discounted_return_minus_the_value(rewards: list[float], gamma: float) -> None:
+    values = [r / 2 + 1 for r in rewards]
+    returns = [math.fsum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+    assert gae(rewards, values, gamma, lam=1.0) == pytest.approx([g - v for g, v in zip(returns, values, strict=True)])

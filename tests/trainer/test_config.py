@@ -7,15 +7,17 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from stretto.trainer.config import AlgorithmConfig, SupervisedConfig, TrainerConfig
+from stretto.trainer.algorithm import AlgorithmConfig, DecoupledPPO, Mask
+from stretto.trainer.config import SupervisedConfig, TrainerConfig
 
 
 def test_the_defaults_are_table_3_of_the_paper() -> None:
     config, algorithm = TrainerConfig(), AlgorithmConfig()
     assert (config.learning_rate, config.schedule, config.weight_decay) == (2e-5, "constant", 0.05)
     assert (config.beta1, config.beta2, config.eps, config.max_grad_norm) == (0.9, 0.95, 1e-5, 1.0)
-    assert (config.minibatches, algorithm.clip_low, algorithm.clip_high) == (4, 0.2, 0.2)
-    assert math.isinf(algorithm.behavior_weight_cap)
+    assert config.minibatches == 4
+    assert algorithm.loss == DecoupledPPO(clip_low=0.2, clip_high=0.2)
+    assert algorithm.correction == Mask(low=0.0, high=math.inf)
 
 
 @pytest.mark.parametrize("config", [TrainerConfig(keep_versions="all"), AlgorithmConfig(), SupervisedConfig()])

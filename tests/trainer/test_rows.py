@@ -11,10 +11,13 @@ import pytest
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.trainer.config import AlgorithmConfig
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.estimators import GAE, GroupMean, RawReward
 from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.shaping import Shaping
 
-CONFIG = AlgorithmConfig(advantages="group_mean")
+CONFIG = AlgorithmConfig(advantages=GroupMean())
+LONGEST = 4
 
 
 def answer(member: int, reward: float, versions: tuple[int, ...] = (5, 6, 7)) -> Trajectory:
@@ -37,30 +40,30 @@ def batch(*answers: Trajectory, oldest_trainable: int = 0) -> Batch:
 
 
 def test_the_example_of_the_docstring() -> None:
-    rows = rows_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG)
-    expected = Row((5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (False, True), 0.5)
-    assert rows.rows == (expected, replace(expected, advantage=-0.5))
+    rows = rows_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG, LONGEST)
+    expected = Row("g/0", (5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (1, 0), (0.5, 0.5))
+    assert rows.rows == (expected, replace(expected, id="g/1", advantages=(-0.5, -0.5)))
     assert rows.masked_tokens == 2
     assert rows.reward_mean == 0.5
 
 
 def test_every_token_is_trained_on_when_none_is_too_old() -> None:
-    rows = rows_of(batch(answer(0, 1.0)), CONFIG)
+    rows = rows_of(batch(answer(0, 1.0)), CONFIG, LONGEST)
     assert rows.rows[0].loss_positions == (2, 3, 4)
     assert rows.masked_tokens == 0
 
 
 def test_answers_without_loss_tokens_make_no_row_but_count_in_the_group() -> None:
     old, empty = answer(0, 1.0, (3, 3, 3)), answer(1, 0.0, ())
-    rows = rows_of(batch(old, empty, answer(2, 0.5), oldest_trainable=5), CONFIG)
+    rows = rows_of(batch(old, empty, answer(2, 0.5), oldest_trainable=5), CONFIG, LONGEST)
     assert len(rows.rows) == 1
-    assert rows.rows[0].advantage == 0.0
+    assert rows.rows[0].advantages == (0.0, 0.0, 0.0)
     assert rows.masked_tokens == 3
 
 
 def test_a_token_from_the_future_stops_the_run() -> None:
     with pytest.raises(BoundViolated, match="version 8"):
-        rows_of(batch(answer(0, 1.0, (7, 7, 8))), CONFIG)
+        rows_of(batch(answer(0, 1.0, (7, 7, 8))), CONFIG, LONGEST)
 
 
 def test_a_token_without_its_log_probability_stops_the_run() -> None:
@@ -69,4 +72,18 @@ def test_a_token_without_its_log_probability_stops_the_run() -> None:
         whole, completion=msgspec.structs.replace(whole.completion, behavior_logprobs=(-0.1,))
     )
     with pytest.raises(BoundViolated, match="lacks its version or log-prob"):
-        rows_of(batch(torn), CONFIG)
+        rows_of(batch(torn), CONFIG, LONGEST)
+
+
+def test_rewards_are_shaped_before_they_become_advantages_and_reported_as_they_were() -> None:
+    # 3 of 4 tokens with a buffer of 2: half the penalty of 4, so (1 - 2 + 0.5) * 3 = -1.5
+    shaping = Shaping(scale=3.0, bias=0.5, overlong_buffer=2, overlong_penalty=4.0)
+    rows = rows_of(batch(answer(0, 1.0)), AlgorithmConfig(advantages=RawReward(), shaping=shaping), LONGEST)
+    assert rows.rows[0].advantages == (-1.5, -1.5, -1.5)
+    assert rows.reward_mean == 1.0
+
+
+def test_a_discount_counts_from_the_end_of_the_whole_answer() -> None:
+    config = AlgorithmConfig(advantages=GAE(gamma=0.5))
+    rows = rows_of(batch(answer(0, 1.0), oldest_trainable=6), config, LONGEST)
+    assert rows.rows[0].advantages == (0.5, 1.0)

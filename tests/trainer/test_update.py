@@ -6,86 +6,43 @@ trainer goes on bit for bit; bad gradients are counted.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.model.logprobs import pack_tokens, token_logprobs
-from stretto.trainer.config import AlgorithmConfig, TrainerConfig
+from stretto.core.errors import BoundViolated, StoreError, TrainingDiverged
+from stretto.core.records import Batch, Trajectory
+from stretto.trainer.algorithm import PPO, AlgorithmConfig, Mask, Reference
+from stretto.trainer.config import TrainerConfig
 from stretto.trainer.learner import UNCHANGED
 from stretto.trainer.packing import minibatches
-from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.rows import rows_of
 from stretto.trainer.update import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from tests.trainer.batches import LONGEST, adamw, assert_same, batch, row_logprobs
 
 Build = Callable[[], PreTrainedModel]
 CONFIG = TrainerConfig(learning_rate=3e-3, minibatches=3, micro_batch_tokens=24, weight_decay=0.1, max_grad_norm=0.7)
-ALGORITHM = AlgorithmConfig(behavior_weight_cap=4.0)
-GROUPS, ANSWERS, LONGEST = 3, 4, 7
-
-
-def batch(version: int, model: PreTrainedModel | None = None, oldest_trainable: int = 0) -> Batch:
-    """Answers of 1 to 7 tokens; the behaviour policy is the given model, or something else altogether."""
-    rng = random.Random(version)
-    groups = []
-    for g in range(GROUPS):
-        prompt = Prompt(id=str(g), token_ids=tuple(rng.randrange(13) for _ in range(2 + g)), text="", answer="")
-        trajectories = tuple(_trajectory(rng, prompt, m, version, model) for m in range(ANSWERS))
-        groups.append(Group(id=str(g), prompt=prompt, admitted_version=0, trajectories=trajectories))
-    return Batch(step=version, version=version, groups=tuple(groups), oldest_trainable=oldest_trainable)
-
-
-def _trajectory(
-    rng: random.Random, prompt: Prompt, member: int, version: int, model: PreTrainedModel | None
-) -> Trajectory:
-    answer = tuple(rng.randrange(13) for _ in range(rng.randint(1, LONGEST)))
-    logprobs = tuple(rng.uniform(-4, -1) for _ in answer)
-    if model is not None:
-        start = len(prompt.token_ids)
-        packed = pack_tokens([prompt.token_ids + answer], [range(start, start + len(answer))])
-        logprobs = tuple(token_logprobs(model, packed, UNCHANGED).logprobs.tolist())
-    completion = Completion(
-        request=prompt.id,
-        member=member,
-        token_ids=answer,
-        behavior_logprobs=logprobs,
-        versions=tuple(sorted(rng.randint(max(0, version - 2), version) for _ in answer)),
-        stop_reason=StopReason.LENGTH,
-    )
-    verdict = Verdict(outcome=Outcome.RIGHT, reward=float(rng.randrange(3)))
-    return Trajectory(id=f"{prompt.id}/{member}", completion=completion, verdict=verdict, text="")
-
-
-def row_logprobs(model: PreTrainedModel, row: Row) -> Tensor:
-    """The plain module on one row, no packing of several: log p of its loss tokens."""
-    packed = pack_tokens([row.token_ids])
-    ids, positions = packed.input_ids, packed.packing.position_ids
-    logits = model(ids, position_ids=positions, use_cache=False, packing=packed.packing).logits[0]
-    at = torch.tensor(row.loss_positions)
-    chosen: Tensor = logits.log_softmax(-1)[at - 1].gather(1, ids[0, at][:, None])[:, 0]
-    return chosen
+ALGORITHM = AlgorithmConfig(correction=Mask(high=4.0))
 
 
 def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     """Equation 5 written out: proximal log-probs of all rows first, then three optimizer steps over single rows."""
-    rows = rows_of(batch, ALGORITHM).rows
+    rows = rows_of(batch, ALGORITHM, LONGEST).rows
     with torch.no_grad():
-        proximal = [row_logprobs(model, row) for row in rows]
+        proximal = [row_logprobs(model, row)[0] for row in rows]
     for part in minibatches([len(row.token_ids) for row in rows], 3):
         terms = []
         for i in part:
-            ratio = (row_logprobs(model, rows[i]) - proximal[i]).exp()
+            ratio = (row_logprobs(model, rows[i])[0] - proximal[i]).exp()
             weight = (proximal[i] - torch.tensor(rows[i].behavior_logprobs)).exp()
             weight = torch.where(weight > 4.0, 0.0, weight)
-            score = rows[i].advantage
+            score = torch.tensor(rows[i].advantages)
             terms.append(weight * torch.minimum(ratio * score, ratio.clamp(0.8, 1.2) * score))
         optimizer.zero_grad()
         (-torch.cat(terms).mean()).backward()
@@ -93,23 +50,11 @@ def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: 
         optimizer.step()
 
 
-def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-5)
-
-
-def assert_same(left: PreTrainedModel, right: PreTrainedModel, tolerance: float = 0.0) -> None:
-    for (name, ours), theirs in zip(left.named_parameters(), right.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=name)
-
-
 @pytest.mark.parametrize(("tokens", "fewest"), [(10_000, 1), (24, 1), (1, 1), (10_000, 3)])
 def test_a_step_is_equation_5_whatever_the_micro_batches(build: Build, tokens: int, fewest: int) -> None:
     config = CONFIG.model_copy(update={"micro_batch_tokens": tokens, "min_micro_batches": fewest})
     trainer, reference = Trainer(build(), config, ALGORITHM), build()
-    optimizer = adamw(reference)
+    optimizer = adamw(reference, 3e-3)
     for version in range(3):
         trainer.train(batch(version))
         plain_step(reference, optimizer, batch(version))
@@ -120,11 +65,11 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded(build: Build) -> None
     model = build()
     trainer = Trainer(model, CONFIG.model_copy(update={"learning_rate": 1e-3}), ALGORITHM)
     given = batch(0, model)
-    rows = rows_of(given, ALGORITHM).rows
+    rows = rows_of(given, ALGORITHM, LONGEST).rows
 
     def likelihood() -> float:
         with torch.no_grad():
-            return sum(float(row_logprobs(model, row).sum()) * row.advantage for row in rows)
+            return sum(float(row_logprobs(model, row)[0].sum()) * row.advantages[0] for row in rows)
 
     before = likelihood()
     trainer.train(given)
@@ -162,12 +107,74 @@ def test_later_minibatches_are_anchored_before_the_first_update(build: Build) ->
 
 
 def test_ppo_is_anchored_at_the_behaviour_policy(build: Build) -> None:
-    algorithm = AlgorithmConfig(loss="ppo", entropy=True)
+    algorithm = AlgorithmConfig(loss=PPO(), entropy=True)
     metrics = Trainer(build(), CONFIG, algorithm).train(batch(0)).metrics
     assert metrics["behavior_weight_mean"] == 1.0
     assert abs(metrics["ratio_mean"] - 1) > 1e-2
     assert metrics["behavior_logprob_error"] > 1e-2
     assert 0 < metrics["entropy"] <= math.log(13)
+
+
+def test_with_one_minibatch_the_proximal_policy_is_that_of_the_training_forward(build: Build) -> None:
+    """Nothing is computed twice: the step with any anchor runs as many forwards."""
+    config = CONFIG.model_copy(update={"minibatches": 1, "micro_batch_tokens": 10_000})
+    for loss in ("decoupled_ppo", "ppo"):
+        trainer = Trainer(build(), config, AlgorithmConfig.model_validate({"loss": loss}))
+        calls: list[int] = []
+        trainer.learner.model.get_output_embeddings().register_forward_hook(lambda *_, seen=calls: seen.append(1))
+        trainer.train(batch(0))
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("loss", "forwards"), [("recomputed", 5), ("interpolated", 3)])
+def test_an_interpolated_anchor_saves_the_forwards_of_the_later_minibatches(
+    build: Build, loss: str, forwards: int
+) -> None:
+    algorithm = AlgorithmConfig.model_validate({"loss": {"kind": "decoupled_ppo", "anchor": loss}})
+    trainer = Trainer(build(), CONFIG.model_copy(update={"micro_batch_tokens": 10_000}), algorithm)
+    calls: list[int] = []
+    trainer.learner.model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    trainer.train(batch(0))
+    assert len(calls) == forwards
+
+
+def test_an_interpolated_anchor_is_the_logged_policy_where_nothing_is_stale(build: Build) -> None:
+    """Version 0 has sampled every token of this batch."""
+    algorithms = [{"kind": "decoupled_ppo", "anchor": "interpolated"}, {"kind": "ppo"}]
+    trainers = [Trainer(build(), CONFIG, AlgorithmConfig.model_validate({"loss": loss})) for loss in algorithms]
+    for trainer in trainers:
+        trainer.train(batch(0))
+    assert_same(trainers[0].learner.model, trainers[1].learner.model)
+
+
+def test_a_reference_is_needed_where_it_is_asked_for_and_measured(build: Build) -> None:
+    algorithm = AlgorithmConfig(reference=Reference(weight=0.1))
+    with pytest.raises(ValueError, match="needs a reference policy"):
+        Trainer(build(), CONFIG, algorithm)
+    reference = ReferencePolicy(build(), CONFIG, UNCHANGED)
+    config = CONFIG.model_copy(update={"minibatches": 1})
+    trainer = Trainer(build(), config, algorithm, reference=reference)
+    assert trainer.train(batch(0)).metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert trainer.train(batch(1)).metrics["kl_reference"] > 1e-6
+    assert "kl_reference" not in Trainer(build(), config, AlgorithmConfig()).train(batch(0)).metrics
+
+
+def test_a_strong_penalty_keeps_the_policy_near_the_reference(build: Build) -> None:
+    far = []
+    for weight in (0.0, 100.0):
+        reference = ReferencePolicy(build(), CONFIG, UNCHANGED)
+        algorithm = AlgorithmConfig(reference=Reference(weight=weight, estimator="k2"))
+        trainer = Trainer(build(), CONFIG, algorithm, reference=reference)
+        far.append([trainer.train(batch(version)).metrics["kl_reference"] for version in range(4)][-1])
+    assert far[1] < far[0] / 4
+
+
+def test_an_entropy_bonus_raises_the_entropy(build: Build) -> None:
+    seen = []
+    for bonus in (0.0, 10.0):
+        trainer = Trainer(build(), CONFIG, AlgorithmConfig(entropy=True, entropy_bonus=bonus))
+        seen.append([trainer.train(batch(version)).metrics["entropy"] for version in range(4)][-1])
+    assert seen[1] > seen[0]
 
 
 def test_tokens_that_are_too_old_are_context_only(build: Build) -> None:
@@ -191,24 +198,44 @@ def test_a_batch_of_another_version_stops_the_run(build: Build) -> None:
 
 
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_reported(build: Build) -> None:
-    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss="ppo"))
+    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=PPO()))
     update = trainer.train(_poison(batch(0)))
     assert update.metrics["bad_steps"] == 3
+    assert sorted(update.skipped) == sorted(t.id for group in batch(0).groups for t in group.trajectories)
     assert_same(trainer.learner.model, build())
+
+
+def test_only_the_answers_of_a_step_that_was_not_taken_are_named(build: Build) -> None:
+    given = batch(0)
+    (first, *others), rest = given.groups[0].trajectories, given.groups[1:]
+    bad = msgspec.structs.replace(given.groups[0], trajectories=(_poisoned(first), *others))
+    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=PPO()))
+    update = trainer.train(msgspec.structs.replace(given, groups=(bad, *rest)))
+    assert update.metrics["bad_steps"] == 1
+    rows = rows_of(given, ALGORITHM, LONGEST).rows
+    parts = [[rows[i].id for i in part] for part in minibatches([len(row.token_ids) for row in rows], 3)]
+    assert list(update.skipped) == next(part for part in parts if first.id in part)
+    assert trainer.train(batch(1)).skipped == ()
+
+
+def test_a_training_that_diverges_names_the_last_answers(build: Build) -> None:
+    trainer = Trainer(build(), CONFIG.model_copy(update={"max_bad_steps": 2}), AlgorithmConfig(loss=PPO()))
+    with pytest.raises(TrainingDiverged, match=r"2 optimizer steps in a row .* \(the last over .*1/\d.*\); lower"):
+        trainer.train(_poison(batch(0)))
 
 
 def _poison(given: Batch) -> Batch:
     """Behaviour log-probs so low that policy / behaviour overflows."""
 
-    def poison(t: Trajectory) -> Trajectory:
-        logprobs = tuple(-1e4 for _ in t.completion.behavior_logprobs)
-        completion = msgspec.structs.replace(t.completion, behavior_logprobs=logprobs)
-        return msgspec.structs.replace(t, completion=completion)
-
     groups = tuple(
-        msgspec.structs.replace(g, trajectories=tuple(poison(t) for t in g.trajectories)) for g in given.groups
+        msgspec.structs.replace(g, trajectories=tuple(_poisoned(t) for t in g.trajectories)) for g in given.groups
     )
     return msgspec.structs.replace(given, groups=groups)
+
+
+def _poisoned(t: Trajectory) -> Trajectory:
+    logprobs = tuple(-1e4 for _ in t.completion.behavior_logprobs)
+    return msgspec.structs.replace(t, completion=msgspec.structs.replace(t.completion, behavior_logprobs=logprobs))
 
 
 def test_a_resumed_trainer_goes_on_bit_for_bit(build: Build, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def image() -> bytes:
     """A publication's bytes, made without a file."""
     manifest = publication.plan(3, tensors())
     body = b"".join(publication.chunks(manifest, tensors().values()))
-    sealed = publication.Manifest(3, manifest.size, xxhash.xxh3_64_digest(body), manifest.tensors)
+    sealed = publication.WeightsManifest(3, manifest.size, xxhash.xxh3_64_digest(body), manifest.tensors)
     return publication.header(sealed) + body
 
 

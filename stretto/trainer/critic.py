@@ -1,0 +1,105 @@
+"""A critic: what the state before each token is worth, learnt from the returns.
+
+Its body is a copy of the policy at the start, its head one linear map to a number that begins as zero: so the first
+step is the one without a critic.
+
+Axes: T packed token, N loss token, W width of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import pvariance
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stretto.core.records import Batch
+from stretto.model.logprobs import PackedTokens, hidden_states, pack_tokens
+from stretto.model.onednn import use_onednn
+from stretto.trainer.config import CriticConfig, TrainerConfig
+from stretto.trainer.minibatch import Minibatch
+from stretto.trainer.packing import micro_batches
+from stretto.trainer.stepper import OptimizerStep, Stepper, learning_rate
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """max((V - R)^2, (V_before + clip(V - V_before, -clip, clip) - R)^2) / 2, [N], differentiable by `values`.
+
+    The value loss of PPO as OpenAI's baselines have it (arXiv 2005.12729, section 3).
+    """
+    near = before + (values - before).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+
+
+class Critic(Stepper):
+    """Example::
+
+    values = critic.answer_values(batch)             # before the step
+    loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig) -> None:
+        """`model` is the policy at the start, loaded with the packed attention, for the critic alone."""
+        model.eval()
+        use_onednn(model)
+        head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        body = model.base_model  # without the matrix to the vocabulary
+        assert isinstance(body, PreTrainedModel), type(body)
+        self._body, self._head, self._clip = body, head, settings.clip
+        optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
+        super().__init__(nn.ModuleDict({"body": body, "head": head}), optimizer)
+        self._steps, self._half = config.steps, config.dtype != "float32"
+
+    def values(self, packed: PackedTokens) -> Tensor:
+        """V of the state in which each wanted token was sampled, [N], float32."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._half):
+            hidden_NW = hidden_states(self._body, packed).index_select(0, packed.before)
+        return self._head(hidden_NW.float()).squeeze(-1)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def answer_values(self, batch: Batch) -> dict[str, list[float]]:
+        """V before each token of each answer of the batch, masked ones too, by the trajectory's id."""
+        answers = [
+            (t.id, group.prompt.token_ids, t.completion.token_ids) for group in batch.groups for t in group.trajectories
+        ]
+        lengths = [len(prompt) + len(answer) for _, prompt, answer in answers]
+        found: dict[str, list[float]] = {}
+        for pack in micro_batches(lengths, self.config.micro_batch_tokens):
+            together = [answers[i] for i in pack]
+            wanted = [range(len(prompt), len(prompt) + len(answer)) for _, prompt, answer in together]
+            packed = pack_tokens([prompt + answer for _, prompt, answer in together], wanted, self.device)
+            parts = self.values(packed).split([len(places) for places in wanted])
+            found |= {name: part.tolist() for (name, _, _), part in zip(together, parts, strict=True)}
+        return found
+
+    def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[float, OptimizerStep]:
+        """One optimizer step towards the returns of a minibatch; its loss, averaged like the policy's.
+
+        Raises:
+            TrainingDiverged: too many gradients in a row were not finite.
+        """
+        losses: list[Tensor] = []
+        for micro in part.micro_batches:
+            each = value_loss(self.values(micro.packed), micro.values, micro.returns, self._clip)
+            loss = (micro.scale * each).sum()
+            loss.backward()
+            losses.append(loss.detach())
+        rate = learning_rate(self.config, version, self._steps)
+        return float(torch.stack(losses).sum()), self.step(rate, step)
+
+
+def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+    """1 - Var(R - V) / Var(R): 1 for a critic that knows, 0 for one that says the same of every state; NaN where there
+    is nothing to explain.
+
+    >>> explained_variance([1.0, 1.0], [0.0, 2.0]), explained_variance([0.5, 1.5], [0.0, 2.0])
+    (0.0, 0.75)
+    """
+    if len(returns) < 2 or not (spread := pvariance(returns)):
+        return math.nan
+    return 1 - pvariance([r - v for r, v in zip(returns, values, strict=True)]) / spread

@@ -1,0 +1,32 @@
+"""Estimators of KL(policy || reference) from sampled tokens (Schulman, 2020, "Approximating KL divergence").
+
+x = reference / policy at the sampled token, for tokens that the policy itself sampled:
+
+    k1 = -log x                unbiased; its gradient is the score alone, whose mean is zero: a number to look at
+    k2 = (log x)^2 / 2         biased; its gradient is k1 times the score, whose mean is that of the divergence
+    k3 = x - 1 - log x         unbiased, never negative (GRPO, arXiv 2402.03300, equation 4)
+
+Axes: N loss token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+#: log policy [N], log reference [N] -> [N], differentiable by the first.
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    return policy_logprobs - reference_logprobs
+
+
+def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    return (policy_logprobs - reference_logprobs).square() / 2
+
+
+def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    log_x = reference_logprobs - policy_logprobs
+    return log_x.expm1() - log_x

@@ -1,0 +1,31 @@
+"""M2PO's choice of tokens: the one decision of a loss that is taken over a whole minibatch.
+
+Axes: N loss token, of the whole minibatch; K those in the trust region's two quadrants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: log(policy / anchor) [N], advantages [N] -> [N] bool: the tokens that stay.
+Selection = Callable[[Tensor, Tensor], Tensor]
+
+
+def second_moment(log_ratio: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
+    """Leave out as few tokens as possible so that the mean of (log u)^2 over those in the quadrants is <= threshold.
+
+    M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: A > 0 and u > 1, A < 0 and u < 1;
+    the other tokens are pulled back towards the anchor and stay. Tokens with equal moments stay or leave together, so
+    the choice does not depend on their order.
+    """
+    moment_N = log_ratio.square()
+    inside = log_ratio * advantages > 0
+    sorted_K = moment_N[inside].sort().values
+    mean_K = sorted_K.cumsum(0) / torch.arange(1, len(sorted_K) + 1, device=sorted_K.device)
+    stays = int((mean_K <= threshold).sum())  # the mean of the k smallest never falls with k
+    if stays == len(sorted_K):
+        return torch.ones_like(inside)
+    return ~inside | (moment_N < sorted_K[stays])

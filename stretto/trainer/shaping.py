@@ -1,0 +1,38 @@
+"""Rewards as the advantages see them; what is reported, and what a filter looks at, is the reward as it was given.
+
+shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, Field
+
+
+class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
+    """`[algorithm.shaping]`; the defaults change nothing."""
+
+    scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="multiplies the reward")
+    bias: float = Field(0.0, allow_inf_nan=False, description="added to the reward before it is scaled")
+    clip: float = Field(math.inf, gt=0, description="largest shaped reward, in either direction")
+    overlong_buffer: int = Field(0, ge=0, description="last tokens of sampling.max_tokens that cost something; 0: none")
+    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="what the longest answer loses")
+
+
+def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
+    """0 up to `longest - buffer` tokens, then falling linearly to -penalty at `longest`.
+
+    DAPO, arXiv 2503.14476, equation 13 (its L_max and L_cache are `longest` and `buffer`).
+
+    >>> [overlong(length, longest=10, buffer=4, penalty=1.0) for length in (6, 7, 10)]
+    [0.0, -0.25, -1.0]
+    """
+    over = min(length - (longest - buffer), buffer)
+    return -penalty * over / buffer if over > 0 else 0.0
+
+
+def shaped(reward: float, length: int, longest: int, shaping: Shaping) -> float:
+    """The reward of an answer of `length` tokens where an answer may have `longest`."""
+    added = overlong(length, longest, shaping.overlong_buffer, shaping.overlong_penalty)
+    return min(max((reward + added + shaping.bias) * shaping.scale, -shaping.clip), shaping.clip)

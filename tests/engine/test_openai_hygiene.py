@@ -1,0 +1,223 @@
+"""Promises: what one client does wrong is its own affair, whether it says it wrongly, leaves in the middle of a
+sentence, speaks another protocol or does not listen; a fault of the server's is told without its insides; text is whole
+characters in any script; the page of metrics is one that Prometheus reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from stretto.core.errors import EngineLost
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.generation import MOST_WAITING, Generation, Stream
+from stretto.engine.openai_app import OpenAIApp
+from stretto.engine.wire import EngineHealth
+from stretto.model.tokenizer import load_tokenizer
+from tests.engine.openai_serving import MODEL, NAME, Serving, openai_served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+MISTAKES: list[tuple[str, Any]] = [
+    (COMPLETIONS, b"{"),
+    (COMPLETIONS, {}),
+    (COMPLETIONS, {"model": NAME, "prompt": [-1]}),
+    (COMPLETIONS, {"model": NAME, "prompt": [10**6]}),
+    (COMPLETIONS, {"model": NAME, "prompt": [1.5]}),
+    (COMPLETIONS, {"model": NAME, "prompt": "a", "max_tokens": 0}),
+    (COMPLETIONS, {"model": NAME, "prompt": ["a", "a" * 300], "n": 2}),
+    (COMPLETIONS, b'{"model": "bytes", "prompt": "a", "temperature": NaN}'),
+    (COMPLETIONS, {"model": NAME, "prompt": "a", "stop": ["x"] * 100_000}),
+    (CHAT, {"model": NAME, "messages": []}),
+    (CHAT, {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
+    ("/nowhere", {}),
+]
+
+
+def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
+    return EmbeddedEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "prompt": "ab", "seed": 3, "max_tokens": 200, **fields}
+
+
+def test_the_mistakes_of_others_do_not_change_an_answer(byte_folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder)
+        async with openai_served(engine, byte_folder) as (client, _):
+            alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
+            waiting = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
+            while not engine.health().running:
+                await asyncio.sleep(0)
+            for path, body in MISTAKES:
+                content = {"content": body} if isinstance(body, bytes) else {"json": body}
+                response = await client.post(path, **content)
+                assert response.status_code in (400, 404)
+                assert response.json()["error"]["message"]
+            assert not waiting.done()
+            assert (await waiting).json()["choices"] == alone
+            assert engine.health().wasted == 0
+
+    asyncio.run(main())
+
+
+async def spoken(client: httpx.AsyncClient, *parts: bytes) -> bytes:
+    """What the server says to these bytes before it, or we, hang up."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    writer.write_eof()
+    told = await reader.read()
+    writer.close()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    return told
+
+
+def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(byte_folder: Path) -> None:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
+
+    async def main() -> None:
+        async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+            for parts in (
+                [b"\x16\x03\x01\x02\x00\x01\x00"],  # TLS
+                [b"SSH-2.0-OpenSSH_9.6\r\n"],
+                [head + b"-5\r\n\r\n{}"],
+                [head + b"9" * 5000 + b"\r\n\r\n{}"],
+                [head + b"500\r\n\r\n", b'{"model": '],  # leaves in the middle of its body
+                [b"GET /" + b"x" * 100_000],
+            ):
+                told = await asyncio.wait_for(spoken(client, *parts), 20)
+                assert b" 500 " not in told.split(b"\r\n")[0]
+                assert b"Traceback" not in told
+            assert (await client.post(COMPLETIONS, json=asked(max_tokens=3))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_listen_holds_up_nobody(byte_folder: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(byte_folder, slots=64)
+        async with openai_served(engine, byte_folder) as (client, _):
+            alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
+            body = json.dumps(asked(n=60, stream=True, logprobs=5)).encode()
+            _, deaf = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            deaf.write(head.encode() + body)  # and never reads: some megabytes of events are waiting in the end
+            while engine.health().running < 60:
+                await asyncio.sleep(0)
+            assert (await client.post(COMPLETIONS, json=asked())).json()["choices"] == alone
+            deaf.close()
+            async with asyncio.timeout(20):
+                while not engine.idle:
+                    await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_the_servers_is_told_without_its_insides(
+    byte_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def faulty(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("secrets of the house")
+
+    async def main() -> httpx.Response:
+        generation = Generation(engine_of(byte_folder))
+        app = OpenAIApp(generation, MODEL, load_tokenizer(byte_folder), faulty)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/spans")
+
+    response = asyncio.run(main())
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secrets" not in response.text
+    assert "secrets of the house" in capsys.readouterr().err
+
+
+def test_more_answers_than_may_wait_are_told_to_come_back(byte_folder: Path) -> None:
+    generation = Generation(engine_of(byte_folder))
+
+    def wanted(name: str, answers: int) -> GenerateRequest:
+        return GenerateRequest(
+            id=name, prompt_token_ids=(5,), seeds=tuple(range(answers)), sampling=Sampling(max_tokens=2)
+        )
+
+    generation.open(wanted("many", MOST_WAITING + 1))
+    with pytest.raises(EngineLost, match="has 65,537 answers waiting already"):
+        generation.open(wanted("one more", 1))
+    generation.close("many")
+    assert isinstance(generation.open(wanted("one more", 1)), Stream)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@settings(max_examples=25)
+@given(text=TEXTS | st.sampled_from(["👩‍👩‍👧‍👦", "مرحبا", "é" * 9, "\u202e\u0000\u200d", "𝔘𝔫𝔦", "日本語\r\n"]))
+def test_text_of_any_script_goes_in_and_comes_out_in_whole_characters(serving: Serving, text: str) -> None:
+    """What a model writes is any bytes; a client sees characters, and U+FFFD for bytes that are none."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": text}], "seed": 1, "max_tokens": 24, "stop": text}
+    whole = serving.post(CHAT, body).json()["choices"][0]
+    events = [
+        json.loads(line.removeprefix("data: "))["choices"][0]
+        for line in serving.post(CHAT, body | {"stream": True}).content.decode().split("\n\n")
+        if line not in ("", "data: [DONE]")
+    ]
+    assert "".join(event["delta"].get("content", "") for event in events) == whole["message"]["content"]
+    assert text not in whole["message"]["content"]
+    tokens = serving.post(COMPLETIONS, {"model": NAME, "prompt": text, "max_tokens": 1}).json()["usage"]
+    assert 1 <= tokens["prompt_tokens"] <= len(text.encode())
+
+
+SAMPLE = re.compile(r'(?P<name>[a-z_]+)(\{[a-z_]+="[^"\\\n]*"(,[a-z_]+="[^"\\\n]*")*\})? (?P<value>\S+)')
+
+
+def test_the_metrics_are_a_page_that_prometheus_reads(serving: Serving) -> None:
+    """The text format, version 0.0.4: HELP and TYPE once before the samples of a metric, numbers, a last line break."""
+    serving.post(COMPLETIONS, asked(max_tokens=5))
+    page = httpx.get(serving.url + "/metrics", trust_env=False).text
+    assert page.endswith("\n")
+    kinds: dict[str, str] = {}
+    for line in page.splitlines():
+        if line.startswith("# HELP "):
+            _, _, name, meaning = line.split(" ", 3)
+            assert name not in kinds
+            assert meaning
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            kinds[name] = kind
+        else:
+            sample = SAMPLE.fullmatch(line)
+            assert sample is not None, line
+            (metric,) = [name for name in kinds if sample["name"] in (name, f"{name}_sum", f"{name}_count")]
+            assert float(sample["value"]) >= 0
+            assert (kinds[metric] == "counter") == metric.endswith("_total")
+    told = {name.removeprefix("stretto_engine_").removesuffix("_total") for name in kinds if "_engine_" in name}
+    assert told == set(EngineHealth.__struct_fields__)
+
+
+def test_counters_never_go_back(serving: Serving) -> None:
+    def read() -> dict[str, float]:
+        page = httpx.get(serving.url + "/metrics", trust_env=False).text
+        samples = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples if "_total" in name}
+
+    before = read()
+    serving.post(COMPLETIONS, asked(n=4, max_tokens=9))
+    serving.post(COMPLETIONS, {})
+    after = read()
+    assert all(after[name] >= value for name, value in before.items())
+    assert after["stretto_engine_generated_total"] > before["stretto_engine_generated_total"]

@@ -1,0 +1,185 @@
+"""Promises about docs/algorithms.md: its tables are the code.
+
+- every line of a recipe in them loads, and composes the function that stands beside it;
+- every choice that a recipe has, and every function that makes an objective, has its row;
+- every row has an equation, a source and a use.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.filters import filters
+from stretto.trainer import advantages, aggregation
+from stretto.trainer.algorithm import AlgorithmConfig, CorrectionConfig, LossConfig, objective
+from stretto.trainer.estimators import Answer, Estimator, advantages_of
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table with the columns recipe, equation, source, function, when."""
+
+    chapter: str
+    recipe: dict[str, Any]
+    equation: str
+    source: str
+    file: str
+    function: str
+    when: str
+
+
+def rows() -> Iterator[Row]:
+    for chapter in PAGE.split("\n## ")[1:]:
+        title = chapter.partition("\n")[0]
+        for line in chapter.splitlines():
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+            if len(cells) != 5 or cells[0] in ("recipe", "---"):
+                continue
+            lines = re.findall(r"`([^`]+)`", cells[0])
+            file, _, function = cells[3].strip("`").partition(":")
+            yield Row(title, tomllib.loads("\n".join(lines)), cells[1], cells[2], file, function, cells[4])
+
+
+ROWS = list(rows())
+
+
+def called(function: object) -> str:
+    """The name of a function behind `partial`."""
+    inner: object = getattr(function, "func", function)
+    assert callable(inner)
+    return str(getattr(inner, "__name__", inner))
+
+
+def composed(row: Row) -> str:
+    """The function that the row's lines compose."""
+    if row.chapter == "Filters":
+        (chosen,) = filters(RolloutConfig.model_validate(row.recipe, strict=True))
+        return called(chosen)
+    config = AlgorithmConfig.model_validate(row.recipe, strict=True)
+    match row.chapter:
+        case "Losses":
+            return called(objective(config).surrogate)
+        case "Off-policy corrections":
+            return called(objective(config).correction)
+        case "Aggregation":
+            return config.aggregation
+        case "What is added" if config.reference is not None:
+            return called(objective(config).divergence)
+    return row.function
+
+
+def test_there_is_a_table_for_every_part() -> None:
+    expected = ["Losses", "Anchors", "Off-policy corrections", "Aggregation", "Advantages", "Rewards"]
+    assert list(dict.fromkeys(row.chapter for row in ROWS)) == [*expected, "What is added", "Filters"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.chapter}, {row.function}")
+def test_the_lines_compose_the_function_that_stands_beside_them(row: Row) -> None:
+    assert composed(row) == row.function
+    assert row.equation
+    assert re.search(r"arXiv \d{4}\.\d{5}|20\d\d|1992", row.source), "a source with a number or a year"
+    assert row.when
+
+
+def flat(groups: list[list[float]]) -> list[float]:
+    return [score for group in groups for score in group]
+
+
+REWARDS, TOKENS, EPS = [[1.0, 0.0], [4.0, 4.0, 1.0]], [[2, 1], [3, 1, 1]], 1e-6
+FLAT = [(r, n) for group, counts in zip(REWARDS, TOKENS, strict=True) for r, n in zip(group, counts, strict=True)]
+TERMINAL = [advantages.terminal(r, n, range(n), 1.0) for r, n in FLAT]
+VALUES = [[0.5, 0.0, 2.0][:n] for _, n in FLAT]
+WITH_CRITIC = [
+    advantages.gae([0.0] * (n - 1) + [r], values, 1.0, 0.95) for (r, n), values in zip(FLAT, VALUES, strict=True)
+]
+#: What each function says about these answers, one number for each.
+SAID: dict[str, list[float]] = {
+    "group_normalised": flat(advantages.group_normalised(REWARDS, EPS)),
+    "group_centred": flat(advantages.group_centred(REWARDS)),
+    "leave_one_out": flat(advantages.leave_one_out(REWARDS)),
+    "lite_ppo": flat(advantages.lite_ppo(REWARDS, EPS)),
+    "batch_normalised": flat(advantages.batch_normalised(REWARDS, TOKENS, EPS)),
+    "reinforce_pp": [answer[0] for answer in advantages.reinforce_pp(TERMINAL, EPS)],
+    "reinforce_pp_baseline": flat(advantages.reinforce_pp_baseline(REWARDS, TOKENS, EPS)),
+    "terminal": [answer[0] for answer in TERMINAL],
+    "gae": [answer[0] for answer in advantages.reinforce_pp(WITH_CRITIC, EPS)],
+}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.chapter == "Advantages"], ids=lambda row: row.function)
+def test_an_estimator_says_what_the_function_beside_it_says(row: Row) -> None:
+    values = iter(VALUES if row.function == "gae" else [[]] * len(FLAT))
+    groups = [
+        [Answer(r, n, range(n), next(values)) for r, n in zip(group, counts, strict=True)]
+        for group, counts in zip(REWARDS, TOKENS, strict=True)
+    ]
+    got = advantages_of(AlgorithmConfig.model_validate(row.recipe).advantages, groups)
+    assert [answer[0] for group in got for answer in group] == pytest.approx(SAID[row.function])
+
+
+def kinds(union: object) -> set[str]:
+    return {model.model_fields["kind"].default for model in get_args(get_args(union)[0])}
+
+
+@pytest.mark.parametrize(
+    ("chapter", "key", "union"),
+    [
+        ("Losses", "loss", LossConfig),
+        ("Off-policy corrections", "correction", CorrectionConfig),
+        ("Advantages", "advantages", Estimator),
+    ],
+)
+def test_every_kind_of_a_recipe_has_its_row(chapter: str, key: str, union: object) -> None:
+    named = [row.recipe[key] for row in ROWS if row.chapter == chapter]
+    assert {one if isinstance(one, str) else one["kind"] for one in named} == kinds(union)
+
+
+def test_every_word_of_a_recipe_has_its_row() -> None:
+    assert {row.function for row in ROWS if row.chapter == "Aggregation"} == set(get_args(aggregation.Aggregation))
+    assert {row.recipe["loss"]["anchor"] for row in ROWS if row.chapter == "Anchors"} == {
+        "recomputed",
+        "interpolated",
+        "behavior",
+    }
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "trainer/surrogates.py",
+        "trainer/second_moment.py",
+        "trainer/proximal.py",
+        "trainer/corrections.py",
+        "trainer/advantages.py",
+        "trainer/shaping.py",
+        "trainer/penalties.py",
+        "rollout/filters.py",
+    ],
+)
+def test_every_function_is_on_the_page(file: str) -> None:
+    tree = ast.parse((ROOT / "stretto" / file).read_text(encoding="utf-8"))
+    public = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    composers = {"filters", "refused"}
+    assert [name for name in public if f"`{file}:{name}`" not in PAGE and name not in composers] == []
+
+
+def test_the_whole_algorithms_load() -> None:
+    table = PAGE.partition("## Whole algorithms")[2]
+    lines = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(lines) >= 7
+    for _, cell in lines:
+        algorithm, _, rollout = cell.partition("`[rollout]`")
+        AlgorithmConfig.model_validate(tomllib.loads("\n".join(re.findall(r"`([^`]+)`", algorithm))), strict=True)
+        RolloutConfig.model_validate(tomllib.loads("\n".join(re.findall(r"`([^`]+)`", rollout))), strict=True)

@@ -1,0 +1,194 @@
+"""Promises: the value loss by hand; values before the first step are zero, so it is the step without a critic; the fit
+is its equation written out, whatever the packing; a critic learns its returns; a resumed one goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Sampling
+from stretto.model.logprobs import hidden_states, pack_tokens
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import CriticConfig, TrainerConfig
+from stretto.trainer.critic import Critic, explained_variance, value_loss
+from stretto.trainer.estimators import GAE
+from stretto.trainer.minibatch import minibatch
+from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.update import Trainer
+from tests.trainer.batches import LONGEST, adamw, assert_same, batch
+
+Build = Callable[[], PreTrainedModel]
+SETTINGS = CriticConfig(learning_rate=5e-3, clip=0.05)
+CONFIG = TrainerConfig(learning_rate=3e-3, eps=1e-3, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
+ALGORITHM = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS))
+ALONE = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8))
+SAMPLING = Sampling(max_tokens=LONGEST)
+
+
+def knowing(build: Build, config: TrainerConfig = CONFIG) -> Critic:
+    """A critic whose head is no longer zero."""
+    critic = Critic(build(), config, SETTINGS)
+    with torch.no_grad():
+        critic._head.weight.copy_(torch.linspace(-0.5, 0.5, 16))
+        critic._head.bias.fill_(0.3)
+    return critic
+
+
+def trainer(build: Build, tokens: int = 24) -> Trainer:
+    config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+    return Trainer(build(), config, ALGORITHM, SAMPLING, critic=Critic(build(), config, SETTINGS))
+
+
+def test_the_value_loss_by_hand() -> None:
+    # V = 1, before 0.5, clip 0.2: near 0.7. R = 2: max(1, 1.69) / 2; R = 0: max(1, 0.49) / 2; V = 0.6 is near: 0.16 / 2
+    values = torch.tensor([1.0, 1.0, 0.6], requires_grad=True)
+    losses = value_loss(values, torch.full((3,), 0.5), torch.tensor([2.0, 0.0, 1.0]), clip=0.2)
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([0.845, 0.5, 0.08])
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, 1.0, -0.4])  # a value that is ahead of its clip does not run on
+
+
+@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=6))
+def test_a_clip_that_is_never_reached_is_the_squared_error(rows: list[tuple[float, ...]]) -> None:
+    values, before, returns = (torch.tensor(column) for column in zip(*rows, strict=True))
+    torch.testing.assert_close(value_loss(values, before, returns, clip=10.0), (values - returns).square() / 2)
+
+
+def test_before_its_first_step_a_critic_changes_nothing(build: Build) -> None:
+    config = CONFIG.model_copy(update={"minibatches": 1})
+    without = Trainer(build(), config, ALONE, SAMPLING)
+    with_one = Trainer(build(), config, ALGORITHM, SAMPLING, critic=Critic(build(), config, SETTINGS))
+    for version in range(2):
+        without.train(batch(version))
+        update = with_one.train(batch(version))
+        if version == 0:
+            assert_same(without.learner.model, with_one.learner.model, tolerance=1e-7)
+            assert update.metrics["explained_variance"] == 0
+    weights = [next(iter(one.learner.model.parameters())) for one in (without, with_one)]
+    assert not torch.equal(*weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 10_000])
+def test_values_are_those_of_each_answer_alone(build: Build, tokens: int) -> None:
+    critic, given = knowing(build, CONFIG.model_copy(update={"micro_batch_tokens": tokens})), batch(0)
+    found = critic.answer_values(given)
+    for group in given.groups:
+        for t in group.trajectories:
+            ids = group.prompt.token_ids + t.completion.token_ids
+            expected = plain_values(critic._body, critic._head, ids)[len(group.prompt.token_ids) - 1 : -1]
+            assert found[t.id] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def plain_values(body: PreTrainedModel, head: torch.nn.Linear, ids: tuple[int, ...]) -> Tensor:
+    """V of the state after each token, no packing of several."""
+    values: Tensor = head(hidden_states(body, pack_tokens([ids]))).squeeze(-1)
+    return values
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 10_000])
+def test_a_fit_is_its_equation_written_out(build: Build, tokens: int) -> None:
+    config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+    critic = knowing(build, config)
+    rows = rows_of(batch(0), ALGORITHM, LONGEST, critic.answer_values(batch(0))).rows
+    plain = copy.deepcopy(critic.trained)
+    optimizer = adamw(plain, 5e-3, 1e-3)  # type: ignore[arg-type]
+    for _ in range(2):  # the second step starts with values that have moved
+        total = torch.stack([written_out(plain, row) for row in rows]).sum()
+        loss = total / sum(len(row.returns) for row in rows)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)
+        optimizer.step()
+        part = minibatch(rows, config, "token_mean", LONGEST, torch.device("cpu"))
+        seen, stepped = critic.fit(part, 0, version=0)
+        assert stepped.taken
+        assert seen == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert_same(critic.trained, plain, tolerance=2e-5)  # type: ignore[arg-type]
+
+
+def written_out(critic: torch.nn.Module, row: Row) -> Tensor:
+    values = plain_values(critic.body, critic.head, row.token_ids)  # type: ignore[arg-type]
+    total = torch.zeros(())
+    for place, before, target in zip(row.loss_positions, row.values, row.returns, strict=True):
+        v = values[place - 1]
+        near = before + (v - before).clamp(-0.05, 0.05)
+        total = total + torch.maximum((v - target) ** 2, (near - target) ** 2) / 2
+    return total
+
+
+def test_returns_are_advantages_plus_values(build: Build) -> None:
+    critic = knowing(build)
+    values = critic.answer_values(batch(5))
+    rows = rows_of(batch(5, oldest_trainable=5), ALGORITHM, LONGEST, values).rows
+    assert any(len(row.returns) < len(values[row.id]) for row in rows)
+    for row in rows:
+        assert row.returns == pytest.approx([a + v for a, v in zip(row.advantages, row.values, strict=True)])
+        assert row.values == tuple(values[row.id][-len(row.values) :])  # the tokens that are too old come first
+
+
+def test_normalised_advantages_leave_the_returns_alone(build: Build) -> None:
+    values = knowing(build).answer_values(batch(0))
+    plain = rows_of(batch(0), ALGORITHM, LONGEST, values).rows
+    whitened = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS, normalised=True))
+    rows = rows_of(batch(0), whitened, LONGEST, values).rows
+    assert [row.returns for row in rows] == [row.returns for row in plain]
+    scores = torch.tensor([a for row in rows for a in row.advantages], dtype=torch.float64)
+    assert float(scores.mean()) == pytest.approx(0, abs=1e-9)
+    assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_critic_learns_what_it_is_shown(build: Build) -> None:
+    settings = CriticConfig(learning_rate=1e-2, clip=10.0)
+    config = CONFIG.model_copy(update={"weight_decay": 0.0})
+    critic = Critic(build(), config, settings)
+    rows = rows_of(batch(0), ALGORITHM, LONGEST, critic.answer_values(batch(0))).rows
+    part = minibatch(rows, config, "token_mean", LONGEST, torch.device("cpu"))
+    losses = [critic.fit(part, 0, version=0)[0] for _ in range(100)]
+    assert losses[-1] < 0.25 * losses[0]  # answers to one prompt begin in one state: some of it stays
+    values = critic.answer_values(batch(0))
+    said = [v for row in rows for v in values[row.id]]
+    assert explained_variance(said, [r for row in rows for r in row.returns]) > 0.7
+
+
+def test_a_resumed_critic_goes_on_bit_for_bit(build: Build, tmp_path: Path) -> None:
+    straight, first = trainer(build), trainer(build)
+    for version in range(4):
+        straight.train(batch(version))
+    for version in range(2):
+        first.train(batch(version))
+    first.save_checkpoint(tmp_path / "v2")
+    resumed = trainer(build)
+    resumed.load_checkpoint(tmp_path / "v2")
+    for version in range(2, 4):
+        resumed.train(batch(version))
+    assert_same(straight.learner.model, resumed.learner.model)
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_trainer_that_has_one(build: Build, tmp_path: Path) -> None:
+    Trainer(build(), CONFIG, ALONE, SAMPLING).save_checkpoint(tmp_path / "v0")
+    with pytest.raises(StoreError, match="critic cannot be read"):
+        trainer(build).load_checkpoint(tmp_path / "v0")
+
+
+def test_a_critic_is_given_exactly_where_it_is_needed(build: Build) -> None:
+    with pytest.raises(ValueError, match="needs a critic"):
+        Trainer(build(), CONFIG, ALGORITHM, SAMPLING)
+    with pytest.raises(ValueError, match="nothing else does"):
+        Trainer(build(), CONFIG, ALONE, SAMPLING, critic=knowing(build))
+
+
+def test_the_packing_changes_nothing(build: Build) -> None:
+    seen = [trainer(build, tokens).train(batch(0)).metrics for tokens in (1, 10_000)]
+    for name in ("loss", "value_loss", "explained_variance"):
+        assert seen[0][name] == pytest.approx(seen[1][name], abs=1e-6)

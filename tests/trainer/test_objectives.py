@@ -1,0 +1,261 @@
+"""Promises of every objective that a recipe can compose, on a real model: a training step is the equation written out
+answer by answer, without packing, and differentiated by autograd; and the packing never changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.records import Sampling
+from stretto.trainer.algorithm import (
+    CISPO,
+    GSPO,
+    M2PO,
+    PPO,
+    SAPO,
+    TOPR,
+    AlgorithmConfig,
+    DecoupledPPO,
+    DualClip,
+    PolicyGradient,
+)
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.packing import minibatches
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.update import Trainer
+from tests.trainer.batches import LONGEST, adamw, assert_same, batch, row_logprobs
+
+Build = Callable[[], PreTrainedModel]
+RATE, EPS = 5e-3, 1e-3  # a large epsilon, or Adam makes whole steps of the rounding in gradients that are almost zero
+CONFIG = TrainerConfig(learning_rate=RATE, eps=EPS, minibatches=3, weight_decay=0.1, max_grad_norm=0.7)
+SAMPLING = Sampling(max_tokens=LONGEST)
+
+RECIPES: dict[str, Mapping[str, object]] = {
+    "decoupled PPO": {},
+    "decoupled PPO, interpolated": {"loss": {"kind": "decoupled_ppo", "anchor": "interpolated"}},
+    "PPO": {"loss": {"kind": "ppo", "clip_low": 0.3, "clip_high": 0.6}},
+    "dual clip": {"loss": {"kind": "dual_clip", "clip_negative": 1.3}},
+    "GSPO": {"loss": {"kind": "gspo", "anchor": "behavior", "clip_high": 0.5}, "aggregation": "sequence_mean"},
+    "decoupled GSPO": {"loss": "gspo"},
+    "CISPO": {"loss": {"kind": "cispo", "anchor": "behavior", "clip_high": 1.0}},
+    "SAPO": {"loss": {"kind": "sapo", "anchor": "behavior"}},
+    "M2PO": {"loss": {"kind": "m2po", "threshold": 0.5}},
+    "TOPR": {"loss": "topr"},
+    "policy gradient": {"loss": "policy_gradient"},
+    "Dr. GRPO": {"advantages": "group_mean", "aggregation": "fixed_length"},
+    "IcePop": {"correction": {"kind": "mask", "low": 0.5, "high": 2.0}},
+    "TIS": {"correction": {"kind": "truncate", "high": 1.5}},
+    "KPop": {"correction": {"kind": "kpop", "threshold": 0.05}},
+    "geometric rejection": {"correction": {"kind": "sequence_mask", "low": 0.7, "high": 1.4}},
+    "GAE": {"advantages": {"kind": "gae", "gamma": 0.9, "lam": 0.9}},
+    "KL and entropy": {"reference": {"estimator": "k3", "weight": 0.5}, "entropy_bonus": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """One answer as the equations see it."""
+
+    policy: Tensor  # [n], differentiable
+    entropy: Tensor  # [n], differentiable
+    behavior: Tensor  # [n]
+    proximal: Tensor  # [n]
+    reference: Tensor  # [n]
+    staleness: Tensor  # [n]
+    scores: Tensor  # [n]
+
+
+def anchor(config: AlgorithmConfig, known: Known) -> Tensor:
+    match config.loss.anchor:
+        case "behavior":
+            return known.behavior
+        case "recomputed":
+            return known.proximal
+        case "interpolated":
+            d = known.staleness
+            return (known.behavior + d * known.policy.detach()) / (d + 1)
+
+
+def terms(config: AlgorithmConfig, known: Known, kept: Sequence[bool]) -> list[Tensor]:
+    """The surrogate of each token of one answer, by its equation."""
+    loss, base = config.loss, anchor(config, known)
+    u, scores = (known.policy - base).exp(), known.scores.tolist()
+    whole = float((known.policy.detach() - base).sum().exp())
+    found = []
+    for t, a in enumerate(scores):
+        match loss:
+            case DecoupledPPO() | PPO() | DualClip() | GSPO():
+                x = (known.policy - base).mean().exp() if loss.kind == "gspo" else u[t]
+                term = torch.minimum(x * a, x.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
+                if loss.kind == "dual_clip" and a < 0:
+                    term = term.clamp(min=loss.clip_negative * a)
+            case CISPO():
+                term = min(max(float(u[t].detach()), 1 - loss.clip_low), 1 + loss.clip_high) * a * known.policy[t]
+            case SAPO():
+                tau = loss.positive if a > 0 else loss.negative
+                term = 4 / tau / (1 + (-tau * (u[t] - 1)).exp()) * a
+            case M2PO():
+                term = u[t] * a * kept[t]
+            case TOPR():
+                term = (min(whole, 1.0) if a < 0 else 1.0) * a * known.policy[t]
+            case PolicyGradient():
+                term = a * known.policy[t]
+            case _:
+                assert_never(loss)
+        found.append(term)
+    return found
+
+
+def weights(config: AlgorithmConfig, known: Known) -> list[float]:
+    base = anchor(config, known)
+    w = (base - known.behavior).exp().tolist()
+    match config.correction.kind:
+        case "mask":
+            return [x if config.correction.low <= x <= config.correction.high else 0.0 for x in w]
+        case "truncate":
+            return [min(x, config.correction.high) for x in w]
+        case "kpop":
+            pairs = zip(base.exp().tolist(), known.behavior.exp().tolist(), strict=True)
+            far = [max(binary(p, q), binary(q, p)) > config.correction.threshold for p, q in pairs]
+            return [0.0 if away else x for x, away in zip(w, far, strict=True)]
+        case "sequence_mask":
+            mean = math.prod(w) ** (1 / len(w))
+            return w if config.correction.low <= mean <= config.correction.high else [0.0] * len(w)
+
+
+def binary(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def chosen(config: AlgorithmConfig, part: Sequence[Known]) -> list[list[bool]]:
+    """M2PO's choice, greedily, one token after the other: the worst leaves until the mean is small enough."""
+    kept = [[True] * len(known.scores) for known in part]
+    if config.loss.kind != "m2po":
+        return kept
+    inside = []
+    for i, known in enumerate(part):
+        log_ratio = (known.policy.detach() - known.behavior).tolist()
+        pairs = zip(log_ratio, known.scores.tolist(), strict=True)
+        inside += [(x * x, i, t) for t, (x, a) in enumerate(pairs) if x * a > 0]
+    inside.sort()
+    while inside and sum(m for m, _, _ in inside) / len(inside) > config.loss.threshold:
+        _, i, t = inside.pop()
+        kept[i][t] = False
+    return kept
+
+
+def written_out(config: AlgorithmConfig, part: Sequence[Known]) -> Tensor:
+    """Minus the objective of a minibatch: a sum over answers of sums over tokens."""
+    tokens = sum(len(known.scores) for known in part)
+    total = torch.zeros(())
+    for known, kept in zip(part, chosen(config, part), strict=True):
+        divisor = {
+            "token_mean": tokens,
+            "sequence_mean": len(part) * len(known.scores),
+            "fixed_length": len(part) * LONGEST,
+        }[config.aggregation]
+        each = zip(weights(config, known), terms(config, known, kept), strict=True)
+        total = total - sum((w * term for w, term in each), start=torch.zeros(())) / divisor
+        if config.reference is not None:
+            x = known.reference - known.policy
+            total = total + config.reference.weight * (x.exp() - 1 - x).sum() / divisor
+        total = total - config.entropy_bonus * known.entropy.sum() / divisor
+    return total
+
+
+class Plain:
+    """A trainer without packing."""
+
+    def __init__(self, model: PreTrainedModel, reference: PreTrainedModel, config: AlgorithmConfig) -> None:
+        self.model, self._reference, self._config = model, reference, config
+        self._optimizer = adamw(model, RATE, EPS)
+
+    def train(self, version: int) -> None:
+        rows = rows_of(batch(version), self._config, LONGEST).rows
+        with torch.no_grad():
+            proximal = [row_logprobs(self.model, row)[0] for row in rows]
+            reference = [row_logprobs(self._reference, row)[0] for row in rows]
+        for part in minibatches([len(row.token_ids) for row in rows], 3):
+            loss = written_out(self._config, [self._known(rows[i], proximal[i], reference[i]) for i in part])
+            self._optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.7)
+            self._optimizer.step()
+
+    def _known(self, row: Row, proximal: Tensor, reference: Tensor) -> Known:
+        policy, entropy = row_logprobs(self.model, row)
+        behavior, scores = torch.tensor(row.behavior_logprobs), torch.tensor(row.advantages)
+        return Known(policy, entropy, behavior, proximal, reference, torch.tensor(row.staleness), scores)
+
+
+def other(build: Build) -> PreTrainedModel:
+    """A reference policy that is not the one in training."""
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return model
+
+
+def trainer(build: Build, config: AlgorithmConfig, tokens: int, minibatches: int = 3) -> Trainer:
+    settings = CONFIG.model_copy(update={"micro_batch_tokens": tokens, "minibatches": minibatches})
+    reference = ReferencePolicy(other(build), settings, SAMPLING) if config.reference else None
+    return Trainer(build(), settings, config, SAMPLING, reference=reference)
+
+
+@pytest.mark.parametrize("tokens", [10_000, 24])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_is_the_equation_written_out(build: Build, name: str, tokens: int) -> None:
+    config = AlgorithmConfig.model_validate(RECIPES[name])
+    packed, plain = trainer(build, config, tokens), Plain(build(), other(build), config)
+    for version in range(2):
+        packed.train(batch(version))
+        plain.train(version)
+    assert_same(packed.learner.model, plain.model, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_packing_changes_nothing(build: Build, name: str) -> None:
+    config = AlgorithmConfig.model_validate(RECIPES[name])
+    together, alone = trainer(build, config, 10_000), trainer(build, config, 1)
+    seen = [one.train(batch(0)).metrics for one in (together, alone)]
+    assert seen[0]["loss"] == pytest.approx(seen[1]["loss"], abs=1e-6)
+    assert seen[0]["grad_norm"] == pytest.approx(seen[1]["grad_norm"], rel=1e-5)
+    assert seen[0]["capped_fraction"] == seen[1]["capped_fraction"]
+
+
+def gradients(one: Trainer) -> list[Tensor]:
+    """Those of the first optimizer step, as AdamW's first moments hold them: a tenth of each, clipped."""
+    return [state["exp_avg"] * 10 for state in one.learner.optimizer.state.values()]
+
+
+@pytest.mark.parametrize("tokens", [1, 24])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_packing_changes_no_gradient(build: Build, name: str, tokens: int) -> None:
+    config = AlgorithmConfig.model_validate(RECIPES[name])
+    together, apart = trainer(build, config, 10_000, minibatches=1), trainer(build, config, tokens, minibatches=1)
+    for one in (together, apart):
+        one.train(batch(0))
+    assert any(gradient.abs().max() > 1e-3 for gradient in gradients(together))
+    for left, right in zip(gradients(together), gradients(apart), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_here_differs_from_the_default(build: Build, name: str) -> None:
+    """Otherwise the tests above would pass on a part that is never reached."""
+    config, default = AlgorithmConfig.model_validate(RECIPES[name]), AlgorithmConfig()
+    models = [trainer(build, one, 24) for one in (config, default)]
+    for one in models:
+        one.train(batch(0))
+    weights = [next(iter(one.learner.model.parameters())) for one in models]
+    assert torch.equal(*weights) == (config == default)

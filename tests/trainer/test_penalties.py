@@ -1,0 +1,58 @@
+"""Promises: the three estimators by hand; on a whole distribution k1 and k3 are the divergence; k2 has its gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.trainer.penalties import k1, k2, k3
+from tests.trainer.packed_tokens import logs
+
+LOGITS = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
+
+
+def test_the_estimators_by_hand() -> None:
+    policy, reference = logs(0.5, 0.2), logs(0.25, 0.4)  # x = 0.5 and 2
+    assert k1(policy, reference).tolist() == pytest.approx([math.log(2), -math.log(2)])
+    assert k2(policy, reference).tolist() == pytest.approx([math.log(2) ** 2 / 2] * 2)
+    assert k3(policy, reference).tolist() == pytest.approx([-0.5 + math.log(2), 1 - math.log(2)])
+
+
+@given(LOGITS, LOGITS)
+def test_in_the_mean_over_the_policy_k1_and_k3_are_the_divergence(p: list[float], q: list[float]) -> None:
+    policy, reference = torch.tensor(p).log_softmax(0), torch.tensor(q).log_softmax(0)
+    divergence = float((policy.exp() * (policy - reference)).sum())
+    for estimator in (k1, k3):
+        assert float((policy.exp() * estimator(policy, reference)).sum()) == pytest.approx(divergence, abs=1e-4)
+
+
+@given(LOGITS, LOGITS)
+def test_in_the_mean_k2_has_the_gradient_of_the_divergence_and_k1_none(p: list[float], q: list[float]) -> None:
+    reference = torch.tensor(q).log_softmax(0)
+
+    def gradient(kind: str) -> list[float]:
+        logits = torch.tensor(p, requires_grad=True)
+        policy = logits.log_softmax(0)
+        sampled = policy.exp().detach()  # the mean over tokens that the policy itself sampled
+        losses = {
+            "divergence": (policy.exp() * (policy - reference)).sum(),
+            "k1": (sampled * k1(policy, reference)).sum(),
+            "k2": (sampled * k2(policy, reference)).sum(),
+        }
+        losses[kind].backward()
+        assert logits.grad is not None
+        return logits.grad.tolist()
+
+    assert gradient("k2") == pytest.approx(gradient("divergence"), abs=1e-5)
+    assert gradient("k1") == pytest.approx([0.0] * 4, abs=1e-6)
+
+
+@given(LOGITS, LOGITS)
+def test_k3_is_never_negative_and_zero_where_they_agree(p: list[float], q: list[float]) -> None:
+    policy, reference = torch.tensor(p).log_softmax(0), torch.tensor(q).log_softmax(0)
+    assert (k3(policy, reference) >= 0).all()
+    assert k3(policy, policy).tolist() == k2(policy, policy).tolist() == [0.0] * 4

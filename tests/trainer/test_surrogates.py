@@ -1,0 +1,213 @@
+"""Promises: each surrogate by hand, value and gradient; each has the policy gradient on the anchor; the identities that
+tie them to PPO."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.trainer import surrogates
+from stretto.trainer.surrogates import Surrogate
+from stretto.trainer.tokens import Tokens
+from tests.trainer.packed_tokens import logs, tokens
+
+PPO: Surrogate = partial(surrogates.ppo, clip_low=0.2, clip_high=0.2)
+ALL: dict[str, Surrogate] = {
+    "ppo": PPO,
+    "dual_clip": partial(surrogates.dual_clip, clip_low=0.2, clip_high=0.2, clip_negative=3.0),
+    "gspo": partial(surrogates.gspo, clip_low=0.2, clip_high=0.2),
+    "cispo": partial(surrogates.cispo, clip_low=1.0, clip_high=4.0),
+    "sapo": partial(surrogates.sapo, positive=1.0, negative=1.05),
+    "topr": surrogates.topr,
+    "m2po": surrogates.m2po,
+    "policy_gradient": surrogates.policy_gradient,
+}
+ROWS = st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)), min_size=1, max_size=8)
+
+
+def gradient(surrogate: Surrogate, policy: Tensor, given: Tokens) -> list[float]:
+    policy = policy.detach().requires_grad_()
+    surrogate(policy, given).objective.sum().backward()
+    assert policy.grad is not None
+    return policy.grad.tolist()
+
+
+def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, list[float]]:
+    policy, anchor, scores = zip(*rows, strict=True)
+    return torch.tensor(policy), torch.tensor(anchor), list(scores)
+
+
+def test_ppo_by_hand() -> None:
+    # u = 1.25 and 2, A = 1 and -3: min(1.25, 1.2) is clipped, min(-6, -3.6) is not
+    terms = PPO(logs(0.5, 0.2), given := tokens([1.0, -3.0], logs(0.4, 0.1)))
+    assert terms.objective.tolist() == pytest.approx([1.2, -6.0])
+    assert terms.ratio.tolist() == pytest.approx([1.25, 2.0])
+    assert terms.bounded.tolist() == [True, False]
+    assert gradient(PPO, logs(0.5, 0.2), given) == pytest.approx([0.0, -6.0])  # d(u A) / d log policy = u A
+
+
+def test_the_two_bounds_of_the_clip_are_separate() -> None:
+    # u = 1.8 clipped to 1.5; u = 0.6 clipped to 0.9: min(-0.6, -0.9)
+    dapo = partial(surrogates.ppo, clip_low=0.1, clip_high=0.5)
+    assert dapo(logs(0.9, 0.3), tokens([1.0, -1.0], logs(0.5, 0.5))).objective.tolist() == pytest.approx([1.5, -0.9])
+
+
+@given(ROWS)
+def test_with_equal_bounds_dapos_clip_is_grpos(rows: list[tuple[float, float, float]]) -> None:
+    policy, anchor, scores = columns(rows)
+    ratio, score = (policy - anchor).exp(), torch.tensor(scores)
+    grpo = torch.minimum(ratio * score, ratio.clamp(0.8, 1.2) * score)
+    assert torch.equal(PPO(policy, tokens(scores, anchor)).objective, grpo)
+
+
+def test_dual_clip_by_hand() -> None:
+    # A = -2: u = 4 gives -8, below 3 * -2; u = 2.5 gives -5, above it; A = 2, u = 4 is clipped to 1.2 as ever
+    dual = ALL["dual_clip"]
+    given = tokens([-2.0, -2.0, 2.0], logs(0.2, 0.2, 0.2))
+    terms = dual(logs(0.8, 0.5, 0.8), given)
+    assert terms.objective.tolist() == pytest.approx([-6.0, -5.0, 2.4])
+    assert terms.bounded.tolist() == [True, False, True]
+    assert gradient(dual, logs(0.8, 0.5, 0.8), given) == pytest.approx([0.0, -5.0, 0.0])
+
+
+@given(ROWS)
+def test_a_dual_clip_that_is_never_reached_is_ppo(rows: list[tuple[float, float, float]]) -> None:
+    policy, anchor, scores = columns(rows)
+    given = tokens(scores, anchor)
+    dual = partial(surrogates.dual_clip, clip_low=0.2, clip_high=0.2, clip_negative=math.exp(5))
+    assert torch.equal(dual(policy, given).objective, PPO(policy, given).objective)
+
+
+def test_gspo_by_hand() -> None:
+    # answer 1: u = 4 and 1, geometric mean 2, A = 1 clipped to 1.2; answer 2: u = 0.5, A = -1: min(-0.5, -0.8)
+    gspo = ALL["gspo"]
+    given = tokens([1.0, 1.0, -1.0], logs(0.2, 0.5, 0.4), lengths=[2, 1])
+    terms = gspo(logs(0.8, 0.5, 0.2), given)
+    assert terms.objective.tolist() == pytest.approx([1.2, 1.2, -0.8])
+    assert terms.ratio.tolist() == pytest.approx([2.0, 2.0, 0.5])
+    assert terms.bounded.tolist() == [True, True, True]
+    # inside the trust region: s = sqrt(1.1 * 1), and both tokens get s A / 2, twice (once for each place it stands)
+    given = tokens([2.0, 2.0], logs(0.4, 0.5))
+    mean = math.sqrt(1.1)
+    assert gradient(gspo, logs(0.44, 0.5), given) == pytest.approx([2 * mean, 2 * mean])
+
+
+@given(ROWS)
+def test_on_answers_of_one_token_gspo_is_ppo(rows: list[tuple[float, float, float]]) -> None:
+    policy, anchor, scores = columns(rows)
+    given = tokens(scores, anchor, lengths=[1] * len(rows))
+    assert torch.equal(ALL["gspo"](policy, given).objective, PPO(policy, given).objective)
+    assert gradient(ALL["gspo"], policy, given) == pytest.approx(gradient(PPO, policy, given))
+
+
+def test_cispo_by_hand() -> None:
+    # u = 2 and 8, the second clipped to 5; A = -1 and 2
+    cispo = ALL["cispo"]
+    given = tokens([-1.0, 2.0], logs(0.2, 0.1))
+    terms = cispo(logs(0.4, 0.8), given)
+    assert terms.objective.tolist() == pytest.approx([-2 * math.log(0.4), 10 * math.log(0.8)])
+    assert terms.bounded.tolist() == [False, True]
+    assert gradient(cispo, logs(0.4, 0.8), given) == pytest.approx([-2.0, 10.0])  # clipped, and still there
+
+
+@given(ROWS)
+def test_where_nothing_is_clipped_cispo_has_ppos_gradient(rows: list[tuple[float, float, float]]) -> None:
+    policy, anchor, scores = columns(rows)
+    near = anchor + (policy - anchor).clamp(-0.1, 0.1)
+    given = tokens(scores, anchor)
+    assert gradient(ALL["cispo"], near, given) == pytest.approx(gradient(PPO, near, given), abs=1e-5)
+
+
+def test_sapo_by_hand() -> None:
+    # u = 2, A = 1, tau = 2: 2 sigmoid(2); u = 1, A = -3, tau = 4: sigmoid(0) * 4 / 4 * -3
+    sapo = partial(surrogates.sapo, positive=2.0, negative=4.0)
+    given = tokens([1.0, -3.0], logs(0.2, 0.5))
+    sigmoid = 1 / (1 + math.exp(-2))
+    terms = sapo(logs(0.4, 0.5), given)
+    assert terms.objective.tolist() == pytest.approx([2 * sigmoid, -1.5])
+    assert not terms.bounded.any()
+    # df/du = 4 sigmoid (1 - sigmoid), du / d log policy = u
+    assert gradient(sapo, logs(0.4, 0.5), given) == pytest.approx([2 * 4 * sigmoid * (1 - sigmoid), -3.0])
+
+
+def test_sapo_fades_away_from_the_anchor_where_ppo_stops() -> None:
+    far = [abs(gradient(ALL["sapo"], logs(p), tokens([1.0], logs(0.1)))[0]) / (p / 0.1) for p in (0.1, 0.2, 0.4, 0.8)]
+    assert far[0] == pytest.approx(1)
+    assert far == sorted(far, reverse=True)
+
+
+def test_topr_by_hand() -> None:
+    # answers of two tokens: u = 2 * 0.1 = 0.2 and A = -1: taper 0.2; u = 2 * 3 = 6 and A = -1: taper 1; A = 1: taper 1
+    policy, anchor = logs(0.4, 0.05, 0.4, 0.9, 0.4, 0.05), logs(0.2, 0.5, 0.2, 0.3, 0.2, 0.5)
+    given = tokens([-1.0] * 4 + [1.0] * 2, anchor, lengths=[2, 2, 2])
+    terms = surrogates.topr(policy, given)
+    assert terms.objective[0].item() == pytest.approx(-0.2 * math.log(0.4))
+    assert terms.bounded.tolist() == [False, False, True, True, False, False]
+    assert gradient(surrogates.topr, policy, given) == pytest.approx([-0.2, -0.2, -1.0, -1.0, 1.0, 1.0])
+
+
+@given(ROWS)
+def test_where_no_advantage_is_negative_topr_is_the_policy_gradient(rows: list[tuple[float, float, float]]) -> None:
+    policy, anchor, scores = columns(rows)
+    given = tokens([abs(score) for score in scores], anchor)
+    got, expected = (surrogate(policy, given).objective for surrogate in (ALL["topr"], ALL["policy_gradient"]))
+    assert torch.equal(got, expected)
+
+
+def test_m2po_by_hand() -> None:
+    given = tokens([1.0, -3.0], logs(0.4, 0.1), kept=[False, True])
+    terms = surrogates.m2po(logs(0.5, 0.2), given)
+    assert terms.objective.tolist() == pytest.approx([0.0, -6.0])
+    assert terms.bounded.tolist() == [True, False]
+    assert gradient(surrogates.m2po, logs(0.5, 0.2), given) == pytest.approx([0.0, -6.0])
+
+
+def test_a_token_that_m2po_leaves_out_may_overflow() -> None:
+    given = tokens([1.0, 1.0], torch.tensor([-400.0, -1.0]), kept=[False, True])
+    assert gradient(surrogates.m2po, torch.tensor([-0.1, -1.0]), given) == [0.0, 1.0]
+
+
+def test_m2po_refuses_to_choose_within_a_micro_batch() -> None:
+    with pytest.raises(ValueError, match="whole minibatch"):
+        surrogates.m2po(logs(0.5), tokens([1.0], logs(0.4)))
+
+
+@given(ROWS)
+def test_where_nothing_is_left_out_m2po_is_ppo_without_a_clip(rows: list[tuple[float, float, float]]) -> None:
+    policy, anchor, scores = columns(rows)
+    given = tokens(scores, anchor, kept=[True] * len(rows))
+    expected = (policy - anchor).exp() * torch.tensor(scores)
+    assert torch.equal(surrogates.m2po(policy, given).objective, expected)
+
+
+def test_the_policy_gradient_by_hand() -> None:
+    given = tokens([2.0, -1.0], logs(0.1, 0.1))
+    terms = surrogates.policy_gradient(logs(0.5, 0.2), given)
+    assert terms.objective.tolist() == pytest.approx([2 * math.log(0.5), -math.log(0.2)])
+    assert terms.ratio.tolist() == pytest.approx([5.0, 2.0])
+    assert gradient(surrogates.policy_gradient, logs(0.5, 0.2), given) == [2.0, -1.0]
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(rows=ROWS)
+def test_on_the_anchor_every_surrogate_has_the_policy_gradient(
+    name: str, rows: list[tuple[float, float, float]]
+) -> None:
+    policy, _, scores = columns(rows)
+    # one advantage for a whole answer: GSPO is about sequences
+    scores = [scores[0]] * len(scores)
+    given = tokens(scores, policy, kept=[True] * len(rows))
+    assert gradient(ALL[name], policy, given) == pytest.approx(scores, abs=1e-5)
+    assert ALL[name](policy, given).ratio.tolist() == pytest.approx([1.0] * len(rows))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_token_without_an_advantage_has_no_gradient(name: str) -> None:
+    given = tokens([0.0, 0.0], logs(0.5, 0.1), kept=[True, True])
+    assert [abs(g) for g in gradient(ALL[name], logs(0.2, 0.4), given)] == [0.0, 0.0]
