@@ -107,7 +107,7 @@ def _check_reference(recipe: Recipe, tokenizer: Tokenizer) -> None:
     _check_attention(folder)
     other = load_tokenizer(folder.path)
     if other.vocabulary != tokenizer.vocabulary:
-        found = f"its vocabulary ({other.vocab_size} tokens) is not the policy's ({tokenizer.vocab_size})"
+        found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
         remedy = "algorithm.reference.path needs a model with the policy's tokenizer; without it the start is taken"
         raise ModelFolderError([Problem(reference.path, found, remedy)])
 
