@@ -34,11 +34,13 @@ ASYNCHRONOUS = {
     "every version": ("rollout.max_staleness=4",),
     "at most ten loads a second": ("rollout.max_staleness=4", "engine.load_interval=0.1"),
 }
+#: As quick as a synchronous run can be: it is not to be repeatable bit for bit.
+TOGETHER = ("rollout.max_staleness=0", "engine.batching=shared")
 SYNCHRONOUS = {
-    "one thread each": ("rollout.max_staleness=0",),
-    "two engines": ("rollout.max_staleness=0", "engine.count=2"),
-    "two trainer threads": ("rollout.max_staleness=0", "trainer.threads=2"),
-    "two threads each": ("rollout.max_staleness=0", "engine.threads=2", "trainer.threads=2"),
+    "one thread each": TOGETHER,
+    "two engines": (*TOGETHER, "engine.count=2"),
+    "two trainer threads": (*TOGETHER, "trainer.threads=2"),
+    "two threads each": (*TOGETHER, "engine.threads=2", "trainer.threads=2"),
 }
 TRIAL_STEPS = 60
 POLICIES = ("train", "wait", "mask", "expire")

@@ -106,11 +106,56 @@ def serve(
 def inspect(
     run: RunFolder,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="Print the balance of the ledger, and check its law.")
+    ] = False,
 ) -> None:
     """Say what a run did: its accuracy, tokens, trajectories, staleness and how busy its roles were."""
+    from stretto.dashboard.check import print_balance
     from stretto.dashboard.summary import print_inspection
 
+    if ledger:
+        raise typer.Exit(print_balance(run))
     print_inspection(run, as_json=json)
+
+
+@app.command()
+def check(run: RunFolder) -> None:
+    """Decide from the records of a run alone whether it kept its promises: nothing lost, nothing twice."""
+    from stretto.dashboard.check import check_run, print_findings
+
+    raise typer.Exit(print_findings(check_run(run)))
+
+
+@app.command()
+def replay(
+    run: RunFolder,
+    first: Annotated[int, typer.Option("--from", metavar="STEP", help="Train what came after this step.")] = 0,
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045 - as above
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting of [algorithm] or [trainer] to change."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
+) -> None:
+    """Train again from the batches on record, without generating: the run's weights, unless a setting differs."""
+    from stretto.launch.replay import replay
+
+    replayed = replay(run, first, settings or [], out)
+    print(replayed)
+    raise typer.Exit(1 if replayed.equal is False else 0)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder, or a branch.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
+) -> None:
+    """Say at which step, and in what, two runs part."""
+    from stretto.dashboard.diff import diff_runs
+
+    parting = diff_runs(first, second)
+    print(parting)
+    raise typer.Exit(1 if parting.fields else 0)
 
 
 @app.command()

@@ -1,12 +1,28 @@
-"""Every wait has an owner and a deadline."""
+"""Every wait has an owner and a deadline, and can be named while it lasts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from stretto.core.errors import DeadlineExceeded
+
+
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """Who waits for what, since when (by the event loop's clock), and for how many seconds at most."""
+
+    owner: str
+    awaited: str
+    seconds: float
+    since: float
+
+
+#: The open waits of each event loop, as the loop itself knows its open tasks: nothing else is kept of them.
+_OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Wait]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
@@ -24,9 +40,27 @@ async def deadline(owner: str, awaited: str, seconds: float) -> AsyncIterator[No
     """
     scope = asyncio.timeout(seconds)
     try:
-        async with scope:
-            yield
+        with waiting(owner, awaited, seconds):
+            async with scope:
+                yield
     except TimeoutError:
         if scope.expired():
             raise DeadlineExceeded(owner, awaited, seconds) from None
         raise
+
+
+@contextmanager
+def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
+    """Name a wait that somebody else bounds."""
+    loop = asyncio.get_running_loop()
+    wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, [])
+    waits.append(wait)
+    try:
+        yield
+    finally:
+        waits.remove(wait)
+
+
+def open_waits() -> list[Wait]:
+    """Everything that is waited for in the running event loop, longest first."""
+    return list(_OPEN.get(asyncio.get_running_loop(), ()))

@@ -11,7 +11,8 @@
     │   ├── RoleDied             it ended without being asked to
     │   ├── RoleFailed           it reported an error that it cannot go on from
     │   ├── EngineLost           an engine that cannot be reached, or that broke off in mid-answer
-    │   └── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
+    │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
+    │   └── NothingMoves         nobody gets anything done; names who waits for what
     ├── WireError                a message or a publication that is not whole
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   └── RefusedRequest       a request the engine will not serve; names the field
@@ -129,6 +130,17 @@ class DeadlineExceeded(RoleError):
 
     def __str__(self) -> str:
         return f"{self.owner} waited {self.seconds:g} s for {self.awaited} and gave up"
+
+
+class NothingMoves(RoleError):
+    """Nobody did anything for so long that nobody ever will; `waits` says who waits for what."""
+
+    def __init__(self, seconds: float, waits: Iterable[str]) -> None:
+        self.seconds, self.waits = seconds, tuple(waits)
+        super().__init__(seconds, self.waits)
+
+    def __str__(self) -> str:
+        return f"nothing has moved for {self.seconds:g} s: " + ("; ".join(self.waits) or "nobody waits for anything")
 
 
 class WireError(StrettoError):

@@ -1,11 +1,18 @@
-"""A process of a run does not outlive the process that started it."""
+"""A process of a run does not outlive the process that started it, and tells it now and then that it is not hung."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+
+#: The descriptor of the pipe on which a role tells that it lives, as the environment of its process has it.
+PULSE = "STRETTO_PULSE"
+PULSE_SECONDS = 1.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,3 +22,25 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request took effect
         sys.exit(0)
+
+
+def keep_beating() -> None:
+    """Write one byte a second on the pulse's pipe, if there is one, until the process ends.
+
+    A thread of its own does it, so that a long step is no silence; a process that is stopped, or whose interpreter is
+    stuck in one call, is silent.
+    """
+    descriptor = os.environ.pop(PULSE, None)
+    if descriptor is not None:
+        threading.Thread(target=_beat, args=(int(descriptor),), name="pulse", daemon=True).start()
+
+
+def _beat(descriptor: int) -> None:
+    os.set_blocking(descriptor, False)
+    while True:
+        try:
+            with contextlib.suppress(BlockingIOError):  # nobody reads for a while: what is there says enough
+                os.write(descriptor, b".")
+        except OSError:  # whoever listened is gone
+            return
+        time.sleep(PULSE_SECONDS)

@@ -89,8 +89,22 @@ class Sampling(Record, frozen=True):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
+class Begun(Record, frozen=True):
+    """The first tokens of an answer whose engine, or whose run, was lost: it goes on behind them.
+
+    Fields as of `Completion`; all zero tokens long for an answer that begins at its beginning.
+    """
+
+    token_ids: tuple[int, ...] = ()  # [L]
+    behavior_logprobs: tuple[float, ...] = ()  # [L], nats
+    versions: tuple[int, ...] = ()  # [L], never decreasing
+    interrupted: int = 0
+
+
 class GenerateRequest(Record, frozen=True):
     """One prompt, `len(seeds)` answers wanted; member k draws its randomness from ``seeds[k]`` alone.
+
+    `begun` is empty, or holds for each member what is written of it already.
 
     Example: ``GenerateRequest(id="0.17.0", prompt_token_ids=(5, 12, 8, 13), seeds=(91, 92), sampling=...)``
     """
@@ -99,6 +113,7 @@ class GenerateRequest(Record, frozen=True):
     prompt_token_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    begun: tuple[Begun, ...] = ()
     top_logprobs: int = 0  # likeliest tokens wanted for each place of the answers
 
 

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.core.records import Completion, Likeliest, StopReason
+from stretto.core.records import Begun, Completion, Likeliest, StopReason
 from stretto.engine.alternatives import likeliest
 from stretto.engine.sampling import Filtered
 from stretto.engine.scheduler import Member
 from stretto.engine.stops import StopTexts, Watch
+from stretto.engine.wire import WrittenTokens
 from stretto.model.truncation import Truncation
 
 Ints = npt.NDArray[np.int64]
@@ -99,6 +100,21 @@ class Answers:
         self.interrupted[row] = 0
         self._stops[row] = _NO_TOKEN
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        if member.request.begun:
+            self._go_on(row, member.request.begun[member.index])
+
+    def _go_on(self, row: int, begun: Begun) -> None:
+        """The answer has these tokens already, of another engine or an earlier run."""
+        if not begun.token_ids:
+            return
+        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(begun.token_ids)
+        self._history[row, start:end] = begun.token_ids
+        self._logprobs[row, start:end] = begun.behavior_logprobs
+        self._versions[row, start:end] = begun.versions
+        self.newest[row], self.lengths[row] = begun.token_ids[-1], end
+        self.interrupted[row] = begun.interrupted
+        if row in self._watches:
+            self._completed_stop(row)  # the watch has seen them then
 
     def filtered(self, order_R: Ints) -> Filtered | None:
         """Which of the rows have top-k, top-p or min-p, and what theirs are; None if no row has."""
@@ -139,6 +155,18 @@ class Answers:
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
         tokens, logprobs = self._history[row, new].tolist(), self._logprobs[row, new].tolist()
         return Written(member.request.id, member.index, tokens, logprobs, self._likeliest.get(row, [])[known:])
+
+    def written_tokens(self, row: int, member: Member, known: int) -> WrittenTokens:
+        """As `written`, with versions and interruptions."""
+        new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
+        return WrittenTokens(
+            request=member.request.id,
+            member=member.index,
+            token_ids=tuple(self._history[row, new].tolist()),
+            behavior_logprobs=tuple(self._logprobs[row, new].tolist()),
+            versions=tuple(self._versions[row, new].tolist()),
+            interrupted=int(self.interrupted[row]),
+        )
 
     def close(self, row: int, member: Member) -> Completion:
         """The whole answer of a row that has ended."""

@@ -37,6 +37,27 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
     _check_sampling(sampling, vocab_size)
 
 
+def check_begun(request: GenerateRequest, vocab_size: int, version: int) -> None:
+    """Refuse beginnings of answers that no engine can have written.
+
+    Raises:
+        RefusedRequest: with the first that is wrong.
+    """
+    if request.begun and len(request.begun) != len(request.seeds):
+        allowed = "none, or one for each seed"
+        raise RefusedRequest("begun", f"{len(request.begun)} answers for {len(request.seeds)} seeds", allowed)
+    for begun in request.begun:
+        tokens = len(begun.token_ids)
+        if not tokens == len(begun.behavior_logprobs) == len(begun.versions):
+            raise RefusedRequest("begun", f"{tokens} tokens", "as many log-probabilities and versions")
+        if tokens >= request.sampling.max_tokens:
+            raise RefusedRequest("begun", f"{tokens} tokens", f"fewer than max_tokens = {request.sampling.max_tokens}")
+        if outside := [token for token in begun.token_ids if not 0 <= token < vocab_size]:
+            raise RefusedRequest("begun", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+        if begun.versions and not 0 <= begun.versions[-1] <= version:
+            raise RefusedRequest("begun", f"version {begun.versions[-1]}", f"at most {version}, the version in use")
+
+
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
         raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")

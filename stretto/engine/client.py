@@ -13,7 +13,15 @@ from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.connections import Connection, Connections
-from stretto.engine.wire import AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest
+from stretto.engine.wire import (
+    AbortRequest,
+    EngineHealth,
+    Refusal,
+    UpdateReply,
+    UpdateRequest,
+    WrittenRequest,
+    WrittenTokens,
+)
 
 Message = TypeVar("Message")
 
@@ -89,6 +97,13 @@ class HttpEngine:
     async def abort(self, request_id: str) -> None:
         """Give up a request; its `generate` ends with EngineLost, if anyone still listens."""
         await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
+
+    async def written(self, known: dict[str, list[int]]) -> list[WrittenTokens]:
+        """How far unfinished answers have come beyond the tokens known of them."""
+        body = await self._exchange(
+            "/written", WrittenRequest(known=known), "the tokens of unfinished answers", self._health_seconds
+        )
+        return decoded(body, list[WrittenTokens])
 
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""

@@ -26,14 +26,14 @@ from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Answers, Written
-from stretto.engine.checking import check_request, check_tensors
+from stretto.engine.checking import check_begun, check_request, check_tensors
 from stretto.engine.config import EngineConfig
 from stretto.engine.decoding import Detokenizer
 from stretto.engine.sampling import sample
 from stretto.engine.scheduler import Member, Scheduler
 from stretto.engine.stops import StopTexts
 from stretto.engine.stretches import Stretches
-from stretto.engine.wire import EngineHealth
+from stretto.engine.wire import EngineHealth, WrittenTokens
 from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
 from stretto.model.folder import load_policy
 from stretto.model.onednn import use_onednn
@@ -112,6 +112,7 @@ class EmbeddedEngine:
             RefusedRequest: with the field that is wrong, what it holds and what is allowed.
         """
         check_request(request, self._vocab_size, self._policy.layout.context_length)
+        check_begun(request, self._vocab_size, self.version)
         if request.sampling.stop:
             self._stop_texts.check_served()
         self._scheduler.add(request)
@@ -160,6 +161,16 @@ class EmbeddedEngine:
             self._answers.written(row, member, known[member.request.id][member.index])
             for row, member in rows
             if member.request.id in known
+        )
+        return [written for written in found if written.token_ids]
+
+    def written_tokens(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
+        """As `written`, with everything that is needed to go on elsewhere: versions and interruptions."""
+        rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
+        found = (
+            self._answers.written_tokens(row, member, known[member.request.id][member.index])
+            for row, member in rows
+            if member.request.id in known and member.index < len(known[member.request.id])
         )
         return [written for written in found if written.token_ids]
 

@@ -25,12 +25,23 @@ from stretto.engine.asgi import LARGEST_BODY, read_body, reply, when_gone
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.generation import Generation
 from stretto.engine.listening import bind, run_app, server_of
-from stretto.engine.wire import MSGPACK, AbortRequest, EngineHealth, Refusal, UpdateReply, UpdateRequest, split_address
+from stretto.engine.wire import (
+    MSGPACK,
+    AbortRequest,
+    EngineHealth,
+    Refusal,
+    UpdateReply,
+    UpdateRequest,
+    WrittenRequest,
+    WrittenTokens,
+    split_address,
+)
 from stretto.weights.mailbox import Subscriber
 
 _HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
+_WRITTEN = msgspec.msgpack.Decoder(WrittenRequest)
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
 
 
@@ -73,6 +84,7 @@ class EngineApp:
             Route("/generate", _Streaming(self.generate), methods=["POST"]),
             Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
             Route("/abort", _Exchange(self.abort), methods=["POST"]),
+            Route("/written", _Exchange(self.written), methods=["POST"]),
             Route("/health", _Exchange(self.health)),
             Route("/spans", _Exchange(self.spans)),
         ]
@@ -117,6 +129,10 @@ class EngineApp:
     def abort(self, body: bytes) -> EngineHealth:
         self._generation.close(_ABORT.decode(body).request)
         return self._generation.engine.health()
+
+    def written(self, body: bytes) -> list[WrittenTokens]:
+        """How far the answers have come, for whoever must be able to go on elsewhere."""
+        return self._generation.engine.written_tokens(_WRITTEN.decode(body).known)
 
     def health(self, _: bytes) -> EngineHealth:
         return self._generation.engine.health()

@@ -3,6 +3,7 @@
     POST /generate         GenerateRequest   →  frames (`core.frames`) of one Completion each, as the answers finish
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
     POST /abort            AbortRequest      →  EngineHealth
+    POST /written          WrittenRequest    →  list of WrittenTokens: how far unfinished answers have come
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once
 
@@ -35,6 +36,23 @@ class AbortRequest(Record, frozen=True):
     """Give up this request; answers that are not finished are forgotten."""
 
     request: str
+
+
+class WrittenRequest(Record, frozen=True):
+    """Which tokens are known: of each request the tokens of each member. Others are not asked about."""
+
+    known: dict[str, list[int]]
+
+
+class WrittenTokens(Record, frozen=True):
+    """What an unfinished answer has beyond its known tokens."""
+
+    request: str
+    member: int
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    interrupted: int = 0
 
 
 class Refusal(Record, frozen=True):

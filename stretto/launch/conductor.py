@@ -20,15 +20,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Batch
+from stretto.launch.answers import Answers
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import Examiner, Keeper
 from stretto.launch.recorder import Recorder
 from stretto.launch.stopping import put_away
 from stretto.launch.trainer_link import TrainerLink
+from stretto.launch.watchdog import Watchdog
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.workflow import SingleTurn
 
@@ -50,6 +53,8 @@ class Players:
     recorder: Recorder
     keeper: Keeper
     examiner: Examiner
+    answers: Answers
+    progress: Callable[[], object]  # changes whenever a role gets anything done
 
 
 class Conductor:
@@ -61,6 +66,8 @@ class Conductor:
         self._fleet = players.fleet
         self._trainer = players.trainer
         self._look_around = players.look
+        self._in_flight = players.answers
+        self._progress = players.progress
         self._recorder = players.recorder
         self._keeper = players.keeper
         self._examiner = players.examiner
@@ -93,22 +100,38 @@ class Conductor:
             self._failure,
         ]
         self._conducting = True
+        for ticket in self._controller.tickets:  # those that an earlier conductor had in flight
+            self._start(ticket)
         self._admit()
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
                 await loop
+            await self._give_up()
         finally:
             self._conducting = False  # answers that end from now on, and engines that join, start nothing
             await put_away([*loops, *self._answers.values()])
+
+    async def _give_up(self) -> None:
+        """Write down how far the answers in flight have come, for the run may go on one day; then let the engines give
+        them up, so that every token is accounted for by the one who counts it."""
+        self._conducting = False
+        await self._in_flight.keep()
+        self._in_flight.end()
+        at_engines = self._fleet.open
+        await put_away([task for id, task in self._answers.items() if id not in at_engines])
+        await self._fleet.give_up()
 
     # ── admission and answers ────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
         while self._conducting and not self.stopping and (ticket := self._controller.admit()) is not None:
-            task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
-            self._answers[ticket.group_id] = task
-            task.add_done_callback(self._answered)
+            self._start(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
+        self._answers[ticket.group_id] = task
+        task.add_done_callback(self._answered)
 
     def _load(self, version: int) -> None:
         self._controller.load(version)
@@ -130,6 +153,7 @@ class Conductor:
             filtered = self._controller.filtered
             if filtered > before and filtered % (_SILENT_BATCHES * self._controller.config.batch_size) == 0:
                 self._recorder.filtered(filtered)
+        self._in_flight.forget(ticket.group_id)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         del self._answers[task.get_name()]
@@ -168,23 +192,28 @@ class Conductor:
         """The next batch; None when the run is to stop."""
         version = self._controller.published
         try:
-            async with asyncio.timeout(self._deadlines.batch):
-                while not self.stopping:
-                    batch = self._controller.take()
-                    if batch is not None:
-                        return batch
-                    self._admit()  # what `take` expired has left room
-                    self._finished.clear()
-                    await self._finished.wait()
+            with waiting("trainer", f"a batch at version {version}", self._deadlines.batch):
+                async with asyncio.timeout(self._deadlines.batch):
+                    return await self._batch_unless_stopping()
         except TimeoutError:
             queues = self._controller
             state = f"{queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
             raise DeadlineExceeded("trainer", f"a batch at version {version}: {state}", self._deadlines.batch) from None
+
+    async def _batch_unless_stopping(self) -> Batch | None:
+        while not self.stopping:
+            batch = self._controller.take()
+            if batch is not None:
+                return batch
+            self._admit()  # what `take` expired has left room
+            self._finished.clear()
+            await self._finished.wait()
         return None
 
     def _expire_overdue(self) -> None:
         for ticket in self._controller.overdue():
             self._answers[ticket.group_id].cancel()
+            self._in_flight.forget(ticket.group_id)
             self._controller.expire(ticket)
         self._admit()
 
@@ -203,10 +232,17 @@ class Conductor:
     # ── observing ────────────────────────────────────────────────────────────────────────────────
 
     async def _observing(self) -> None:
+        watchdog = Watchdog(self._what_has_moved, self._deadlines.still)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
+            await self._in_flight.keep()
             await self._look()
             self._examiner.check()
+            watchdog.look()
+
+    def _what_has_moved(self) -> object:
+        controller = self._controller
+        return controller.published, controller.live, controller.counted, controller.filtered, self._progress()
 
     async def _look(self) -> None:
         self._recorder.spans(await self._look_around())

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from stretto.core.errors import DeadlineExceeded
-from stretto.core.lifeline import die_with_parent
+from stretto.core.lifeline import die_with_parent, keep_beating
 from stretto.core.records import Record
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> int:
     """Play the role until the conductor ends it; see `launch.playing`. What it fails of is the log's last line."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     die_with_parent(spec.parent)
+    keep_beating()
     torch.set_num_threads(spec.threads)
     return play(lambda: _serve(spec), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr))
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +23,7 @@ from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireErro
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.client import HttpEngine
-from stretto.engine.wire import EngineHealth
+from stretto.engine.wire import EngineHealth, WrittenTokens
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.engine_role import EngineSpec
 from stretto.launch.process import RoleProcess
@@ -33,6 +33,7 @@ from stretto.rollout.routing import Router
 ENGINE_ROLE = "stretto.launch.engine_role"
 _RETRY_SECONDS = 0.05
 _GLANCE_SECONDS = 0.005
+_GLIMPSE_SECONDS = 1.0
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Member:
     publication: asyncio.Event = field(default_factory=asyncio.Event)
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     health: EngineHealth | None = None
+    open: set[str] = field(default_factory=set)  # requests that it answers
+    given_up: set[str] = field(default_factory=set)  # those of them that it was told to give up
     busy_before: float = 0.0  # seconds of work of its predecessors
 
 
@@ -62,21 +65,22 @@ class Fleet:
         deadlines: DeadlinesConfig,
         role: str = ENGINE_ROLE,
         load_interval: float = 0.0,
+        alone: bool = False,
     ) -> None:
         """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
-        the engine's configuration, in seconds."""
+        the engine's configuration, in seconds; `alone`: an engine answers one request at a time."""
         self._members = [self._member(spec, logs, deadlines, role) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
-        self._router = Router([])
+        self._router = Router([], alone)
         self._joined = asyncio.Event()
         self._published = -1
         self._past: list[EngineHealth] = []  # last words of engines that died
 
     @staticmethod
     def _member(spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str) -> Member:
-        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt")
+        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung)
         client = HttpEngine(
             spec.name,
             spec.address,
@@ -148,19 +152,55 @@ class Fleet:
             RefusedRequest: the engine will not serve it.
         """
         answers = len(request.seeds)
-        async with deadline("conductor", "an engine to be up", self._deadlines.start):
-            while (name := self._router.start(answers)) is None:
-                self._joined.clear()
+        while (name := self._router.start(answers)) is None:
+            self._joined.clear()
+            awaited, seconds = ("free", self._deadlines.answer) if self._router.up else ("up", self._deadlines.start)
+            async with deadline("conductor", f"an engine to be {awaited}", seconds):
                 await self._joined.wait()
         (member,) = (member for member in self._members if member.spec.name == name)
+        member.open.add(request.id)
         try:
             async for completion in member.client.generate(request):
                 yield completion
         except EngineLost:
-            self._suspect(member)
+            if request.id not in member.given_up:
+                self._suspect(member)
             raise
         finally:
+            member.given_up.discard(request.id)
+            member.open.discard(request.id)
             self._router.finish(name, answers)
+            self._joined.set()
+
+    @property
+    def open(self) -> frozenset[str]:
+        """The requests that engines answer now."""
+        return frozenset(id for member in self._members for id in member.open)
+
+    async def give_up(self) -> None:
+        """Let every engine give up what it answers; when this returns, none has a request of ours. An engine that does
+        not reply within a second is left alone."""
+        with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
+            async with asyncio.timeout(_GLIMPSE_SECONDS):
+                for member in self._members:
+                    for id in list(member.open):
+                        member.given_up.add(id)
+                        await member.client.abort(id)
+                while self.open:
+                    await asyncio.sleep(_GLANCE_SECONDS)
+
+    async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
+        """How far the answers in flight have come, beyond what is known of them; an engine that does not reply within a
+        second is left out."""
+        found: list[WrittenTokens] = []
+        for member in self._members:
+            theirs = {id: list(known[id]) for id in member.open if id in known}
+            if not theirs:
+                continue
+            with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
+                async with asyncio.timeout(_GLIMPSE_SECONDS):
+                    found += await member.client.written(theirs)
+        return found
 
     def _suspect(self, member: Member) -> None:
         """An engine that broke off gets nothing more to do until it is replaced, or turns out to be well."""

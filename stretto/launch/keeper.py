@@ -8,36 +8,19 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import msgspec
-
 from stretto.core.deadlines import deadline
 from stretto.core.events import Span
-from stretto.core.records import Record, Update
+from stretto.core.records import Update
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.evaluation import Evaluation
-from stretto.launch.recorder import Past, Recorder
+from stretto.launch.recorder import Recorder
 from stretto.launch.stopping import put_away
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
-from stretto.rollout.prompts import Position
 from stretto.store.checkpoints import Checkpoints
+from stretto.store.ledger import Ledger
 from stretto.store.run_folder import RunFolder
 from stretto.trainer.config import TrainerConfig
-
-_CONDUCTOR = "conductor.json"
-
-
-class ConductorState(Record, frozen=True):
-    """The conductor's part of a checkpoint: where the prompts stand, and what the run has come to."""
-
-    step: int
-    position: Position
-    past: Past
-
-
-def read_conductor_state(checkpoint: Path) -> ConductorState:
-    """The conductor's part of a checkpoint that the store has verified."""
-    return msgspec.json.decode((checkpoint / _CONDUCTOR).read_bytes(), type=ConductorState)
 
 
 class Keeper:
@@ -50,13 +33,14 @@ class Keeper:
         config: TrainerConfig,
         trainer: TrainerLink,
         controller: Controller,
-        recorder: Recorder,
+        ledger: Ledger,
         deadlines: DeadlinesConfig,
+        saved_step: int = 0,
     ) -> None:
         self._folder, self._checkpoints, self._config = folder, checkpoints, config
-        self._trainer, self._controller, self._recorder = trainer, controller, recorder
+        self._trainer, self._controller, self._ledger = trainer, controller, ledger
         self._deadlines = deadlines
-        self.saved_step = controller.published
+        self.saved_step = saved_step
 
     async def after(self, update: Update) -> None:
         """The step of `update` is published and recorded."""
@@ -77,23 +61,23 @@ class Keeper:
                 shutil.rmtree(path)
 
     async def save_checkpoint(self) -> None:
-        """Everything from which the run can go on; nothing to do if this step has one."""
+        """The trainer's state, behind which the ledger's batches need not be trained again; nothing to do if this step
+        has one."""
         step = self._controller.published
         if step == self.saved_step:
             return
-        past = Past.of(self._recorder.totals())
-        state = ConductorState(step=step, position=self._controller.position(), past=past)
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:
             # An order that always ends, because it has a deadline of its own.
             asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder), loop).result()
-            (folder / _CONDUCTOR).write_bytes(msgspec.json.encode(state))
 
+        self._ledger.sync()
         # As much again for the disk as the trainer has for writing.
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 2 * self._deadlines.save):
             await asyncio.to_thread(self._checkpoints.save, step, write)
         self.saved_step = step
+        self._ledger.forget(self._checkpoints.steps()[0])
 
 
 class Examiner:

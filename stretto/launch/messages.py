@@ -9,9 +9,15 @@ from stretto.core.records import Batch, Record, Update
 
 
 class Train(Record, frozen=True, tag=True):
-    """Take this batch; update; publish the next version; answer `Trained`."""
+    """Take this batch; update; publish the next version, unless this is a step that was done before and is done again
+    to stand where the run stood; answer `Trained`."""
 
     batch: Batch
+    publish: bool = True
+
+
+class Publish(Record, frozen=True, tag=True):
+    """Publish the version that the trainer holds; answer `Published`."""
 
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
@@ -31,13 +37,19 @@ class Stop(Record, frozen=True, tag=True):
 
 
 class Ready(Record, frozen=True, tag=True):
-    """The role is up and has published (trainer) its version."""
+    """The role is up and holds this version."""
+
+    version: int
+
+
+class Published(Record, frozen=True, tag=True):
+    """Engines can load this version."""
 
     version: int
 
 
 class Trained(Record, frozen=True, tag=True):
-    """The next version is published."""
+    """The step is done; the next version is published, if it was to be."""
 
     update: Update
     spans: tuple[Span, ...]
@@ -55,8 +67,8 @@ class Failed(Record, frozen=True, tag=True):
     exit_code: int
 
 
-ToTrainer = Train | SaveCheckpoint | SavePolicy | Stop
-FromTrainer = Ready | Trained | Saved | Failed
+ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
+FromTrainer = Ready | Published | Trained | Saved | Failed
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

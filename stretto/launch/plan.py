@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -229,6 +230,42 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     engine = (base.parameters + cache) * width[recipe.engine.dtype] + _PROCESS_BYTES
     others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4
     return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes that the run folder will come to at most, and what its disk has left."""
+
+    ledger: int
+    policies: int
+    checkpoints: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.ledger + self.policies + self.checkpoints
+
+    def __str__(self) -> str:
+        parts = (("ledger", self.ledger), ("policies", self.policies), ("checkpoints", self.checkpoints))
+        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in (*parts, ("all", self.total)))
+        return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
+
+
+def estimate_disk(plan: Plan, folder: Path) -> DiskEstimate:
+    """Ledger: tokens of the longest answers; 16 bytes each (id, log-probability, version) and 200 a row. Policies in
+    float32; checkpoints with Adam's two moments, and one more while it is written."""
+    recipe, weights = plan.recipe, plan.base.parameters * 4
+    trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
+    kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
+    steps = trainer.steps if store.keep_payloads != "none" else trainer.checkpoint_every * (store.keep_checkpoints + 1)
+    answers = steps * rollout.batch_size * rollout.group_size
+    rows = trainer.steps * rollout.batch_size * rollout.group_size * 200
+    return DiskEstimate(
+        ledger=answers * plan.sampling.max_tokens * 16 + rows,
+        policies=kept * weights,
+        checkpoints=(store.keep_checkpoints + 1) * 3 * weights,
+        available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
+    )
 
 
 def available_memory() -> int:

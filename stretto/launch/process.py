@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +16,12 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded
+from stretto.core.lifeline import PULSE
 
 _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
+_LISTEN_SECONDS = 0.5
+_READ_BYTES = 4096
 #: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
 #: training 10 % faster on the processor. Other C libraries than glibc do not look at this.
 _MEMORY = ":".join(
@@ -37,14 +42,19 @@ class RoleProcess:
     kills them (`core.lifeline`).
     """
 
-    def __init__(self, name: str, module: str, log: Path) -> None:
+    def __init__(self, name: str, module: str, log: Path, hung: float = math.inf) -> None:
+        """`hung`: seconds without a sign of life after which it is killed; counted from its first one."""
         self.name = name
         self.log = log
         self._module = module
+        self._hung = hung
+        self._pulse: Pulse | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, spec: msgspec.Struct, threads: int, inherited: Sequence[int] = ()) -> None:
         """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers."""
+        self._let_go()
+        self._pulse = pulse = Pulse()
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -54,10 +64,11 @@ class RoleProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(threads),
-                pass_fds=tuple(inherited),
+                env=environment(threads) | {PULSE: str(pulse.far)},
+                pass_fds=(*inherited, pulse.far),
                 start_new_session=True,
             )
+        pulse.listen()
 
     @property
     def pid(self) -> int:
@@ -70,9 +81,20 @@ class RoleProcess:
 
     async def ended(self) -> str:
         """Wait until it ends, and say how. The owner of this wait is whoever supervises the role: it has no end
-        of its own, because a healthy role runs as long as the run."""
+        of its own, because a healthy role runs as long as the run. One that gives no sign of life is killed."""
         assert self._process is not None, "start() comes first"
-        return describe_exit(await self._process.wait())
+        assert self._pulse is not None, "start() comes first"
+        end = asyncio.ensure_future(self._process.wait())
+        try:
+            while not end.done():
+                if (silence := self._pulse.silence()) > self._hung:
+                    self.kill()
+                    await end
+                    return f"gave no sign of life for {silence:.0f} s and was killed"
+                await asyncio.wait([end], timeout=_LISTEN_SECONDS)
+            return describe_exit(end.result())
+        finally:
+            end.cancel()
 
     async def last_words(self) -> str:
         """How it ended, for a role that has closed its connection; it is killed if it has not ended."""
@@ -100,11 +122,47 @@ class RoleProcess:
                 self.kill()
         async with deadline("conductor", f"{self.name} to end after SIGKILL", _REAP_SECONDS):
             await self._process.wait()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
 
     def kill(self) -> None:
         if self.running:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been waited for yet
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+class Pulse:
+    """The conductor's end of the pipe on which a role tells that it lives (`core.lifeline`)."""
+
+    def __init__(self) -> None:
+        self._near, self.far = os.pipe()
+        self._heard: float | None = None  # by `time.monotonic`
+
+    def listen(self) -> None:
+        """To be called once the far end has been handed to the role."""
+        os.close(self.far)
+        os.set_blocking(self._near, False)
+        asyncio.get_running_loop().add_reader(self._near, self._hear)
+
+    def silence(self) -> float:
+        """Seconds since the last sign of life; 0 before the first."""
+        return time.monotonic() - self._heard if self._heard is not None else 0.0
+
+    def close(self) -> None:
+        """Listen no more; closing twice is no error."""
+        if self._near >= 0:
+            asyncio.get_running_loop().remove_reader(self._near)
+            os.close(self._near)
+            self._near = -1
+
+    def _hear(self) -> None:
+        if os.read(self._near, _READ_BYTES):
+            self._heard = time.monotonic()
+        else:  # the role has ended; its end is waited for elsewhere
+            asyncio.get_running_loop().remove_reader(self._near)
 
 
 def environment(threads: int) -> dict[str, str]:

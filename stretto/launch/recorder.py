@@ -42,12 +42,13 @@ class Past(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Work:
-    """What the roles have done since they were started: tokens sampled, recomputed, and sampled
-    for answers that were stopped; seconds of work by role."""
+    """What the roles have done since they were started: tokens sampled, recomputed, sampled for answers that were
+    stopped or that have not ended; seconds of work by role."""
 
     generated: int = 0
     recomputed: int = 0
     stopped: int = 0
+    unfinished: int = 0  # of requests that are open
     busy: Mapping[str, float] | None = None
 
 
@@ -123,12 +124,18 @@ class Recorder:
         self._examined = self._not_trained_for = 0
         self.clock.rl_begins()
 
-    def rl_ends(self) -> None:
-        """The roles were looked at for the last time: what they had done by now counts, up to the last update."""
+    def rl_ends(self, unjudged: int = 0) -> None:
+        """The roles were looked at for the last time: what they had done by now counts, up to the last update. So many
+        tokens are of answers that had ended and were not judged.
+        """
         self._not_trained_for = self._examined
         totals = self.totals()
         self.latest = msgspec.structs.replace(
-            self.latest, generated=totals.generated, recomputed=totals.recomputed, stopped=totals.stopped
+            self.latest,
+            generated=totals.generated,
+            recomputed=totals.recomputed,
+            stopped=totals.stopped,
+            unfinished=self._work().unfinished + unjudged,
         )
 
     def answered(self, trajectories: Sequence[Trajectory]) -> None:

@@ -10,20 +10,23 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from stretto.core.events import Span
+from stretto.core.records import Update
+from stretto.launch.answers import Answers, restore
 from stretto.launch.conductor import Conductor, Players
 from stretto.launch.engine_role import EngineSpec
 from stretto.launch.evaluation import Evaluator
 from stretto.launch.fleet import Fleet
-from stretto.launch.keeper import ConductorState, Examiner, Keeper, read_conductor_state
+from stretto.launch.keeper import Examiner, Keeper
+from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recipe import Recipe
 from stretto.launch.recorder import Past, Recorder, RunClock, Work
@@ -33,16 +36,18 @@ from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.trainer_role import TrainerSpec
 from stretto.launch.warm_start import copy_policy, warm_start
 from stretto.rewards.pool import RewardPool
-from stretto.rollout.controller import Controller
-from stretto.rollout.prompts import Position, PromptStream
+from stretto.rollout.controller import Controller, Standing
+from stretto.rollout.prompts import PromptStream
 from stretto.rollout.workflow import SingleTurn
-from stretto.store.checkpoints import Checkpoint, Checkpoints
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
 from stretto.store.metrics import rewind_metrics
+from stretto.store.reading import last_step, read_batches, read_unfinished
 from stretto.store.run_folder import RunFolder
 from stretto.weights.shared_memory import remove, shared_folder
 
+STANDING = "standing"  #: where the controller stood, in the ledger
 _STOP_GRACE = 1.0
 _LAST_LOOK_SECONDS = 1.0
 _LONGEST_SOCKET_FOLDER = 70
@@ -71,6 +76,12 @@ class Roles:
         await together(self.fleet.supervise(), self.trainer.supervise())
         raise AssertionError("a watcher never ends by itself")
 
+    def progress(self) -> object:
+        """Changes whenever a role gets anything done; engines as they were looked at last."""
+        work = self.work()
+        busy = {role: seconds for role, seconds in (work.busy or {}).items() if role != "conductor"}
+        return work.generated, work.recomputed, busy
+
     def work(self) -> Work:
         """What everybody has done so far; engines as they were looked at last."""
         busy = self.fleet.busy() | {
@@ -82,24 +93,29 @@ class Roles:
             generated=round(self.fleet.counted(lambda health: health.generated)),
             recomputed=round(self.fleet.counted(lambda health: health.recomputed)),
             stopped=round(self.fleet.counted(lambda health: health.wasted)),
+            unfinished=round(self.fleet.counted(lambda health: health.unfinished)),
             busy=busy,
         )
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run begins: at the start, or at a checkpoint."""
+    """Where a run begins: at its start, or behind the last batch on record."""
 
     version: int = 0
-    position: Position = field(default_factory=Position)
-    past: Past = field(default_factory=Past)
-    checkpoint: Path | None = None
+    saved_step: int = 0  # of the checkpoint from which the trainer gets there
     broken: tuple[str, ...] = ()  # what is wrong with newer checkpoints
 
     @classmethod
-    def at(cls, checkpoint: Checkpoint) -> Beginning:
-        state: ConductorState = read_conductor_state(checkpoint.path)
-        return cls(state.step, state.position, state.past, checkpoint.path, checkpoint.broken)
+    def of(cls, folder: RunFolder, keep: int) -> Beginning:
+        """Behind the last batch of the ledger.
+
+        Raises:
+            StoreError: the ledger, or every checkpoint, is broken.
+        """
+        version = last_step(folder.ledger)
+        checkpoint = Lineage(folder, keep).newest(version)
+        return cls(version, checkpoint.step, checkpoint.broken) if checkpoint is not None else cls(version)
 
 
 async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage) -> int:
@@ -118,13 +134,10 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
     try:
         for sentence in beginning.broken:
             stage.say(f"a newer checkpoint is not whole: {sentence}")
-        _forget_what_came_later(plan, folder, beginning.version)
-        ledger.abandon()
-        if (ledger.last_step() or 0) > beginning.version:
-            ledger.rewind(beginning.version)
-        rewind_metrics(folder.metrics, beginning.version)
+        _forget_what_came_later(plan, folder, beginning)
+        rewind_metrics(folder.metrics, ledger.last_update())
         totals = ledger.get(TOTALS, Totals)
-        past = beginning.past if totals is None else Past.of(totals)
+        past = Past() if totals is None else Past.of(totals)
         ledger.put("seed", plan.recipe.seed)
         async with roles(plan, folder, beginning, stopped) as crew:
             for fact in crew.rewards.facts.values():
@@ -139,12 +152,12 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
         ledger.close()
 
 
-def _forget_what_came_later(plan: Plan, folder: RunFolder, version: int) -> None:
-    """Policies and broken checkpoints of steps that are to be done again must not pass for the newest ones."""
+def _forget_what_came_later(plan: Plan, folder: RunFolder, beginning: Beginning) -> None:
+    """Broken checkpoints must not pass for the newest ones; a policy without its batch on record is of no lineage."""
     for path in folder.policies.glob("v*"):
-        if path > folder.policy(version):
+        if path > folder.policy(beginning.version):
             shutil.rmtree(path)
-    Checkpoints(folder.checkpoints, plan.recipe.store.keep_checkpoints).set_aside_after(version)
+    Checkpoints(folder.checkpoints, plan.recipe.store.keep_checkpoints).set_aside_after(beginning.saved_step)
 
 
 async def _train(
@@ -158,10 +171,15 @@ async def _train(
     stopped: Stopped,
 ) -> None:
     recipe = plan.recipe
-    stream = PromptStream(plan.training, recipe.seed, beginning.position)
+    standing = ledger.get(STANDING, Standing) or Standing()
+    stream = PromptStream(plan.training, recipe.seed, standing.position)
     controller = Controller(recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version)
+    begun = restore(controller, standing, read_unfinished(folder.ledger))
+    ledger.watch(STANDING, controller.standing)
     checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
-    keeper = Keeper(folder, checkpoints, recipe.trainer, crew.trainer, controller, recorder, recipe.deadlines)
+    keeper = Keeper(
+        folder, checkpoints, recipe.trainer, crew.trainer, controller, ledger, recipe.deadlines, beginning.saved_step
+    )
     evaluator = Evaluator(
         plan.held_out,
         plan.sampling,
@@ -172,19 +190,33 @@ async def _train(
         recorder.examined,
     )
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
-    workflow = SingleTurn(crew.fleet.generate, crew.rewards.score_group, plan.tokenizer.decode)
-    players = Players(controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner)
+    answers = Answers(crew.fleet, ledger, begun, whole=is_alone(recipe))
+    workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
+    players = Players(
+        controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner, answers, crew.progress
+    )
+    _record_again(folder, crew.trainer.replayed, ledger.last_update(), recorder)
 
     def report(sentence: str) -> None:
         stage.say(sentence)
-        ledger.event("engine", sentence)
+        ledger.event("replaced", sentence)
 
     crew.fleet.report_to(report)
+    crew.trainer.report_to(report)
     try:
         await _conduct(recipe, players, crew, stage, stopped)
     finally:
         await examiner.close()
     recorder.conclude()
+
+
+def _record_again(folder: RunFolder, updates: Sequence[Update], recorded: int, recorder: Recorder) -> None:
+    """The run ended between a batch and the line of its step: the step was done again, and is recorded now."""
+    for update in (update for update in updates if update.step > recorded):
+        (batch,) = read_batches(folder.ledger, update.step - 1, update.step)
+        for group in batch.groups:
+            recorder.answered(group.trajectories)
+        recorder.updated(batch, update)
 
 
 async def _conduct(recipe: Recipe, players: Players, crew: Roles, stage: Stage, stopped: Stopped) -> None:
@@ -207,7 +239,7 @@ async def _conduct(recipe: Recipe, players: Players, crew: Roles, stage: Stage, 
         stage.say(f"the trainer did not finish its step in time; --resume goes on from step {keeper.saved_step}")
     await stopped.unless(beside(crew.supervise(), examiner.end()))
     recorder.spans(await crew.look_unless(stopped))
-    recorder.rl_ends()
+    recorder.rl_ends(players.answers.unjudged)
     if not stopped.requested:
         stage.say("measuring the held-out accuracy of the last version")
         await stopped.unless(beside(crew.supervise(), _examine_last(crew.fleet, examiner, controller.published)))
@@ -227,11 +259,14 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
     mailbox = digest(folder.path.resolve())  # the folder's lock lets one run at a time use it
     mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
     remove(mailbox, mailbox_folder)  # of a run that was killed
-    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines)
+    lineage = Lineage(folder, recipe.store.keep_checkpoints)
+    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, lineage)
     specs = [
         engine_spec(plan, folder.policy(0), mailbox, mailbox_folder, sockets, k) for k in range(recipe.engine.count)
     ]
-    fleet = Fleet(specs, folder.logs, recipe.deadlines, load_interval=recipe.engine.load_interval)
+    fleet = Fleet(
+        specs, folder.logs, recipe.deadlines, load_interval=recipe.engine.load_interval, alone=is_alone(recipe)
+    )
     rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"))
     spec = TrainerSpec(
         parent=os.getpid(),
@@ -242,10 +277,12 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
         algorithm=recipe.algorithm.model_dump_json(),
         sampling=plan.sampling,
         threads=recipe.trainer.threads,
-        checkpoint=str(beginning.checkpoint) if beginning.checkpoint else None,
     )
+    # Steps that are done again may take longer than an engine waits for its first weights.
+    weights, engines = trainer.start(spec, beginning.version), fleet.start(beginning.version)
+    ways = (weights, engines) if beginning.version == beginning.saved_step else (_in_turn(weights, engines),)
     try:
-        await stopped.unless(together(rewards.start(), trainer.start(spec), fleet.start(beginning.version)))
+        await stopped.unless(together(rewards.start(), *ways))
         record_facts(folder, rewards.facts)
         yield Roles(fleet, trainer, rewards)
     finally:
@@ -261,6 +298,17 @@ def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
     """What a reward says about itself, such as the level of its sandbox: ``rewards.json``."""
     if facts:
         folder.write("rewards.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n")
+
+
+async def _in_turn(*coroutines: Coroutine[Any, Any, None]) -> None:
+    for coroutine in coroutines:
+        await coroutine
+
+
+def is_alone(recipe: Recipe) -> bool:
+    """Whether an engine answers one request at a time, so that a run can be repeated bit for bit."""
+    batching = recipe.engine.batching
+    return batching == "alone" or (batching == "auto" and recipe.rollout.max_staleness == 0)
 
 
 def socket_folder() -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from stretto.core.lifeline import die_with_parent
+from stretto.core.lifeline import die_with_parent, keep_beating
 from stretto.core.records import Record
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import Failed, Stop
@@ -88,6 +88,7 @@ def main(arguments: list[str]) -> int:
     """Play the role; see `launch.playing`."""
     spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
     die_with_parent(spec.parent)
+    keep_beating()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
     return play(lambda: learn(spec, channel), channel.send)

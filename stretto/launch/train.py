@@ -12,12 +12,11 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError, described
 from stretto.launch.logbook import Logbook
-from stretto.launch.plan import Plan, digest, estimate_memory, make_plan, warnings
+from stretto.launch.plan import Plan, digest, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import until_cut_short
-from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger import Ledger
 from stretto.store.provenance import library_versions, machine
 from stretto.store.run_folder import RunFolder
@@ -44,6 +43,7 @@ def check(recipe_path: Path, overrides: Sequence[str]) -> None:
     print(f"longest     prompt {plan.longest_prompt} + answer {plan.sampling.max_tokens} tokens, ", end="")
     print(f"context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
+    print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
     for warning in warnings(plan):
         print(f"warning     {warning}")
     print("all is well; nothing was started")
@@ -64,7 +64,7 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
         return Prepared(plan, _new(path, plan), Beginning())
     folder = RunFolder.resume(path)
     try:
-        prepared = Prepared(plan, folder, _last_checkpoint(folder, plan))
+        prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
         folder.write("recipe.toml", to_toml(recipe))
     except UserError:
         folder.release()
@@ -137,20 +137,18 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
         raise RunFolderError([Problem(str(folder.path), found, "bring them back, or begin a new run")])
 
 
-def _last_checkpoint(folder: RunFolder, plan: Plan) -> Beginning:
+def _where_it_ended(folder: RunFolder, plan: Plan) -> Beginning:
     recipe = plan.recipe
     changes = differences(load_recipe(folder.recipe), recipe, _MAY_CHANGE)
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
     _check_questions(folder, plan)
-    checkpoint = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints).latest()
-    if checkpoint is None:
-        return Beginning()
-    if checkpoint.step > recipe.trainer.steps:
-        found = f"{recipe.trainer.steps}, and the run has done {checkpoint.step} steps"
+    beginning = Beginning.of(folder, recipe.store.keep_checkpoints)
+    if beginning.version > recipe.trainer.steps:
+        found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
-    return Beginning.at(checkpoint)
+    return beginning
 
 
 def _json(value: object) -> str:

@@ -1,30 +1,38 @@
-"""The trainer's process as the conductor sees it: three orders, each answered within its deadline."""
+"""The trainer's process as the conductor sees it: orders, each answered within its deadline, whoever carries them out.
+
+A trainer that dies or hangs is replaced: the new one begins with the last checkpoint, trains the batches since again
+(the ledger has them), and carries out the order that its predecessor did not.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import msgspec
 
-from stretto.core.errors import RoleDied, RoleError, RoleFailed
+from stretto.core.errors import RoleDied, RoleError, RoleFailed, WireError
 from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.config import DeadlinesConfig
+from stretto.launch.lineage import Lineage
 from stretto.launch.messages import (
     FROM_TRAINER,
     Failed,
     FromTrainer,
+    Publish,
+    Published,
     Ready,
     SaveCheckpoint,
     Saved,
     SavePolicy,
     Stop,
+    ToTrainer,
     Train,
     Trained,
 )
@@ -33,35 +41,69 @@ from stretto.launch.trainer_role import TrainerSpec
 
 _LAST_ANSWER_SECONDS = 1.0
 
-Answer = TypeVar("Answer", Ready, Trained, Saved)
+Answer = TypeVar("Answer", Ready, Published, Trained, Saved)
 
 
 class TrainerLink:
     """One order at a time; the answers come in the order of the orders."""
 
-    def __init__(self, log: Path, deadlines: DeadlinesConfig) -> None:
-        self.process = RoleProcess("trainer", "stretto.launch.trainer_role", log)
+    def __init__(self, log: Path, deadlines: DeadlinesConfig, lineage: Lineage | None = None) -> None:
+        """`lineage` None: a trainer that dies is not replaced."""
+        self._log = log
+        self._deadlines, self._lineage = deadlines, lineage
+        self._spec: TrainerSpec | None = None
+        self._version = 0  # trained and answered for
+        self._restarts = 0
         self._spans: list[Span] = []
         self._spanned = 0.0  # seconds
         self._began: float | None = None  # when the order under way was given
-        self._deadlines = deadlines
-        self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(log))
         self._turn = asyncio.Lock()
+        self._say: Callable[[str], None] = lambda text: None
+        self.replayed: list[Update] = []  # of the steps that were done again when the run went on
+        self._new_process()
+
+    def _new_process(self) -> None:
+        self.process = RoleProcess("trainer", "stretto.launch.trainer_role", self._log, self._deadlines.hung)
+        self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
         self._abandoned = False  # an order was given up before its answer came
 
-    async def start(self, spec: TrainerSpec) -> Ready:
-        """Start the process; when this returns its version is published."""
-        descriptor = self._channel.far.fileno()
-        await self.process.start(msgspec.structs.replace(spec, descriptor=descriptor), spec.threads, (descriptor,))
-        await self._channel.open()
-        return await self._receive(Ready, "to be ready", self._deadlines.start)
+    def report_to(self, say: Callable[[str], None]) -> None:
+        """`say` is told of every trainer that is replaced."""
+        self._say = say
 
-    async def train(self, batch: Batch) -> Update:
-        """Train on the batch; when this returns the next version is published."""
+    async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
+        """Start the process and bring it to `version`; when this returns that is published, if it is to be."""
+        self._spec, self._version = spec, version
+        self.replayed = await self._begin()
+        if publish:
+            await self._ask(Publish(), Published, f"to publish version {version}", self._deadlines.save)
+
+    async def _begin(self) -> list[Update]:
+        """A process at the version of the run: from the last checkpoint over the batches since."""
+        assert self._spec is not None, "start() comes first"
+        checkpoint = self._lineage.newest(self._version) if self._lineage is not None else None
+        folder = str(checkpoint.path) if checkpoint is not None else self._spec.checkpoint
+        descriptor = self._channel.far.fileno()
+        spec = msgspec.structs.replace(self._spec, descriptor=descriptor, checkpoint=folder)
+        await self.process.start(spec, spec.threads, (descriptor,))
+        await self._channel.open()
+        ready = await self._receive(Ready, "to be ready", self._deadlines.start)
+        updates: list[Update] = []
+        batches = self._lineage.batches(ready.version, self._version) if self._lineage is not None else ()
+        for batch in batches:
+            awaited = f"to do step {batch.step} again"
+            trained = await self._ask(Train(batch=batch, publish=False), Trained, awaited, self._deadlines.step)
+            updates.append(trained.update)
+        return updates
+
+    async def train(self, batch: Batch, *, publish: bool = True) -> Update:
+        """Train on the batch; when this returns the next version is published, if it is to be."""
         async with self._order():
-            await self._send(Train(batch=batch))
-            trained = await self._receive(Trained, f"to finish step {batch.step}", self._deadlines.step)
+            trained = await self._until_done(
+                Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
+            )
             self._keep(trained.spans)
+            self._version = trained.update.version
         return trained.update
 
     async def save_checkpoint(self, folder: Path) -> None:
@@ -74,8 +116,7 @@ class TrainerLink:
 
     async def _save(self, order: SaveCheckpoint | SavePolicy, awaited: str) -> None:
         async with self._order():
-            await self._send(order)
-            saved = await self._receive(Saved, awaited, self._deadlines.save)
+            saved = await self._until_done(order, Saved, awaited, self._deadlines.save)
             self._keep([saved.span])
 
     @contextlib.asynccontextmanager
@@ -87,21 +128,56 @@ class TrainerLink:
             finally:
                 self._began = None
 
-    async def _send(self, order: Train | SaveCheckpoint | SavePolicy) -> None:
+    async def _until_done(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+        """The answer to an order, of this trainer or of the one that takes its place."""
+        while True:
+            try:
+                return await self._ask(order, kind, awaited, seconds)
+            except RoleDied as death:
+                await self._replace(death)
+
+    async def _replace(self, death: RoleDied) -> None:
+        """A new trainer that stands where the dead one stood, published again.
+
+        Raises:
+            RoleDied: it has died too often, or cannot be replaced.
+        """
+        while True:
+            self._restarts += 1
+            if self._lineage is None or self._restarts > self._deadlines.trainer_restarts:
+                raise death
+            self._say(f"trainer {death.how}: a new one is started at version {self._version}")
+            self._channel.close()
+            await self.process.stop(0.0)
+            self._new_process()
+            try:
+                await self._begin()
+                await self._ask(Publish(), Published, f"to publish version {self._version}", self._deadlines.save)
+            except RoleDied as again:
+                death = again
+            else:
+                return
+
+    async def _ask(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         try:
             await self._channel.send(order)
         except RoleDied:
             raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
+        return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
-        """Wait until the process ends, which it does only when it should not.
+        """Replace the trainer when it ends while no order is under way; whoever has given one replaces it otherwise.
 
         Raises:
-            RoleDied: it has ended; whoever waits for an answer hears it first, with what the trainer had to say.
+            RoleDied: it has died too often, or cannot be replaced.
         """
-        how = await self.process.ended()
-        await asyncio.sleep(_LAST_ANSWER_SECONDS)
-        raise RoleDied("trainer", how, str(self.process.log))
+        while True:
+            process = self.process
+            how = await process.ended()
+            await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
+            async with self._turn:
+                if process is self.process:
+                    await self._replace(RoleDied("trainer", how, str(process.log)))
 
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         self._abandoned = True
@@ -113,7 +189,7 @@ class TrainerLink:
         if isinstance(answer, Failed):
             raise RoleFailed("trainer", answer.problem, answer.exit_code)
         if not isinstance(answer, kind):
-            raise RoleDied("trainer", f"answered {type(answer).__name__} in place of {kind.__name__}")
+            raise WireError(f"trainer answered {type(answer).__name__} in place of {kind.__name__}")
         return answer
 
     def _keep(self, spans: Iterable[Span]) -> None:

@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.events import Span
-from stretto.core.lifeline import die_with_parent
+from stretto.core.lifeline import die_with_parent, keep_beating
 from stretto.core.records import Record, Sampling
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
+    Publish,
+    Published,
     Ready,
     SaveCheckpoint,
     Saved,
@@ -83,16 +85,19 @@ class TrainerRole:
         return Critic(_load(Path(self._spec.model), config), config, algorithm.critic)
 
     def run(self) -> None:
-        """Publish the first version, then carry out orders until `Stop` or until the conductor is gone."""
-        self._trainer.publish(self._publisher)
-        self._trainer.drain_spans()
+        """Carry out orders until `Stop` or until the conductor is gone."""
         self._channel.send(Ready(version=self._trainer.version))
         while (order := self._channel.receive()) is not None:
             match order:
                 case Train():
                     update = self._trainer.train(order.batch)
-                    self._trainer.publish(self._publisher)
+                    if order.publish:
+                        self._trainer.publish(self._publisher)
                     self._channel.send(Trained(update=update, spans=tuple(self._trainer.drain_spans())))
+                case Publish():
+                    self._trainer.publish(self._publisher)
+                    self._trainer.drain_spans()
+                    self._channel.send(Published(version=self._trainer.version))
                 case SaveCheckpoint():
                     self._trainer.save_checkpoint(Path(order.folder))
                     (span,) = self._trainer.drain_spans()
@@ -117,6 +122,7 @@ def main(arguments: list[str]) -> int:
     """Play the role; see `launch.playing`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     die_with_parent(spec.parent)
+    keep_beating()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
     return play(lambda: TrainerRole(spec, channel).run(), channel.send)

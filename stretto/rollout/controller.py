@@ -10,14 +10,15 @@ with batches of two groups and ``max_staleness = 1``::
     publish(1); load(1)            version 1 is published, then every engine has it
     admit, admit                   room for two more
 
-Every state change is written to the journal before it takes effect.
+Every state change is written to the journal before it takes effect. What the journal does not hold (`standing`) and
+the groups that it knows as unfinished bring a controller back to where it stood (`restore`).
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.core.admission import admits, due
 from stretto.core.errors import BoundViolated, StrettoError
@@ -42,6 +43,14 @@ from stretto.rollout.protocols import Journal
 
 class TooManyFailures(StrettoError):
     """So many groups failed in a row that going on would train on nothing."""
+
+
+class Standing(Record, frozen=True):
+    """Where a controller stands, beside the states of its trajectories: the prompts, and how often those of unfinished
+    groups have failed before (groups that have not are left out)."""
+
+    position: Position = Position()
+    failures: Mapping[str, int] = {}
 
 
 class Ticket(Record, frozen=True):
@@ -91,10 +100,16 @@ class Controller:
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
         self.filtered = 0  # groups, since the last batch was taken
+        self.refused = 0  # answers that came for a group that was not in flight any more
 
     @property
     def in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Those of the groups in flight."""
+        return list(self._in_flight.values())
 
     @property
     def buffered(self) -> int:
@@ -114,10 +129,37 @@ class Controller:
             return None
         draw = self._prompts.take()
         ticket = Ticket(order=self._order, draw=draw, admitted_version=self.live, request=self._request(draw))
-        self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         self._order += 1
         self._in_flight[ticket.group_id] = ticket
+        self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
+
+    def restore(
+        self, group_id: str, admitted_version: int, trajectories: Sequence[Trajectory], failures: int = 0
+    ) -> Ticket:
+        """Take up a group that a run which ended had not trained; the journal knows it already. To be called in the
+        order of admission, before anything is admitted.
+
+        Returns its ticket: of a group in flight (no `trajectories`) the caller asks again; one with trajectories is
+        back in the buffer.
+        """
+        draw = self._prompts.named(group_id, failures)
+        ticket = Ticket(order=self._order, draw=draw, admitted_version=admitted_version, request=self._request(draw))
+        self._order += 1
+        if trajectories:
+            group = Group(
+                id=group_id, prompt=draw.prompt, admitted_version=admitted_version, trajectories=tuple(trajectories)
+            )
+            self._buffer.append((ticket, group))
+        else:
+            self._in_flight[group_id] = ticket
+        return ticket
+
+    def standing(self) -> Standing:
+        """What a later `restore` needs beside the journal."""
+        draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
+        failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
+        return Standing(position=self._prompts.position(), failures=failures)
 
     def _request(self, draw: Draw) -> GenerateRequest:
         group_id = draw.group_id
@@ -129,8 +171,15 @@ class Controller:
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
         """The group's answers are judged: buffer it, or filter it, or fail it when too few could be decided.
 
-        Returns the group when it was decided (buffered or filtered), None when it failed.
+        Answers are kept in the order of their members, in whichever order they came. Answers to a group that is not in
+        flight (they came twice, or too late) are refused and counted: its state is settled.
+
+        Returns the group when it was decided (buffered or filtered), None when it failed or was refused.
         """
+        if self._in_flight.get(ticket.group_id) is not ticket:
+            self.refused += 1
+            return None
+        trajectories = sorted(trajectories, key=lambda trajectory: trajectory.completion.member)
         decided = tuple(t for t in trajectories if t.verdict.outcome is not Outcome.UNDECIDED)
         for trajectory in trajectories:
             if trajectory.verdict.outcome is Outcome.UNDECIDED:
@@ -175,13 +224,13 @@ class Controller:
     def _leave_for_another_attempt(self, ticket: Ticket) -> None:
         del self._in_flight[ticket.group_id]
         self._failures_in_a_row += 1
+        if ticket.draw.failures + 1 < self.config.max_attempts:
+            self._prompts.give_back(ticket.draw, failures=1)
         if self._failures_in_a_row > self.config.max_failures_in_a_row:
             raise TooManyFailures(
                 f"{self._failures_in_a_row} groups failed in a row, the last one is {ticket.group_id}; "
                 "`stretto export` shows the reason of each (rollout.max_failures_in_a_row)"
             )
-        if ticket.draw.failures + 1 < self.config.max_attempts:
-            self._prompts.give_back(ticket.draw, failures=1)
 
     def take(self) -> Batch | None:
         """The next batch, trained at `published`, or None while it must wait. Committed to the journal."""
@@ -255,12 +304,6 @@ class Controller:
     def load(self, version: int) -> None:
         """Every engine has loaded `version` or a newer one; new groups are admitted at it."""
         self.live = max(self.live, version)
-
-    def position(self) -> Position:
-        """Where the prompts stand if everything untrained is asked again (after a crash or a stop)."""
-        unfinished = [ticket.draw for ticket in self._in_flight.values()]
-        unfinished += [ticket.draw for ticket, _ in self._buffer]
-        return self._prompts.position(unfinished)
 
     def _assert_bound(self, batch: Batch) -> None:
         eta = self.config.max_staleness

@@ -60,9 +60,9 @@ class PromptStream:
         self._seed = seed
         self._epoch, self._index = position.epoch, position.index
         self._order = self._shuffled(self._epoch)
-        by_id = {prompt.id: prompt for prompt in self._prompts}
+        self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._given_back = deque(
-            Draw(prompt=by_id[again.prompt_id], epoch=again.epoch, attempt=again.attempt, failures=again.failures)
+            Draw(prompt=self._by_id[again.prompt_id], epoch=again.epoch, attempt=again.attempt, failures=again.failures)
             for again in position.given_back
         )
 
@@ -82,14 +82,24 @@ class PromptStream:
         self._index += 1
         return draw
 
+    def named(self, group_id: str, failures: int = 0) -> Draw:
+        """The draw whose group has this name; `failures` of the attempts before it.
+
+        >>> stream = PromptStream([Prompt(id="a.b", token_ids=(1,), text="", answer="")], seed=1)
+        >>> stream.named("3.a.b.2").attempt
+        2
+        """
+        epoch, _, rest = group_id.partition(".")
+        prompt, _, attempt = rest.rpartition(".")
+        return Draw(prompt=self._by_id[prompt], epoch=int(epoch), attempt=int(attempt), failures=failures)
+
     def give_back(self, draw: Draw, failures: int = 0) -> None:
         """Ask this prompt again before any new one, under the next attempt's name; `failures` more have failed."""
         self._given_back.append(_next_attempt(draw, failures))
 
-    def position(self, unfinished: Sequence[Draw] = ()) -> Position:
-        """A position from which nothing is skipped: what is `unfinished` now is asked again, under new names."""
-        draws = [*self._given_back, *map(_next_attempt, unfinished)]
-        again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in draws)
+    def position(self) -> Position:
+        """Where the stream stands; what was taken and not given back is not in it."""
+        again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
         return Position(epoch=self._epoch, index=self._index, given_back=again)
 
 

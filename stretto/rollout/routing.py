@@ -16,7 +16,9 @@ class Router:
     'engine-1'
     """
 
-    def __init__(self, engines: list[str]) -> None:
+    def __init__(self, engines: list[str], alone: bool = False) -> None:
+        """`alone`: an engine has one group at a time."""
+        self._alone = alone
         self._load = dict.fromkeys(engines, 0)
         self._up = list(engines)
 
@@ -30,10 +32,13 @@ class Router:
         return self._load.get(engine, 0)
 
     def start(self, answers: int) -> str | None:
-        """The engine that gets a group of so many answers; None while no engine is up."""
+        """The engine that gets a group of so many answers; None while no engine is up, or free where one is to be
+        alone."""
         if not self._up:
             return None
         engine = min(self._up, key=lambda name: self._load[name])
+        if self._alone and self._load[engine]:
+            return None
         self._load[engine] += answers
         return engine
 

@@ -92,14 +92,17 @@ class Checkpoints:
         matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(match[1]) for match in matches if match)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, every byte of it checked; None when there is none at all.
+    def latest(self, at_most: int | None = None) -> Checkpoint | None:
+        """The newest whole checkpoint, of no later step than `at_most`, every byte of it checked; None when there is
+        none at all.
 
         Raises:
             StoreError: there are checkpoints and none is whole; names what is wrong with each.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):
+            if at_most is not None and step > at_most:
+                continue
             path = self._folder / f"step-{step:06d}"
             try:
                 verify(path)

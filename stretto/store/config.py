@@ -11,12 +11,14 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
     """Section ``[store]`` of a recipe."""
 
     keep_payloads: Literal["all", "trained", "none"] = Field(
-        default="all", description="Whose tokens, log-probabilities and text the ledger keeps."
+        default="all",
+        description="Whose tokens, log-probabilities and text stay in the ledger; none: as long as a crash would need "
+        "them, until they are behind the oldest checkpoint.",
     )
     flush_seconds: float = Field(
         default=0.25,
         ge=0,
         le=60,
-        description="The ledger writes with the first change that comes so long after its last writing.",
+        description="The ledger writes with the first group that is issued so long after its last writing.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")

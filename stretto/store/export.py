@@ -15,6 +15,7 @@ from stretto.core.records import Record, trajectory_id
 from stretto.store.rows import Payload
 from stretto.store.run_folder import RunFolder
 from stretto.store.schema import open_for_reading
+from stretto.store.seals import SIZE
 
 _ROWS = """
     SELECT groups.id, prompt_id, member, prompt_token_ids, payload, reward, verdict, state, reason,
@@ -58,7 +59,7 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     try:
         with closing(open_for_reading(folder.ledger)) as connection:
             for group, prompt_id, member, prompt, payload, *rest in connection.execute(_ROWS):
-                answer = _NOTHING if payload is None else payloads.decode(payload)
+                answer = _NOTHING if payload is None else payloads.decode(payload[SIZE:])
                 yield _exported(
                     group, prompt_id, member, () if prompt is None else prompts.decode(prompt), answer, rest
                 )

@@ -27,6 +27,7 @@ class Totals(Record, frozen=True):
     max_staleness: float | None  # None (also what JSON makes of an infinity): no bound
     generated: int = 0  # tokens sampled by all engines for training prompts
     stopped: int = 0  # tokens of answers that were stopped in flight for good
+    unfinished: int = 0  # tokens of answers that were in flight when the run ended; they may go on when it does
     recomputed: int = 0  # tokens whose KV cache was computed again after an interruption
     busy: Mapping[str, float] = {}  # role: seconds it worked since the first prompt was admitted
     wall_seconds: float = 0.0
@@ -125,7 +126,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
             generated=totals.generated,
             trained=sum(staleness.histogram.values()),
             recomputed=totals.recomputed,
-            wasted=lost + masked + totals.stopped,
+            wasted=lost + masked + totals.stopped + totals.unfinished,
         ),
         trajectories=_trajectories(connection),
         staleness=staleness,

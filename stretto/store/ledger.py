@@ -8,9 +8,10 @@ Two promises. *The balance*: issued is the sum of all states, at any moment, aft
 `commit_batch` returns, membership and order of the batch are in the file in one transaction, so that an update is
 never published whose batch is not on record.
 
-Changes are held back and written together, by the first change that comes ``flush_seconds`` or more after the last
-writing, or by `flush`, which a run calls every second: SQLite in WAL mode then costs a few microseconds a row, and a
-kill at any moment loses at most those changes, all of them or none.
+Changes are held back and written together: before a batch is trained, once a second, and by the first group issued
+``flush_seconds`` or more after the last writing. Never between two changes that belong together: a group is settled and
+its prompt given back in one transaction, or neither. A kill loses the changes since the last writing, all of them, and
+nothing outside has seen their effect: every process of a run ends with its conductor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,17 +28,22 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Record, State, Trajectory, Update, trajectory_id
 from stretto.store.config import StoreConfig
-from stretto.store.rows import LiveRow, encode_payload, step_columns, update_columns
+from stretto.store.files import sync_file
+from stretto.store.rows import (
+    LiveRow,
+    Partial,
+    decode_partial,
+    encode_partial,
+    encode_payload,
+    step_columns,
+    update_columns,
+)
 from stretto.store.schema import open_for_writing
+from stretto.store.seals import check, seal
 
 Value = TypeVar("Value")
 
-_INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)"
-_SUPERSEDE = """
-    UPDATE groups SET id = id || '~' || key WHERE id = ? AND key < ? AND NOT EXISTS (
-        SELECT 1 FROM trajectories WHERE trajectories.key BETWEEN groups.key AND groups.key + members - 1
-            AND state = 'trained')
-"""
+_INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
 _UPSERT_TRAJECTORY = """
     INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
@@ -46,17 +52,28 @@ _UPSERT_TRAJECTORY = """
         newest_version = excluded.newest_version, interrupted = excluded.interrupted
 """
 _INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
-_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE_STEP = "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?"
-_UPSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+_UPSERT_META = """
+    INSERT INTO meta VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value, seal = excluded.seal
+"""
 _INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?)"
 _LIVE = """
     SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
     WHERE state IN ('in_flight', 'buffered')
 """
-_TRAINED_AFTER = """
-    SELECT DISTINCT groups.id FROM trajectories JOIN groups ON groups.key = group_key
-    WHERE trained_step > ? ORDER BY groups.key
+_WRITTEN = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
+_INSERT_PARTIAL = "INSERT INTO partials VALUES (?, ?, ?)"
+_DELETE_PARTIALS = "DELETE FROM partials WHERE key = ?"
+_FORGET_UNTRAINED = """
+    DELETE FROM payloads WHERE key IN (
+        SELECT key FROM trajectories WHERE state IN ('filtered', 'expired', 'failed'))
+"""
+_FORGET_TRAINED = "DELETE FROM payloads WHERE key IN (SELECT key FROM trajectories WHERE trained_step <= ?)"
+_FORGET_PROMPTS = """
+    UPDATE groups SET prompt_token_ids = NULL WHERE prompt_token_ids IS NOT NULL AND NOT EXISTS (
+        SELECT 1 FROM trajectories WHERE group_key = groups.key
+            AND (state IN ('in_flight', 'buffered') OR trained_step > ?))
 """
 
 
@@ -93,39 +110,44 @@ class Ledger:
             ledger refuses everything: a run whose truth cannot be recorded must end.
     """
 
-    def __init__(self, path: Path, config: StoreConfig) -> None:
-        self._path, self._config = path, config
+    def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._config, self._clock = path, config, clock
         self._connection = open_for_writing(path)
         self._broken: StoreError | None = None
         self._pending: dict[str, list[tuple[Any, ...]]] = {}
+        self._partials: list[tuple[str, tuple[Any, ...]]] = []  # in the order of the events
         self._facts: dict[str, str] = {}
+        self._sources: dict[str, Callable[[], object]] = {}
         self._dirty: dict[int, LiveRow] = {}
         self._live: dict[str, LiveRow] = {}
-        self._flushed = time.monotonic()
+        self._flushed = self._clock()
+        try:
+            self._read_back()
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError, AssertionError) as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+
+    def _read_back(self) -> None:
+        """What an earlier session has left."""
         for group_id, *columns in self._query(_LIVE):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
+        self._resume_partials()
         states = self._query("SELECT state, count(*) FROM trajectories GROUP BY state")
+        if strange := [state for state, _ in states if state not in set(map(str, State))]:
+            raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
         self._counts = Counter({State(state): count for state, count in states})
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
-        self._first_key = self._next_key  # of this session; 0 in a run that was not resumed
 
     # The life of a trajectory.
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """One prompt goes to an engine, `members` answers wanted: all in flight.
-
-        A run that goes on from a checkpoint asks again what it had asked after it. The group of the lineage that was
-        left behind then gives up its name (``0.17.0`` becomes ``0.17.0~712``), unless it was trained on: ids are
-        unique, and no id is trained twice.
-        """
-        key, keep = self._next_key, self._config.keep_payloads != "none"
+        """One prompt goes to an engine, `members` answers wanted: all in flight."""
+        key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
-        tokens = msgspec.msgpack.encode(prompt.token_ids) if keep else None
-        if self._first_key:
-            self._note(_SUPERSEDE, (group_id, self._first_key))
-        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens))
+        tokens = msgspec.msgpack.encode(prompt.token_ids)
+        group_seal = seal(group_id, prompt.id, admitted_version)
+        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens, group_seal))
         for member in range(members):
             row = LiveRow(key + member, key, member)
             self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
@@ -137,14 +159,12 @@ class Ledger:
         """A group is complete and waits to be trained on."""
         for trajectory in group.trajectories:
             self._move(trajectory.id, State.BUFFERED, "", trajectory)
-        self._flush_if_due()
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
         """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its answer, if there is one."""
         if state not in (State.FILTERED, State.EXPIRED, State.FAILED):
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
         self._move(id, state, reason, trajectory)
-        self._flush_if_due()
 
     def commit_batch(self, batch: Batch) -> None:
         """All answers of the batch are trained in its step; on return this is in the file, with everything before."""
@@ -157,8 +177,6 @@ class Ledger:
         for trajectory in trajectories:
             row = self._move(trajectory.id, State.TRAINED, "")
             row.trained_step = batch.step
-            if self._config.keep_payloads == "trained":
-                self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
         self._note(_INSERT_STEP, step)
         self.flush()
 
@@ -167,38 +185,33 @@ class Ledger:
         self._note(_UPDATE_STEP, update_columns(update))
         self._flush_if_due()
 
-    # After a crash.
+    # What a crash would need, and what is kept longer.
 
-    def abandon(self, reason: str = "run ended") -> list[str]:
-        """What a run that ended left in flight or buffered is failed.
+    def write_on(self, id: str, partial: Partial) -> None:
+        """An answer in flight has come further by these tokens: after a crash it goes on behind them."""
+        row = self._row(id)
+        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, encode_partial(id, partial))))
+        row.written += len(partial.token_ids)
 
-        Returns the ids of the groups that this concerns, in the order of their issue: their prompts can be asked again,
-        under new ids.
-        """
-        left = list(self._live)
-        for id in left:
-            self._move(id, State.FAILED, reason)
+    def forget(self, step: int) -> None:
+        """The run will never go on from before `step` again: what ``store.keep_payloads`` does not keep leaves."""
+        if self._config.keep_payloads == "all":
+            return
+        self._note(_FORGET_UNTRAINED, ())
+        if self._config.keep_payloads == "none":
+            self._note(_FORGET_TRAINED, (step,))
+            self._note(_FORGET_PROMPTS, (step,))
         self.flush()
-        return list(dict.fromkeys(id.rpartition("/")[0] for id in left))
 
-    def rewind(self, step: int) -> list[str]:
-        """The run goes on from the checkpoint of `step`: what was trained later is failed, its steps are struck out.
-
-        So the lineage that survives holds each trajectory once. Returns the ids of the groups that this concerns.
-        """
+    def sync(self) -> None:
+        """Force everything that was written to disk: a checkpoint must not outlive the batches that led to it."""
         self.flush()
-        self._execute("BEGIN IMMEDIATE")
-        groups = [id for (id,) in self._query(_TRAINED_AFTER, (step,))]
-        changed = self._execute(
-            "UPDATE trajectories SET state = 'failed', reason = ?, trained_step = NULL WHERE trained_step > ?",
-            (f"rewound to step {step}", step),
-        ).rowcount
-        self._execute("DELETE FROM steps WHERE step > ?", (step,))
-        self._execute(_INSERT_EVENT, (time.time(), "rewind", f"to step {step}, {changed} trajectories"))
-        self._execute("COMMIT")
-        self._counts[State.TRAINED] -= changed
-        self._counts[State.FAILED] += changed
-        return groups
+        try:
+            for name in (self._path, self._path.with_name(f"{self._path.name}-wal")):
+                if name.exists():
+                    sync_file(name)
+        except OSError as error:
+            raise StoreError(f"{self._path}: cannot be forced to disk: {error.strerror or error}") from error
 
     # Facts beside the trajectories.
 
@@ -207,14 +220,22 @@ class Ledger:
 
         It is written in the same transaction as the changes of state around it, and only the newest value is.
         """
-        self._facts[name] = msgspec.json.encode(value).decode()
+        self._facts[name] = _json(value)
         self._flush_if_due()
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """The value kept under `name`, or None."""
         self.flush()
-        found = self._query("SELECT value FROM meta WHERE name = ?", (name,))
-        return msgspec.json.decode(found[0][0], type=kind) if found else None
+        found = self._query("SELECT value, seal FROM meta WHERE name = ?", (name,))
+        if not found:
+            return None
+        [(value, sealed)] = found
+        check(sealed, seal(name, value), f"{self._path}: {name}")
+        return msgspec.json.decode(value, type=kind)
+
+    def watch(self, name: str, source: Callable[[], object]) -> None:
+        """Keep, under a name, what `source` says whenever something is written: a value that belongs to the states."""
+        self._sources[name] = source
 
     def event(self, name: str, detail: str) -> None:
         """Something happened that a reader of the run should know: an engine was replaced, a step was skipped."""
@@ -224,6 +245,11 @@ class Ledger:
     def last_step(self) -> int | None:
         """The newest step whose batch is on record."""
         found: int | None = self._query("SELECT max(step) FROM steps")[0][0]
+        return found
+
+    def last_update(self) -> int:
+        """The newest step whose update is on record; 0 when none is."""
+        found: int = self._query("SELECT coalesce(max(step), 0) FROM steps WHERE published_version IS NOT NULL")[0][0]
         return found
 
     def balance(self) -> Balance:
@@ -236,20 +262,22 @@ class Ledger:
         """Write everything that is held back, in one transaction."""
         if self._broken is not None:
             raise self._broken
-        self._flushed = time.monotonic()
-        if not (self._dirty or self._pending or self._facts):
+        self._flushed = self._clock()
+        if not (self._dirty or self._pending or self._partials or self._facts):
             return
         rows = [row.columns() for row in self._dirty.values()]
+        self._facts |= {name: _json(source()) for name, source in self._sources.items()}
         pending = self._pending
         self._execute("BEGIN IMMEDIATE")
-        self._many(_SUPERSEDE, pending.pop(_SUPERSEDE, []))
         self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
         self._many(_UPSERT_TRAJECTORY, rows)
+        for statement, row in self._partials:
+            self._execute(statement, row)
         for statement, parameters in pending.items():
             self._many(statement, parameters)
-        self._many(_UPSERT_META, self._facts.items())
+        self._many(_UPSERT_META, [(name, value, seal(name, value)) for name, value in self._facts.items()])
         self._execute("COMMIT")
-        self._pending, self._dirty, self._facts = {}, {}, {}
+        self._pending, self._partials, self._dirty, self._facts = {}, [], {}, {}
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -260,7 +288,7 @@ class Ledger:
             self._connection.close()
 
     def _flush_if_due(self) -> None:
-        if time.monotonic() - self._flushed >= self._config.flush_seconds:
+        if self._clock() - self._flushed >= self._config.flush_seconds:
             self.flush()
 
     def _row(self, id: str) -> LiveRow:
@@ -277,12 +305,23 @@ class Ledger:
         self._counts[state] += 1
         if trajectory is not None and not row.finished:
             row.finish(trajectory)
-            if self._config.keep_payloads == "all":
+            if state is State.BUFFERED or self._config.keep_payloads == "all":
                 self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
+        if row.written:
+            self._partials.append((_DELETE_PARTIALS, (row.key,)))
+            row.written = 0
         if state is not State.BUFFERED:
             del self._live[id]
         self._dirty[row.key] = row
         return row
+
+    def _resume_partials(self) -> None:
+        by_key = {row.key: (id, row) for id, row in self._live.items()}
+        for key, begin, payload in self._query(_WRITTEN):
+            if key not in by_key:
+                raise StoreError(f"{self._path}: tokens of an answer that is not in flight (key {key})")
+            id, row = by_key[key]
+            row.written = begin + len(decode_partial(id, payload).token_ids)
 
     def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
         self._pending.setdefault(statement, []).append(parameters)
@@ -290,12 +329,15 @@ class Ledger:
     # The database.
 
     def _query(self, statement: str, parameters: tuple[Any, ...] = ()) -> list[Any]:
-        return self._execute(statement, parameters).fetchall()
+        try:
+            return self._execute(statement, parameters).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise StoreError(f"{self._path}: cannot be read: {error}") from error
 
     def _execute(self, statement: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(statement, parameters)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise self._break(error) from error
 
     def _many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
@@ -304,9 +346,13 @@ class Ledger:
         except sqlite3.Error as error:
             raise self._break(error) from error
 
-    def _break(self, error: sqlite3.Error) -> StoreError:
+    def _break(self, error: Exception) -> StoreError:
         """Undo what the transaction has done so far, and refuse everything from now on."""
         if self._connection.in_transaction:
             self._connection.rollback()
         self._broken = StoreError(f"{self._path}: cannot be written: {error}")
         return self._broken
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

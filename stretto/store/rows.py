@@ -9,6 +9,7 @@ import msgspec
 
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, State, Trajectory, Update
+from stretto.store.seals import SIZE, batch_seal, check, seal
 
 #: Which state may follow which; the four that are not keys are final.
 ALLOWED: Mapping[State, frozenset[State]] = {
@@ -26,12 +27,25 @@ class Payload(Record, frozen=True, array_like=True):
     text: str
 
 
+class Partial(Record, frozen=True, array_like=True):
+    """A piece of an answer in flight; `stop_reason` where it is the last one and the answer waits for its siblings."""
+
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    interrupted: int = 0
+    stop_reason: str | None = None
+
+
 _PAYLOAD_ENCODER = msgspec.msgpack.Encoder()
+_PAYLOAD_DECODER = msgspec.msgpack.Decoder(Payload)
+_PARTIAL_DECODER = msgspec.msgpack.Decoder(Partial)
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
-    completion = trajectory.completion
-    return _PAYLOAD_ENCODER.encode(
+    """A seal and what it seals: the payload, and the columns of the answer's row that a run goes on from."""
+    completion, verdict = trajectory.completion, trajectory.verdict
+    body = _PAYLOAD_ENCODER.encode(
         Payload(
             token_ids=completion.token_ids,
             behavior_logprobs=completion.behavior_logprobs,
@@ -39,6 +53,36 @@ def encode_payload(trajectory: Trajectory) -> bytes:
             text=trajectory.text,
         )
     )
+    columns = (verdict.outcome.value, verdict.reward, completion.stop_reason.value, completion.interrupted)
+    return seal(trajectory.id, columns, body) + body
+
+
+def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
+    """The payload of an answer; `columns` are its outcome, reward, stop reason and interruptions.
+
+    Raises:
+        StoreError: it is not what was written.
+    """
+    body = sealed[SIZE:]
+    check(sealed[:SIZE], seal(id, columns, body), f"the answer {id}")
+    return _PAYLOAD_DECODER.decode(body)
+
+
+def encode_partial(id: str, partial: Partial) -> bytes:
+    """A seal and what it seals."""
+    body = _PAYLOAD_ENCODER.encode(partial)
+    return seal(id, body) + body
+
+
+def decode_partial(id: str, sealed: bytes) -> Partial:
+    """A piece of an answer in flight.
+
+    Raises:
+        StoreError: it is not what was written.
+    """
+    body = sealed[SIZE:]
+    check(sealed[:SIZE], seal(id, body), f"a piece of the answer {id}")
+    return _PARTIAL_DECODER.decode(body)
 
 
 class LiveRow:
@@ -53,6 +97,7 @@ class LiveRow:
         "reason",
         "state",
         "trained_step",
+        "written",
     )
 
     def __init__(self, key: int, group_key: int, member: int) -> None:
@@ -60,6 +105,7 @@ class LiveRow:
         self.state, self.reason = State.IN_FLIGHT, ""
         self.trained_step: int | None = None
         self.finished = False  # it has an answer
+        self.written = 0  # tokens of it that are on record as partials
         self._answer: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
@@ -133,6 +179,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
         committed,
         None,
         None,
+        batch_seal(batch),
     )
 
 

@@ -1,9 +1,12 @@
 """The ledger's tables, and opening them.
 
     groups ──1:n── trajectories ──1:0..1── payloads        steps        meta        events
+                              └──1:n───── partials
 
 A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
-The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it.
+The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it. Partials are
+the tokens of an answer that is still in flight, piece by piece; they leave when it ends. What a run goes on from is
+sealed with a checksum (`store.seals`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 
 from stretto.core.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 
 _TABLES = """
 CREATE TABLE groups (
@@ -22,7 +25,8 @@ CREATE TABLE groups (
     prompt_id TEXT NOT NULL,
     members INTEGER NOT NULL,
     admitted_version INTEGER NOT NULL,
-    prompt_token_ids BLOB
+    prompt_token_ids BLOB,
+    seal BLOB NOT NULL
 ) STRICT;
 CREATE TABLE trajectories (
     key INTEGER PRIMARY KEY,
@@ -43,6 +47,12 @@ CREATE TABLE payloads (
     key INTEGER PRIMARY KEY REFERENCES trajectories (key),
     payload BLOB NOT NULL
 ) STRICT;
+CREATE TABLE partials (
+    key INTEGER NOT NULL REFERENCES trajectories (key),
+    begin INTEGER NOT NULL,
+    payload BLOB NOT NULL,
+    PRIMARY KEY (key, begin)
+) STRICT, WITHOUT ROWID;
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY,
     version INTEGER NOT NULL,
@@ -54,9 +64,10 @@ CREATE TABLE steps (
     batch TEXT NOT NULL,
     committed REAL NOT NULL,
     published_version INTEGER,
-    metrics TEXT
+    metrics TEXT,
+    seal BLOB NOT NULL
 ) STRICT;
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, seal BLOB NOT NULL) STRICT;
 CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
 """
 
@@ -74,7 +85,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
         _check_format(path, connection)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
     return connection
 
@@ -91,7 +102,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, isolation_level=None)
         connection.execute("PRAGMA query_only = ON")
         _check_format(path, connection)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
     return connection
 

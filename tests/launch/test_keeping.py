@@ -166,7 +166,7 @@ def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) ->
         TrainerConfig(keep_versions=1),
         cast(TrainerLink, trainer),
         cast(Controller, Published()),
-        desk.recorder,
+        desk.ledger,
         DeadlinesConfig(),
     )
 

@@ -31,7 +31,7 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("an unknown key", "[trainer]\nstep = 3", ["trainer.step: unknown key", "did you mean 'steps'?"]),
     ("an unknown section", "[trainor]\nsteps = 3", ["trainor: unknown key", "did you mean 'trainer'?"]),
     ("an unknown key of a union", '[task]\nkind = "jsonl"\nfile = "x"\nhold_out = 3', ["task.hold_out", "'held_out'"]),
-    ("an unknown key of nothing like it", "[engine]\nzzz = 1", ["engine.zzz", "allowed: base_port, cache_gib, "]),
+    ("an unknown key of nothing like it", "[engine]\nzzz = 1", ["engine.zzz", "allowed: base_port, batching, "]),
     ("a text for a number", '[trainer]\nsteps = "3"', ["trainer.steps: '3'", "valid integer"]),
     ("a fraction for a count", "[trainer]\nsteps = 3.5", ["trainer.steps: 3.5", "integer"]),
     ("a bool for a number", "[trainer]\nsteps = true", ["trainer.steps: True", "valid integer"]),

@@ -7,18 +7,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.launch.keeper import ConductorState
-from stretto.launch.recorder import Past
+from stretto.launch.run import Beginning
 from stretto.launch.train import Prepared, prepare
 from stretto.model.build import BuildConfig, build_policy
-from stretto.rollout.prompts import Position
 from stretto.store.checkpoints import Checkpoints
+from stretto.store.config import StoreConfig
+from stretto.store.ledger import Ledger
+from tests.store.conftest import Make
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 
@@ -52,12 +53,24 @@ def go_on(recipe: Path, run_dir: Path, *overrides: str) -> Prepared:
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:
-    state = ConductorState(step=step, position=Position(index=step), past=Past(rl_seconds=3.0))
+    """A checkpoint of a step, with everything of that step on record."""
 
     def write(folder: Path) -> None:
-        (folder / "conductor.json").write_bytes(msgspec.json.encode(state))
+        (folder / "trainer.json").write_text("{}")
 
+    record(run_dir, step)
     return Checkpoints(run_dir / "checkpoints").save(step, write)
+
+
+def record(run_dir: Path, step: int) -> None:
+    """The batches up to a step."""
+    make = Make()
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        for number in range((ledger.last_step() or 0) + 1, step + 1):
+            group = make.group(f"0.{number}.0", make.trajectory(f"0.{number}.0"))
+            ledger.issue(group.id, make.prompt, 1, 0)
+            ledger.buffer(group)
+            ledger.commit_batch(make.batch(number, group))
 
 
 def refusal(recipe: Path, run_dir: Path, *overrides: str) -> str:
@@ -68,17 +81,26 @@ def refusal(recipe: Path, run_dir: Path, *overrides: str) -> str:
 
 def test_a_run_that_has_no_checkpoint_begins_at_the_start(recipe: Path) -> None:
     beginning = go_on(recipe, begin(recipe)).beginning
-    assert (beginning.version, beginning.checkpoint) == (0, None)
+    assert beginning == Beginning(version=0, saved_step=0)
 
 
-def test_a_run_goes_on_from_its_last_whole_checkpoint(recipe: Path) -> None:
+def test_a_run_goes_on_behind_its_last_batch_from_its_last_whole_checkpoint(recipe: Path) -> None:
     run_dir = begin(recipe)
     checkpoint(run_dir, 2)
     newest = checkpoint(run_dir, 4)
-    assert go_on(recipe, run_dir).beginning.version == 4
-    (newest / "conductor.json").write_text("{}")
+    record(run_dir, 5)
+    assert go_on(recipe, run_dir).beginning == Beginning(version=5, saved_step=4)
+    (newest / "trainer.json").write_text("{ }")
     beginning = go_on(recipe, run_dir).beginning
-    assert (beginning.version, beginning.position.index, beginning.past.rl_seconds) == (2, 2, 3.0)
+    assert (beginning.version, beginning.saved_step) == (5, 2)
+    assert [sentence.partition(": ")[0] for sentence in beginning.broken] == [str(newest / "trainer.json")]
+
+
+def test_a_checkpoint_whose_batches_are_not_on_record_is_passed_over(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 2)
+    Checkpoints(run_dir / "checkpoints").save(4, lambda folder: None)  # the power went, and the ledger's end with it
+    assert go_on(recipe, run_dir).beginning == Beginning(version=2, saved_step=2)
 
 
 def test_a_run_without_any_whole_checkpoint_is_refused_and_named(recipe: Path) -> None:

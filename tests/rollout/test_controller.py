@@ -3,7 +3,7 @@
 - equation 3 decides who starts, and the number in flight bounds it further;
 - every group leaves exactly once: trained, filtered, expired or failed, and the journal hears of it first;
 - an undecided answer fails, it is never a zero reward; a failed or expired prompt is asked again;
-- nothing is skipped after a restart from `position()`.
+- a controller that is restored stands where the other stood; what comes twice or too late is refused.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,18 @@ from stretto.core.records import (
 )
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket, TooManyFailures
-from stretto.rollout.prompts import PromptStream
+from stretto.rollout.prompts import Position, PromptStream
 from stretto.simulator.accounts import Accounts
 
 PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(5)]
 
 
-def controller(**settings: object) -> tuple[Controller, Accounts]:
+def controller(position: Position | None = None, **settings: object) -> tuple[Controller, Accounts]:
     defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 8, "max_staleness": 1, "beyond_bound": "train"}
     config = RolloutConfig.model_validate(defaults | settings)
     accounts = Accounts()
-    return Controller(config, PromptStream(PROMPTS, seed=3), accounts, Sampling(max_tokens=4), seed=3), accounts
+    stream = PromptStream(PROMPTS, seed=3, position=position)
+    return Controller(config, stream, accounts, Sampling(max_tokens=4), seed=3), accounts
 
 
 def admit_all(control: Controller) -> list[Ticket]:
@@ -210,11 +211,40 @@ def test_members_have_seeds_of_their_own_that_depend_on_the_trajectory_alone() -
     assert len(set(first.request.seeds)) == 2
 
 
-def test_a_restart_from_the_position_asks_everything_untrained_again() -> None:
+def test_a_controller_that_is_restored_stands_where_the_other_stood() -> None:
     control, _ = controller()
     tickets = admit_all(control)
-    control.finish(tickets[0], answers(tickets[0], [0.0, 1.0]))
-    restarted = PromptStream(PROMPTS, seed=3, position=control.position())
-    asked = [restarted.take().prompt.id for _ in range(5)]
-    assert sorted(asked) == ["0", "1", "2", "3", "4"]
-    assert set(asked[:4]) == {t.draw.prompt.id for t in tickets}
+    buffered = control.finish(tickets[0], answers(tickets[0], [0.0, 1.0]))
+    assert buffered is not None
+    control.fail(tickets[1], "refused")
+    (again,) = admit_all(control)
+    assert (again.draw.prompt, again.draw.failures) == (tickets[1].draw.prompt, 1)
+
+    standing = control.standing()
+    restored, _ = controller(position=standing.position)
+    restored.restore(buffered.id, 0, buffered.trajectories)
+    for ticket in control.tickets:
+        restored.restore(ticket.group_id, 0, (), standing.failures.get(ticket.group_id, 0))
+    assert [ticket.request for ticket in restored.tickets] == [ticket.request for ticket in control.tickets]
+    assert [ticket.draw for ticket in restored.tickets] == [ticket.draw for ticket in control.tickets]
+    assert (restored.counted, restored.buffered, restored.admit()) == (control.counted, 1, None)
+    assert restored.standing() == standing
+
+
+def test_answers_that_come_twice_or_too_late_are_refused_and_counted() -> None:
+    control, accounts = controller()
+    first, second, *_ = admit_all(control)
+    control.finish(first, answers(first, [0.0, 1.0]))
+    assert control.finish(first, answers(first, [1.0, 1.0])) is None
+    control.lose(second, "its engine died")
+    assert control.finish(second, answers(second, [1.0, 1.0])) is None
+    assert control.refused == 2
+    assert (accounts.balance[State.BUFFERED], accounts.balance[State.FAILED]) == (2, 2)
+
+
+def test_answers_are_kept_in_the_order_of_the_members() -> None:
+    control, _ = controller()
+    ticket = admit_all(control)[0]
+    group = control.finish(ticket, list(reversed(answers(ticket, [0.0, 1.0]))))
+    assert group is not None
+    assert [t.completion.member for t in group.trajectories] == [0, 1]

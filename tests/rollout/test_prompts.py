@@ -50,8 +50,8 @@ def test_a_stream_without_prompts_is_refused() -> None:
         PromptStream([], seed=1)
 
 
-@given(moves=st.lists(st.booleans(), max_size=30), unfinished=st.integers(0, 5))
-def test_a_stream_goes_on_from_a_position_as_the_other_would(moves: list[bool], unfinished: int) -> None:
+@given(moves=st.lists(st.booleans(), max_size=30))
+def test_a_stream_goes_on_from_a_position_as_the_other_would(moves: list[bool]) -> None:
     stream = PromptStream(PROMPTS, seed=3)
     taken: list[Draw] = []
     for give_back in moves:
@@ -59,10 +59,7 @@ def test_a_stream_goes_on_from_a_position_as_the_other_would(moves: list[bool], 
             stream.give_back(taken.pop())
         else:
             taken.append(stream.take())
-    left = taken[-unfinished:] if unfinished else []
-    resumed = PromptStream(PROMPTS, seed=3, position=stream.position(left))
-    for draw in left:
-        stream.give_back(draw)
+    resumed = PromptStream(PROMPTS, seed=3, position=stream.position())
     assert names([resumed.take() for _ in range(12)]) == names([stream.take() for _ in range(12)])
 
 

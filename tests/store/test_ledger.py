@@ -1,8 +1,8 @@
 """The ledger.
 
 Promises: issued is the sum of all states at any moment; a final state never changes; a batch is on record, whole and in
-order, when `commit_batch` returns; a kill at any moment leaves a file that keeps these promises; after a rewind each
-trajectory is trained once at most; another format is refused.
+order, when `commit_batch` returns; a kill at any moment leaves a file that keeps these promises; what a crash would
+need is there, until it is forgotten; another format is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import State
+from stretto.core.records import Begun, State, StopReason
 from stretto.store.config import StoreConfig
 from stretto.store.ledger import Balance, Ledger
+from stretto.store.reading import read_batches, read_unfinished
+from stretto.store.rows import Partial
 from stretto.store.schema import FORMAT
 from tests.store.conftest import Make
 
@@ -141,72 +144,92 @@ def test_a_group_is_issued_once(path: Path, make: Make) -> None:
     assert states(path) == {"failed": 1}
 
 
-@pytest.mark.parametrize(("keep", "kept"), [("all", 2), ("trained", 1), ("none", 0)])
-def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("keep", "before", "after"), [("all", 4, 4), ("trained", 3, 3), ("none", 3, 2)], ids=["all", "trained", "none"]
+)
+def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str, before: int, after: int) -> None:
     config = StoreConfig.model_validate({"keep_payloads": keep, "flush_seconds": 0})
     with closing(Ledger(path, config)) as ledger:
-        ledger.issue("0.1.0", make.prompt, 2, 0)
-        group = make.group("0.1.0", make.trajectory("0.1.0", 0))
-        ledger.settle("0.1.0/1", State.FILTERED, "too long", make.trajectory("0.1.0", 1))
-        ledger.buffer(group)
-        ledger.commit_batch(make.batch(1, group))
-    assert rows(path, "SELECT count(*) FROM payloads") == [(kept,)]
-
-
-def test_what_a_dead_run_left_is_failed_and_can_be_asked_again(path: Path, make: Make) -> None:
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
-        for name in ("0.1.0", "0.2.0", "0.3.0"):
-            ledger.issue(name, make.prompt, 2, 0)
-        ledger.buffer(make.group("0.2.0", make.trajectory("0.2.0", 0), make.trajectory("0.2.0", 1)))
-        ledger.settle("0.3.0/0", State.FAILED, "lost")
-        ledger.settle("0.3.0/1", State.FAILED, "lost")
-    with closing(Ledger(path, KEEP_ALL)) as ledger:
-        assert ledger.balance() == Balance(in_flight=2, buffered=2, failed=2)
-        assert ledger.abandon() == ["0.1.0", "0.2.0"]
-        assert ledger.balance() == Balance(failed=6)
-    assert set(rows(path, "SELECT DISTINCT reason FROM trajectories")) == {("run ended",), ("lost",)}
-    assert rows(path, "SELECT count(*) FROM payloads") == [(2,)]
-
-
-def test_after_a_rewind_the_surviving_lineage_holds_each_id_once(path: Path, make: Make) -> None:
-    def train(ledger: Ledger, step: int, name: str) -> None:
-        group = make.group(name, make.trajectory(name, 0))
-        ledger.issue(name, make.prompt, 1, 0)
-        ledger.buffer(group)
-        ledger.commit_batch(make.batch(step, group))
-        ledger.record_update(make.update(step))
-
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
-        for step in (1, 2, 3):
-            train(ledger, step, f"0.{step}.0")
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
-        assert ledger.rewind(1) == ["0.2.0", "0.3.0"]
-        assert ledger.balance() == Balance(trained=1, failed=2)
-        assert ledger.last_step() == 1
-        train(ledger, 2, "0.3.0")  # asked again under its old name: what was left behind gives the name up
-        assert ledger.balance() == Balance(trained=2, failed=2)
-    found = rows(
-        path, "SELECT groups.id, state, trained_step, reason FROM groups JOIN trajectories USING (key) ORDER BY key"
-    )
-    assert found == [
-        ("0.1.0", "trained", 1, ""),
-        ("0.2.0", "failed", None, "rewound to step 1"),
-        ("0.3.0~2", "failed", None, "rewound to step 1"),
-        ("0.3.0", "trained", 2, ""),
-    ]
-
-
-def test_an_id_that_was_trained_on_is_never_given_up(path: Path, make: Make) -> None:
-    with closing(Ledger(path, HOLD_BACK)) as ledger:
-        group = make.group("0.1.0", make.trajectory("0.1.0", 0))
-        ledger.issue("0.1.0", make.prompt, 1, 0)
-        ledger.buffer(group)
-        ledger.commit_batch(make.batch(1, group))
-    ledger = Ledger(path, HOLD_BACK)
-    ledger.issue("0.1.0", make.prompt, 1, 0)
-    with pytest.raises(StoreError, match="UNIQUE"):
+        for step in (1, 2):
+            group = make.group(f"0.{step}.0", make.trajectory(f"0.{step}.0", 0))
+            ledger.issue(group.id, make.prompt, 1, 0)
+            ledger.buffer(group)
+            ledger.commit_batch(make.batch(step, group))
+        ledger.issue("0.3.0", make.prompt, 2, 0)
+        ledger.settle("0.3.0/1", State.FILTERED, "too long", make.trajectory("0.3.0", 1))
+        ledger.buffer(make.group("0.3.0", make.trajectory("0.3.0", 0)))
         ledger.flush()
-    ledger.close()
+        assert rows(path, "SELECT count(*) FROM payloads") == [(before,)]
+        ledger.forget(1)
+        assert rows(path, "SELECT count(*) FROM payloads") == [(after,)]
+        kept = rows(path, "SELECT id FROM groups WHERE prompt_token_ids IS NOT NULL ORDER BY key")
+        assert kept == [("0.1.0",), ("0.2.0",), ("0.3.0",)][3 - len(kept) :]
+        assert len(kept) == (2 if keep == "none" else 3)
+
+
+def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make: Make) -> None:
+    first = Partial(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
+    second = Partial(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
+    end = Partial(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason="stop")
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        ledger.issue("0.1.0", make.prompt, 3, 0)
+        ledger.write_on("0.1.0/1", first)
+        ledger.write_on("0.1.0/2", end)
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        ledger.write_on("0.1.0/1", second)
+        ledger.flush()
+        (group,) = read_unfinished(path)
+        assert group.begun == {1: Begun((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)}
+        assert [(c.member, c.token_ids, c.stop_reason) for c in group.completions] == [(2, (2,), StopReason.STOP)]
+        ledger.buffer(make.group("0.1.0", *(make.trajectory("0.1.0", member) for member in range(3))))
+        ledger.flush()
+        (group,) = read_unfinished(path)
+        assert (group.begun, group.completions) == ({}, ())
+        assert group.trajectories == tuple(make.trajectory("0.1.0", member) for member in range(3))
+    assert rows(path, "SELECT count(*) FROM partials") == [(0,)]
+
+
+def test_batches_are_read_back_as_they_were_trained_on(path: Path, make: Make) -> None:
+    batches = []
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        for step in (1, 2):
+            name = f"0.{step}.0"
+            answers = [make.trajectory(name, member, versions=(0, step - 1), right=bool(member)) for member in (1, 0)]
+            group = make.group(name, *answers)
+            ledger.issue(name, make.prompt, 2, 0)
+            ledger.buffer(group)
+            batches.append(make.batch(step, group, oldest_trainable=step - 1))
+            ledger.commit_batch(batches[-1])
+        bare = replace(make.prompt, text="", answer="")
+        expected = [replace(b, groups=tuple(replace(g, prompt=bare) for g in b.groups)) for b in batches]
+        assert list(read_batches(path, 0, 2)) == expected
+        assert list(read_batches(path, 1, 2)) == expected[1:]
+        with pytest.raises(StoreError, match=r"steps 2 to 3 are wanted, on record are \[2\]"):
+            list(read_batches(path, 1, 3))
+        ledger._execute("DELETE FROM payloads WHERE key = 0")
+        with pytest.raises(StoreError, match=r"the tokens of group 0\.1\.0 were not kept"):
+            list(read_batches(path, 0, 2))
+
+
+def test_what_belongs_to_the_states_is_written_with_them(path: Path, make: Make) -> None:
+    standing = [0]
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        ledger.watch("standing", lambda: standing[0])
+        ledger.issue("0.1.0", make.prompt, 1, 0)
+        standing[0] = 7
+        ledger.flush()
+        standing[0] = 8
+        ledger.flush()
+        assert ledger.get("standing", int) == 7, "nothing has changed since"
+
+
+def test_two_changes_that_belong_together_are_never_parted(path: Path, make: Make) -> None:
+    with closing(Ledger(path, KEEP_ALL)) as ledger:
+        ledger.issue("0.1.0", make.prompt, 2, 0)
+        ledger.settle("0.1.0/0", State.FAILED, "lost")
+        assert states(path) == {"in_flight": 2}
+        ledger.issue("0.2.0", make.prompt, 1, 0)
+        assert states(path) == {"failed": 1, "in_flight": 2}
 
 
 def test_facts_are_kept_and_read_back(path: Path, make: Make) -> None:
@@ -309,9 +332,7 @@ def test_a_kill_at_any_moment_leaves_a_ledger_that_balances(path: Path, moment: 
     assert last is not None
     assert last >= max(told, default=1), "what commit_batch returned for is in the file"
     assert balance.trained == 3 * last == rows(path, "SELECT sum(trajectories) FROM steps")[0][0]
-    ledger.abandon()
-    assert ledger.balance().in_flight == ledger.balance().buffered == 0
-    assert ledger.balance().issued == balance.issued
+    assert len(list(read_batches(path, 0, last))) == last
     ledger.close()
 
 

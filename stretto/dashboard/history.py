@@ -1,0 +1,193 @@
+"""The records of a run as a checker needs them, read from SQLite directly: no line here is shared with the writers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import tomllib
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import StoreError
+
+READABLE_FORMAT = 2
+_SEAL_BYTES = 8  # a checksum stands before the tokens
+
+_ANSWERS = """
+    SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
+        verdict, reward, stop_reason, tokens, oldest_version, newest_version, payload
+    FROM groups LEFT JOIN trajectories ON group_key = groups.key LEFT JOIN payloads ON payloads.key = trajectories.key
+    ORDER BY groups.key, member
+"""
+_STEPS = (
+    "SELECT step, version, oldest_trainable, trajectories, trained_tokens, masked_tokens, batch, published_version"
+    " FROM steps ORDER BY rowid"
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One trajectory. `versions` is None where its tokens were not kept."""
+
+    id: str
+    group: str
+    member: int
+    state: str
+    reason: str
+    trained_step: int | None
+    verdict: str | None
+    reward: float | None
+    stop_reason: str | None
+    tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    versions: tuple[int, ...] | None
+    lengths: tuple[int, int] | None  # of token ids and of log-probabilities
+
+
+@dataclass(frozen=True)
+class AskedGroup:
+    """One asking of a prompt, ``epoch.prompt.attempt``, in the order of issue."""
+
+    id: str
+    prompt: str
+    epoch: int
+    attempt: int
+    members: int
+    admitted_version: int
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: `batch` is its groups with the members that were trained on, in order."""
+
+    step: int
+    version: int
+    oldest_trainable: int
+    answers: int
+    trained_tokens: int
+    masked_tokens: int
+    batch: tuple[tuple[str, tuple[int, ...]], ...]
+    published_version: int | None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the recipe promises."""
+
+    batch_size: int
+    group_size: int
+    min_group_size: int
+    max_staleness: float
+    beyond_bound: str
+    max_attempts: int
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that a run has put on record about its trajectories."""
+
+    groups: tuple[AskedGroup, ...]
+    steps: tuple[Step, ...]
+    bounds: Bounds
+    given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt that are to be asked before anything new
+    position: tuple[int, int] | None  # epoch, and how many of its prompts were drawn
+    policies: tuple[int, ...]
+    damage: tuple[str, ...]  # what SQLite says of the file, if it is not whole
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        return tuple(answer for group in self.groups for answer in group.answers)
+
+
+def read_history(folder: Path) -> History:
+    """Read a run folder.
+
+    Raises:
+        StoreError: there is no ledger, it is of another format, or it cannot be read at all.
+    """
+    path = folder / "ledger.sqlite"
+    if not path.is_file():
+        raise StoreError(f"{path}: does not exist")
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+            if found != READABLE_FORMAT:
+                raise StoreError(f"{path}: has format {found}, this version of stretto checks format {READABLE_FORMAT}")
+            connection.execute("BEGIN")
+            return _history(folder, connection)
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+def _history(folder: Path, connection: sqlite3.Connection) -> History:
+    damage = tuple(text for (text,) in connection.execute("PRAGMA integrity_check").fetchall() if text != "ok")
+    found = connection.execute("SELECT value FROM meta WHERE name = 'standing'").fetchone()
+    position = json.loads(found[0])["position"] if found else None
+    given_back = position["given_back"] if position else []
+    return History(
+        groups=_groups(connection),
+        steps=tuple(_step(row) for row in connection.execute(_STEPS)),
+        bounds=_bounds(folder / "recipe.toml"),
+        given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
+        position=(position["epoch"], position["index"]) if position else None,
+        policies=tuple(sorted(int(path.name[1:]) for path in (folder / "policy").glob("v*") if path.is_dir())),
+        damage=damage,
+    )
+
+
+def _groups(connection: sqlite3.Connection) -> tuple[AskedGroup, ...]:
+    facts: dict[str, tuple[str, int, int]] = {}
+    answers: dict[str, list[Answer]] = {}
+    for group, prompt, members, admitted, key, *rest in connection.execute(_ANSWERS):
+        facts[group] = (prompt, members, admitted)
+        answers.setdefault(group, []).extend([_answer(group, rest)] if key is not None else [])
+    return tuple(
+        AskedGroup(
+            id=id,
+            prompt=prompt,
+            epoch=int(id.split(".")[0]),
+            attempt=int(id.rsplit(".", 1)[1]),
+            members=members,
+            admitted_version=admitted,
+            answers=tuple(answers[id]),
+        )
+        for id, (prompt, members, admitted) in facts.items()
+    )
+
+
+def _answer(group: str, row: list[object]) -> Answer:
+    *facts, payload = row
+    member = facts[0]
+    versions, lengths = None, None
+    if isinstance(payload, bytes):
+        tokens, logprobs, of_tokens, _ = msgspec.msgpack.decode(payload[_SEAL_BYTES:])
+        versions, lengths = tuple(of_tokens), (len(tokens), len(logprobs))
+    return Answer(f"{group}/{member}", group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+
+
+def _step(row: tuple[object, ...]) -> Step:
+    *facts, batch, published = row
+    members = tuple((str(group), tuple(numbers)) for group, numbers in json.loads(str(batch)))
+    return Step(*facts, members, published)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+
+
+def _bounds(recipe: Path) -> Bounds:
+    rollout: Mapping[str, object] = {}
+    if recipe.is_file():
+        rollout = tomllib.loads(recipe.read_text())["rollout"]
+    number = {name: float(str(value)) for name, value in rollout.items() if isinstance(value, (int, float))}
+    return Bounds(
+        batch_size=int(number["batch_size"]),
+        group_size=int(number["group_size"]),
+        min_group_size=int(number["min_group_size"]),
+        max_staleness=number.get("max_staleness", math.inf),
+        beyond_bound=str(rollout["beyond_bound"]),
+        max_attempts=int(number["max_attempts"]),
+    )

@@ -1,0 +1,38 @@
+"""What a trainer's state is made of: the last whole checkpoint, and the batches since (docs/decisions/0002)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stretto.core.records import Batch
+from stretto.store.checkpoints import Checkpoint, Checkpoints
+from stretto.store.reading import read_batches
+from stretto.store.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The run's own past, read whenever a trainer has to be brought back to it.
+
+    Example: checkpoint of step 40, batches of 41 to 43: ``newest(43).step == 40``, and ``batches(40, 43)`` are three.
+    """
+
+    folder: RunFolder
+    keep: int
+
+    def newest(self, version: int) -> Checkpoint | None:
+        """The newest whole checkpoint that is not past `version`; None when the run has to be trained from its start.
+
+        Raises:
+            StoreError: there are checkpoints and none is whole.
+        """
+        return Checkpoints(self.folder.checkpoints, self.keep).latest(version)
+
+    def batches(self, after: int, until: int) -> Iterator[Batch]:
+        """The batches of the steps ``after + 1 .. until``.
+
+        Raises:
+            StoreError: they are not all on record, with every token.
+        """
+        return read_batches(self.folder.ledger, after, until)

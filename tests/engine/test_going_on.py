@@ -1,0 +1,106 @@
+"""Answers that go on behind tokens which another engine, or an earlier run, had written.
+
+- They come out as they would have: the same tokens, the log-probabilities and versions of the beginning as they were.
+- How far an unfinished answer has come can be asked at any time, and is enough to go on from.
+- A beginning that no engine can have written is refused, with the field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Begun, Completion, GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+
+REQUEST = GenerateRequest(
+    id="0.17.0", prompt_token_ids=(5, 12, 8), seeds=(1, 2, 3), sampling=Sampling(max_tokens=24, temperature=0.8)
+)
+
+
+def engine(folder: Path, **settings: int) -> EmbeddedEngine:
+    return EmbeddedEngine.load(folder, EngineConfig.model_validate({"slots": 2} | settings))
+
+
+def finished(engine: EmbeddedEngine, request: GenerateRequest) -> list[Completion]:
+    engine.add(request)
+    completions = []
+    while not engine.idle:
+        completions += engine.step()
+    return sorted(completions, key=lambda completion: completion.member)
+
+
+def beginning(completion: Completion, tokens: int) -> Begun:
+    cut = slice(0, tokens)
+    return Begun(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_an_answer_goes_on_as_it_would_have(folder: Path, tokens: int) -> None:
+    whole = finished(engine(folder), REQUEST)
+    begun = tuple(beginning(completion, min(tokens, len(completion.token_ids) - 1)) for completion in whole)
+    again = finished(engine(folder), replace(REQUEST, begun=begun))
+    assert [completion.token_ids for completion in again] == [completion.token_ids for completion in whole]
+    for ours, theirs, some in zip(again, whole, begun, strict=True):
+        assert ours.behavior_logprobs[: len(some.token_ids)] == some.behavior_logprobs
+        assert ours.behavior_logprobs == pytest.approx(theirs.behavior_logprobs, abs=1e-5)
+        assert ours.interrupted == (2 if some.token_ids else 0)
+        assert ours.stop_reason == theirs.stop_reason
+
+
+def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_weights(folder: Path) -> None:
+    first = engine(folder)
+    whole = finished(engine(folder), REQUEST)
+    first.add(REQUEST)
+    ended = {completion.member: completion for _ in range(5) for completion in first.step()}
+    known = {REQUEST.id: [0, 0, 0], "another": [0]}
+    written = {tokens.member: tokens for tokens in first.written_tokens(known)}
+    assert {*written, *ended} <= {0, 1, 2}
+    for member, tokens in written.items():
+        assert tokens.token_ids == whole[member].token_ids[: len(tokens.token_ids)]
+        assert tokens.versions == (0,) * len(tokens.token_ids)
+    known = {REQUEST.id: [len(written[m].token_ids) - 1 if m in written else 0 for m in range(3)]}
+    assert all(len(tokens.token_ids) == 1 for tokens in first.written_tokens(known))
+
+    second = engine(folder)
+    weights = {name: parameter * 1.5 for name, parameter in second._parameters.items()}
+    second.update(4, weights)
+    begun = [Begun(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
+    seeds = tuple(REQUEST.seeds[member] for member in written)
+    going_on = finished(second, replace(REQUEST, seeds=seeds, begun=tuple(begun)))
+    for completion, some in zip(going_on, begun, strict=True):
+        assert completion.token_ids[: len(some.token_ids)] == some.token_ids
+        assert set(completion.versions[len(some.token_ids) :]) == {4}
+        assert completion.versions[: len(some.token_ids)] == some.versions
+
+
+def test_only_new_tokens_count_as_generated(folder: Path) -> None:
+    whole = finished(engine(folder), REQUEST)
+    begun = tuple(beginning(completion, len(completion.token_ids) - 1) for completion in whole)
+    other = engine(folder)
+    finished(other, replace(REQUEST, begun=begun))
+    assert other.health().generated == 3
+
+
+@pytest.mark.parametrize(
+    ("begun", "message"),
+    [
+        ((Begun(),), "begun: 1 answers for 3 seeds; none, or one for each seed"),
+        ((Begun((4,), (), (0,)), Begun(), Begun()), "begun: 1 tokens; as many log-probabilities and versions"),
+        ((Begun((4,) * 24, (-0.5,) * 24, (0,) * 24), Begun(), Begun()), "begun: 24 tokens; fewer than max_tokens = 24"),
+        ((Begun((99,), (-0.5,), (0,)), Begun(), Begun()), "begun: token 99; 0 to 21, the vocabulary"),
+        ((Begun((-1,), (-0.5,), (0,)), Begun(), Begun()), "begun: token -1; 0 to 21, the vocabulary"),
+        ((Begun((4,), (-0.5,), (7,)), Begun(), Begun()), "begun: version 7; at most 0, the version in use"),
+    ],
+    ids=["too few", "uneven", "too long", "no token", "below the vocabulary", "from the future"],
+)
+def test_a_beginning_that_no_engine_can_have_written_is_refused(
+    folder: Path, begun: tuple[Begun, ...], message: str
+) -> None:
+    with pytest.raises(RefusedRequest) as refused:
+        engine(folder).add(replace(REQUEST, begun=begun))
+    assert str(refused.value) == message

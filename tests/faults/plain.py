@@ -1,0 +1,67 @@
+"""Synchronous reinforcement learning as one plain loop: no conductor, no processes, no admission, no ledger.
+
+The engine and the trainer are the real ones. What the whole system does at ``max_staleness = 0`` has to be this, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.core.records import (
+    Batch,
+    GenerateRequest,
+    Group,
+    Outcome,
+    Trajectory,
+    Verdict,
+    derive_seed,
+    trajectory_id,
+)
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.launch.plan import Plan
+from stretto.model.folder import load_policy
+from stretto.model.packed import PACKED_ATTENTION
+from stretto.rollout.prompts import Draw, PromptStream
+from stretto.trainer.update import Trainer
+from tests.launch.rewards_for_tests import length
+
+
+def train_plainly(plan: Plan, start: Path) -> tuple[list[Batch], Mapping[str, Tensor]]:
+    """Train the recipe's steps from the policy in `start`; all batches, and the last weights."""
+    torch.set_num_threads(1)
+    recipe = plan.recipe
+    engine = EmbeddedEngine.load(start, recipe.engine)
+    model = load_policy(start, attention=PACKED_ATTENTION, dtype=torch.float32, device="cpu")
+    trainer = Trainer(model, recipe.trainer, recipe.algorithm, plan.sampling)
+    stream = PromptStream(plan.training, recipe.seed)
+    batches = []
+    for version in range(recipe.trainer.steps):
+        groups = [_answered(plan, engine, stream.take(), version) for _ in range(recipe.rollout.batch_size)]
+        batches.append(Batch(step=version + 1, version=version, groups=tuple(groups)))
+        trainer.train(batches[-1])
+        engine.update(trainer.version, dict(model.named_parameters()))
+    return batches, dict(model.named_parameters())
+
+
+def _answered(plan: Plan, engine: EmbeddedEngine, draw: Draw, version: int) -> Group:
+    id, prompt = draw.group_id, draw.prompt
+    members = range(plan.recipe.rollout.group_size)
+    seeds = tuple(derive_seed(plan.recipe.seed, trajectory_id(id, member)) for member in members)
+    engine.add(GenerateRequest(id=id, prompt_token_ids=prompt.token_ids, seeds=seeds, sampling=plan.sampling))
+    completions = []
+    while not engine.idle:
+        completions += engine.step()
+    trajectories = []
+    for completion in sorted(completions, key=lambda completion: completion.member):
+        text = plan.tokenizer.decode(completion.token_ids)
+        reward = length(prompt.text, text, prompt.answer)
+        outcome = Outcome.RIGHT if reward == 1 else Outcome.WRONG
+        verdict = Verdict(outcome=outcome, reward=reward)
+        name = trajectory_id(id, completion.member)
+        trajectories.append(Trajectory(id=name, completion=completion, verdict=verdict, text=text))
+    return Group(id=id, prompt=prompt, admitted_version=version, trajectories=tuple(trajectories))

@@ -1,0 +1,143 @@
+"""What can be repeated, bit for bit.
+
+- Synchronous runs (``max_staleness = 0``): two of them are equal, and the whole system equals a plain loop.
+- A run that is killed, however often, and goes on comes to the weights of one that was not.
+- An asynchronous run, by its record: replayed, whole or from any step, it comes to its weights.
+- The state of a trainer is the last checkpoint and the batches since, for every step at which it may be lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stretto.core.records import Batch
+from stretto.dashboard.check import check_run
+from stretto.dashboard.diff import diff_runs
+from stretto.launch.plan import make_plan
+from stretto.launch.recipe import load_recipe
+from stretto.launch.replay import replay
+from stretto.model.folder import load_policy
+from stretto.model.packed import PACKED_ATTENTION
+from stretto.model.tokenizer import load_tokenizer
+from stretto.store.checkpoints import Checkpoints
+from stretto.store.reading import last_step, read_batches
+from stretto.trainer.update import Trainer
+from tests.faults.plain import train_plainly
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, wait_for_step, wait_until
+
+STEPS = 20
+SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=6")
+ASYNCHRONOUS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=6", "trainer.keep_versions=all")
+
+
+@pytest.fixture(scope="module")
+def synchronous(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("synchronous") / "run"
+    laboratory.trained(run_dir, *SYNCHRONOUS)
+    return run_dir
+
+
+def wait_for_the_end(command: Command) -> None:
+    wait_until(lambda: not command.processes(), "the end of all roles")
+
+
+def killed_at(laboratory: Laboratory, run_dir: Path, settings: tuple[str, ...], steps: tuple[int, ...]) -> None:
+    """Train, and kill everything after each of these steps; what is left goes on to the end."""
+    for step in steps:
+        resume = ("--resume",) if run_dir.exists() else ()
+        with laboratory.train(run_dir, *settings, *resume) as command:
+            wait_for_step(command, step)
+            os.kill(command.process.pid, signal.SIGKILL)
+            wait_for_the_end(command)
+        assert check_run(run_dir).kept, check_run(run_dir)
+    laboratory.trained(run_dir, *settings, "--resume")
+
+
+def without_texts(batches: list[Batch]) -> list[object]:
+    """What decides the weights: every token, number, version and reward, in order."""
+    return [
+        (
+            group.id,
+            group.prompt.token_ids,
+            [
+                (t.completion.token_ids, t.completion.behavior_logprobs, t.completion.versions)
+                for t in group.trajectories
+            ],
+            [t.reward for t in group.trajectories],
+        )
+        for batch in batches
+        for group in batch.groups
+    ]
+
+
+def test_the_asynchronous_system_at_staleness_0_is_a_plain_loop(
+    laboratory: Laboratory, synchronous: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(laboratory.cache))
+    plan = make_plan(load_recipe(TINY, SYNCHRONOUS))
+    batches, weights = train_plainly(plan, synchronous / "policy" / "v000000")
+    assert without_texts(list(read_batches(synchronous / "ledger.sqlite", 0, STEPS))) == without_texts(batches)
+    theirs = load_file(synchronous / "policy" / f"v{STEPS:06d}" / "model.safetensors")
+    assert all(torch.equal(theirs[name], weights[name]) for name in theirs)
+
+
+def test_a_synchronous_run_that_was_killed_twice_equals_one_that_was_not(
+    laboratory: Laboratory, synchronous: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    killed_at(laboratory, run_dir, SYNCHRONOUS, (8, 14))
+    parting = diff_runs(synchronous, run_dir)
+    assert (parting.step, parting.fields) == (STEPS, ())
+    assert check_run(run_dir).kept
+    assert assert_the_law(run_dir).trajectories.failed == 0
+
+
+def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    killed_at(laboratory, run_dir, ASYNCHRONOUS, (9,))
+    found = check_run(run_dir)
+    assert found.kept, found
+    assert found.balance["failed"] == 0
+    replayed = replay(run_dir, 0, [], None, say=lambda text: None)
+    assert replayed.equal
+    assert diff_runs(run_dir, replayed.folder).fields == ()
+    changed = replay(run_dir, STEPS - 4, ["trainer.learning_rate=1e-2"], tmp_path / "branch", say=lambda text: None)
+    assert changed.equal is None
+    assert changed.branch.changes == {"trainer.learning_rate": "was 0.001 and is 0.01"}
+    assert diff_runs(run_dir, tmp_path / "branch").step == STEPS - 3
+
+
+def test_for_every_step_at_which_a_trainer_is_lost_the_last_weights_are_the_same(
+    synchronous: Path, tmp_path: Path
+) -> None:
+    recipe, ledger = load_recipe(synchronous / "recipe.toml"), synchronous / "ledger.sqlite"
+    sampling = recipe.sampling.record(load_tokenizer(synchronous / "policy" / "v000000").eos_token_ids)
+
+    def new() -> Trainer:
+        torch.set_num_threads(1)
+        folder = synchronous / "policy" / "v000000"
+        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device="cpu")
+        return Trainer(model, recipe.trainer, recipe.algorithm, sampling)
+
+    expected = load_file(synchronous / "policy" / f"v{STEPS:06d}" / "model.safetensors")
+    for lost_at in range(1, STEPS):
+        folder = tmp_path / str(lost_at)
+        checkpoints, first = Checkpoints(folder), new()
+        for batch in read_batches(ledger, 0, lost_at):
+            first.train(batch)
+            if batch.step % recipe.trainer.checkpoint_every == 0:
+                checkpoints.save(batch.step, first.save_checkpoint)
+        second, checkpoint = new(), checkpoints.latest(lost_at)
+        if checkpoint is not None:
+            second.load_checkpoint(checkpoint.path)
+        for batch in read_batches(ledger, second.version, STEPS):
+            second.train(batch)
+        weights = dict(second.learner.model.named_parameters())
+        assert all(torch.equal(expected[name], weights[name]) for name in expected), f"lost at step {lost_at}"
+    assert last_step(ledger) == STEPS

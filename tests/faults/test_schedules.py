@@ -1,0 +1,94 @@
+"""Seeded schedules of a whole run on a virtual clock: delays, reorderings, duplicates, losses, kills of the conductor.
+
+After every kill and at every end, an independent checker finds every law kept; a step that is done again comes to the
+weights that it came to before. A seed that fails: ``python -m tests.faults.simulation SEED``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.core.records import State, Trajectory
+from stretto.rollout.prompts import Draw, PromptStream
+from stretto.store.ledger import Ledger
+from tests.faults.simulation import play
+
+SCHEDULES = 2_000
+PARTS = 10
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_law_is_kept_in_every_schedule(tmp_path: Path, part: int) -> None:
+    kills = 0
+    for seed in range(part * SCHEDULES // PARTS, (part + 1) * SCHEDULES // PARTS):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        try:
+            kills += play(seed, folder).kills
+        except BaseException as error:
+            error.add_note(f"seed {seed}; once more: python -m tests.faults.simulation {seed}")
+            raise
+    assert kills > SCHEDULES // PARTS // 4
+
+
+def test_one_seed_is_one_schedule(tmp_path: Path) -> None:
+    worlds = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        worlds.append(play(7, tmp_path / name))
+    assert worlds[0].truth == worlds[1].truth
+    assert worlds[0].kills == worlds[1].kills
+
+
+def lose_what_is_given_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PromptStream, "give_back", lambda stream, draw, failures=0: None)
+
+
+def draw_everything_twice(patch: pytest.MonkeyPatch) -> None:
+    take = PromptStream.take
+
+    def twice(stream: PromptStream) -> Draw:
+        take(stream)
+        return take(stream)
+
+    patch.setattr(PromptStream, "take", twice)
+
+
+def write_between_two_changes_that_belong_together(patch: pytest.MonkeyPatch) -> None:
+    settle = Ledger.settle
+
+    def and_flush(ledger: Ledger, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        settle(ledger, id, state, reason, trajectory)
+        ledger.flush()
+
+    patch.setattr(Ledger, "settle", and_flush)
+
+
+def forget_what_was_unfinished(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tests.faults.simulation.read_unfinished", lambda path: [])
+
+
+def play_many(folder: Path, seeds: int) -> None:
+    for seed in range(seeds):
+        (folder / str(seed)).mkdir()
+        play(seed, folder / str(seed))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lose_what_is_given_back,
+        draw_everything_twice,
+        write_between_two_changes_that_belong_together,
+        forget_what_was_unfinished,
+    ],
+)
+def test_a_mistake_is_found_within_a_hundred_schedules(tmp_path: Path, mistake: object) -> None:
+    assert callable(mistake)
+    with pytest.MonkeyPatch.context() as patch:
+        mistake(patch)
+        with pytest.raises(Exception, match=r".") as caught:
+            play_many(tmp_path, 100)
+    assert not isinstance(caught.value, TypeError | AttributeError), caught.value
