@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.report import Table, save
@@ -27,6 +28,16 @@ from tests.launch.running import Command, Laboratory, steps_done, wait_for_step,
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
 STEPS = 40
 SETTINGS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=7", "deadlines.trainer_restarts=50", "deadlines.hung=5")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What came of one kill."""
+
+    fault: str
+    seconds: float  # from the kill to the next step, or to the end of the wait for it
+    survived: bool  # a further step was done
+    kept: bool  # the checker found every law kept
 
 
 def victims(command: Command, fault: str) -> list[int]:
@@ -41,8 +52,8 @@ def victims(command: Command, fault: str) -> list[int]:
     return command.processes(f"stretto.launch.{fault}_role")[:1]
 
 
-def one_kill(laboratory: Laboratory, run_dir: Path, fault: str, chance: random.Random) -> tuple[float, bool]:
-    """Train on until a random moment, kill, go on; seconds to the next step, and whether every law was kept."""
+def one_kill(laboratory: Laboratory, run_dir: Path, fault: str, chance: random.Random) -> Kill:
+    """Train on until a random moment, kill, go on; a run whose conductor was killed goes on by being resumed."""
     resume = ("--resume",) if run_dir.exists() else ()
     with laboratory.train(run_dir, *SETTINGS, *resume) as command:
         before = steps_done(run_dir)
@@ -52,18 +63,19 @@ def one_kill(laboratory: Laboratory, run_dir: Path, fault: str, chance: random.R
         for pid in victims(command, fault):
             os.kill(pid, signal.SIGKILL)
         if fault not in ("conductor", "all"):
-            wait_until(lambda: steps_done(run_dir) > before or command.process.poll() is not None, "the next step")
-            seconds = time.monotonic() - began
-            command.kill_all()
-            wait_until(lambda: not command.processes(), "the end of all roles")
-            return seconds, check_run(run_dir).kept
+            return _judged(command, run_dir, fault, before, began)
         wait_until(lambda: not command.processes(), "the end of all roles")
     with laboratory.train(run_dir, *SETTINGS, "--resume") as command:
-        wait_until(lambda: steps_done(run_dir) > before or command.process.poll() is not None, "the next step")
-        seconds = time.monotonic() - began
-        command.kill_all()
-        wait_until(lambda: not command.processes(), "the end of all roles")
-    return seconds, check_run(run_dir).kept
+        return _judged(command, run_dir, fault, before, began)
+
+
+def _judged(command: Command, run_dir: Path, fault: str, before: int, began: float) -> Kill:
+    """Wait for the next step, end the run, and look at its records."""
+    wait_until(lambda: steps_done(run_dir) > before or command.process.poll() is not None, "the next step")
+    seconds, survived = time.monotonic() - began, steps_done(run_dir) > before
+    command.kill_all()
+    wait_until(lambda: not command.processes(), "the end of all roles")
+    return Kill(fault, seconds, survived, check_run(run_dir).kept)
 
 
 def main() -> None:
@@ -72,26 +84,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    broken: dict[str, int] = defaultdict(int)
+    kills: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         laboratory, run = Laboratory(Path(root), Path(root) / "cache"), 0
         for number in range(arguments.kills):
-            fault, run_dir = FAULTS[number % len(FAULTS)], Path(root) / f"run-{run}"
-            taken, kept = one_kill(laboratory, run_dir, fault, chance)
-            seconds[fault].append(taken)
-            broken[fault] += not kept
+            run_dir = Path(root) / f"run-{run}"
+            kills.append(one_kill(laboratory, run_dir, FAULTS[number % len(FAULTS)], chance))
             if steps_done(run_dir) >= STEPS - 10:
                 run += 1
+    by_fault: dict[str, list[Kill]] = defaultdict(list)
+    for kill in kills:
+        by_fault[kill.fault].append(kill)
     table = Table("fault", "kills", "survived", "laws broken", "s to the next step", "worst")
-    results = []
-    for fault in FAULTS:
-        if taken_by := seconds[fault]:
-            median, worst = statistics.median(taken_by), max(taken_by)
-            table.add(fault, len(taken_by), len(taken_by), broken[fault], f"{median:.1f}", f"{worst:.1f}")
-            results.append({"fault": fault, "kills": len(taken_by), "laws_broken": broken[fault], "seconds": taken_by})
+    for fault, those in by_fault.items():
+        seconds = [kill.seconds for kill in those]
+        survived, broken = sum(kill.survived for kill in those), sum(not kill.kept for kill in those)
+        table.add(fault, len(those), survived, broken, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
     table.show()
-    save("faults", {"seed": arguments.seed, "kills": arguments.kills, "faults": results})
+    save("faults", {"seed": arguments.seed, "kills": [asdict(kill) for kill in kills]})
 
 
 if __name__ == "__main__":
