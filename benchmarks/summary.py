@@ -32,8 +32,8 @@ def _async_sync(results: dict[str, Any]) -> str:
         f"| asynchronous (η = 4, {summary['asynchronous']}) against synchronous ({summary['synchronous']}, "
         f"the fastest of four ways), {len(ratios)} seeds "
         f'| {median(ratios):.2f} times as fast ({min(ratios):.2f} – {max(ratios):.2f}); with `on_update = "keep"` '
-        f"{median(kept):.2f} ({min(kept):.2f} – {max(kept):.2f}); accuracy at the end {summary['asynchronous_accuracy']}, "
-        f"{summary['cache_kept_accuracy']} and {summary['synchronous_accuracy']} |"
+        f"{median(kept):.2f} ({min(kept):.2f} – {max(kept):.2f}); accuracy at the end "
+        f"{summary['asynchronous_accuracy']}, {summary['cache_kept_accuracy']} and {summary['synchronous_accuracy']} |"
     )
 
 
