@@ -39,7 +39,7 @@ format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-bench: bench-virtual bench-sandbox bench-loop  ## every benchmark; tables on the screen, JSON in benchmarks/results
+bench: bench-virtual bench-sandbox bench-loop  ## virtual clock, sandbox, loop; tables on the screen, JSON in benchmarks/results
 
 bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second
 	$(RUN) benchmarks.staleness

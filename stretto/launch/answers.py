@@ -45,7 +45,7 @@ class GroupInFlight:
     """What is known of a group in flight, by member of the group."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
-    begun: dict[int, Begun] = field(default_factory=dict)  # of members that have ended: what is journaled of them
+    begun: dict[int, Begun] = field(default_factory=dict)  # what is journaled of members whose end is not
     journaled: set[int] = field(default_factory=set)  # members that have ended and are journaled whole
     asked: tuple[int, ...] = ()  # the members that the open request asks for, in its order
     judging: bool = False  # its last answer has come
@@ -60,7 +60,7 @@ class GroupInFlight:
         return msgspec.structs.replace(of, seeds=seeds, begun=begun if any(b.token_ids for b in begun) else ())
 
     def known(self) -> list[int]:
-        """Tokens known of each answer that is asked for; all of one that has ended."""
+        """How many tokens are journaled of each answer that is asked for."""
         return [len(self.begun[member].token_ids) if member in self.begun else 0 for member in self.asked]
 
 

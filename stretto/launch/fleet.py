@@ -236,7 +236,8 @@ class Fleet:
             try:
                 member.version = await member.client.update(version)
             except EngineLost:
-                continue  # supervise() brings it back, with the newest version
+                self._suspect(member)  # dead or not, it comes back with the newest version
+                continue
             except WireError:
                 if self._published == version:
                     raise

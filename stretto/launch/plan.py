@@ -226,8 +226,9 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     activations = tokens * base.layers * base.hidden_size * 40 * 4
     policies = 16 + (4 if recipe.algorithm.reference is not None else 0) + (16 if recipe.algorithm.critic else 0)
     trainer = base.parameters * policies + activations + _PROCESS_BYTES
-    cache = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim
-    engine = (base.parameters + cache) * width[recipe.engine.dtype] + _PROCESS_BYTES
+    item = width[recipe.engine.dtype]
+    full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
+    engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
     others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4
     return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
 

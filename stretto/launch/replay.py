@@ -156,7 +156,8 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
     taken = [int(path.name) for path in branches.glob("*") if path.name.isdecimal()]
     target = out or branches / f"{max(taken, default=0) + 1:03d}"
     try:
-        (target / "policy").mkdir(parents=True)
+        target.mkdir(parents=True)  # a failed replay removes it: it must be its own
+        (target / "policy").mkdir()
     except OSError as error:
         found = f"cannot be made: {error.strerror}"
         raise RunFolderError([Problem(str(target), found, "give a new folder with --out")]) from error

@@ -9,7 +9,7 @@ are at fault, and nothing is known about the program.
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,10 +53,16 @@ class CodeReward:
     Called as a reward, the gold answer is the tests as JSON, in any form of `code_formats`.
     """
 
-    def __init__(self, config: CodeConfig, walls: Walls, report: Report) -> None:
+    def __init__(
+        self,
+        config: CodeConfig,
+        walls: Walls,
+        report: Report,
+        sandbox: Callable[[Walls, CodeConfig], Sandbox] = Sandbox,
+    ) -> None:
         self.report = report
         self._config = config
-        self._sandbox = Sandbox(walls, config)
+        self._sandbox = sandbox(walls, config)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> bool:
         """Is the program right? Tests after the first that fails are not run.
@@ -98,6 +104,7 @@ class CodeReward:
         if clock.left <= 0:
             return "time limit of all tests"
         ended = self._run({"source": source}, test.stdin.encode(errors="surrogateescape"), clock.allow(1))
+        clock.spent += ended.seconds
         if not ended.well:
             return ended.how
         return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
@@ -141,16 +148,14 @@ def program_of(answer: str, tests: ProgramTests) -> str | None:
 
 @dataclass
 class _Clock:
-    """Seconds that are left to one answer."""
+    """Seconds that are left to one answer: programs are charged for what they ran, never for a sandbox that failed."""
 
     config: CodeConfig
-
-    def __post_init__(self) -> None:
-        self._until = time.monotonic() + self.config.answer_seconds
+    spent: float = 0.0
 
     @property
     def left(self) -> float:
-        return self._until - time.monotonic()
+        return self.config.answer_seconds - self.spent
 
     def allow(self, tests: int) -> float:
         """Seconds for the next run, which is of so many tests."""

@@ -152,6 +152,8 @@ def _seal(step: int, part: Path) -> None:
     files = sorted(path for path in part.rglob("*") if path.is_file())
     for file in files:
         sync_file(file)
+    for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
+        sync_folder(folder)  # of the top one, the manifest's own writing takes care
     seals = {str(file.relative_to(part)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seals)))
     write_atomically(part / _MANIFEST, manifest)

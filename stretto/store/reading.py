@@ -107,9 +107,12 @@ def last_step(path: Path) -> int:
     Raises:
         StoreError: the ledger cannot be read.
     """
-    with closing(open_for_reading(path)) as connection:
-        found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
-        return found
+    try:
+        with closing(open_for_reading(path)) as connection:
+            found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
+            return found
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
 def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Sequence[int]) -> Group:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stretto.core.errors import RunFolderError
 from stretto.core.records import Batch
 from stretto.dashboard.check import check_run
 from stretto.dashboard.diff import diff_runs
@@ -111,6 +112,11 @@ def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laborato
     assert changed.equal is None
     assert changed.branch.changes == {"trainer.learning_rate": "was 0.001 and is 0.01"}
     assert diff_runs(run_dir, tmp_path / "branch").step == STEPS - 3
+    (notes := tmp_path / "mine" / "notes.txt").parent.mkdir()
+    notes.write_text("not a branch")
+    with pytest.raises(RunFolderError, match="cannot be made"):
+        replay(run_dir, 0, [], notes.parent, say=lambda text: None)
+    assert notes.exists()
 
 
 def test_for_every_step_at_which_a_trainer_is_lost_the_last_weights_are_the_same(

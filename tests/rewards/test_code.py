@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.code_formats import parse_tests
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.pool import RewardPool
-from stretto.rewards.sandbox import SandboxFailed
+from stretto.rewards.sandbox import Ended, Sandbox, SandboxFailed
 from stretto.rewards.sandbox_probe import probe
 from stretto.rewards.sandbox_walls import Level, Walls
 from stretto.rewards.wire import ScoreItem
@@ -207,6 +208,28 @@ def test_all_tests_together_have_a_time_limit_too() -> None:
         judge.close()
     assert found.passed == 2
     assert found.problem.startswith("test 3: time limit")
+
+
+class FailsAtFirst(Sandbox):
+    """Its first run takes longer than an answer may, and comes to nothing."""
+
+    failed = False
+
+    def run(self, task: Mapping[str, Any], given: bytes, seconds: float) -> Ended:
+        if not self.failed:
+            self.failed = True
+            time.sleep(0.7)
+            raise SandboxFailed("it was killed")
+        return super().run(task, given, seconds)
+
+
+def test_the_time_that_a_sandbox_loses_is_not_the_programs() -> None:
+    config = CodeConfig(seconds=0.5, answer_seconds=0.6)
+    judge = CodeReward(config, *probe(config, []), sandbox=FailsAtFirst)
+    try:
+        assert judge.judge("print(int(input()) ** 2)", BY_INPUT) == Judgement(3, 3)
+    finally:
+        judge.close()
 
 
 def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeReward) -> None:
