@@ -160,6 +160,9 @@ class Fleet:
         (member,) = (member for member in self._members if member.spec.name == name)
         member.open.add(request.id)
         try:
+            if request.begun:
+                newest = max((version for begun in request.begun for version in begun.versions), default=0)
+                await self._caught_up(member, newest)
             async for completion in member.client.generate(request):
                 yield completion
         except EngineLost:
@@ -201,6 +204,12 @@ class Fleet:
                 async with asyncio.timeout(_GLIMPSE_SECONDS):
                     found += await member.client.written(theirs)
         return found
+
+    async def _caught_up(self, member: Member, version: int) -> None:
+        """An engine that takes answers over has to serve what sampled their last token: versions never fall."""
+        async with deadline("conductor", f"{member.spec.name} to serve version {version}", self._deadlines.start):
+            while member.version is None or member.version < version:
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _suspect(self, member: Member) -> None:
         """An engine that broke off gets nothing more to do until it is replaced, or turns out to be well."""

@@ -16,10 +16,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied
-from stretto.core.records import Completion, GenerateRequest, Sampling
+from stretto.core.records import Begun, Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.engine_role import EngineSpec
@@ -90,6 +91,20 @@ def test_groups_are_spread_over_the_engines(folder: Path) -> None:
         return [round(fleet.counted(lambda health: health.generated)), *map(round, fleet.busy().values())]
 
     assert in_fleet(folder, work) == [16, 1, 1]
+
+
+def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(folder: Path) -> None:
+    async def work(fleet: Fleet) -> tuple[bool, int]:
+        begun = (Begun(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
+        asked = msgspec.structs.replace(request("0", answers=1), begun=begun)
+        answering = asyncio.ensure_future(answers(fleet, asked))
+        await asyncio.sleep(0.3)
+        early = answering.done()
+        await fleet.reach(7)
+        (completion,) = await answering
+        return early, completion.versions[0]
+
+    assert in_fleet(folder, work) == (False, 7)
 
 
 def test_a_published_version_reaches_every_engine(folder: Path) -> None:
