@@ -44,6 +44,7 @@ SYNCHRONOUS = {
     "two threads each": (*TOGETHER, "engine.threads=2", "trainer.threads=2"),
 }
 TRIAL_STEPS = 60
+PEER_GROUPS = 256  # that trl trains on in each setting; with fewer, the length of their answers is a matter of chance
 POLICIES = ("train", "wait", "mask", "expire")
 TARGET = 0.85
 
@@ -196,25 +197,26 @@ def trl(steps: int) -> dict[str, Any]:
         prompts.write_text("".join(json.dumps({"prompt": q.text, "answer": q.answer}) + "\n" for q in questions))
         words = ["--group-size", recipe.rollout.group_size, "--answer-marker", "="]
         words += ["--minibatches", recipe.trainer.minibatches, "--max-tokens", recipe.sampling.max_tokens]
-        words += ["--learning-rate", recipe.trainer.learning_rate, "--steps", 8]
+        words += ["--learning-rate", recipe.trainer.learning_rate]
         settings = [(groups, threads) for groups in (recipe.rollout.batch_size, 32) for threads in (2, 1)]
         peers = [_peer(model, prompts, [str(word) for word in words], *setting) for setting in settings]
     ours = facts(run)
     rates = [peer["trajectories_per_second"] for peer in peers if "trajectories_per_second" in peer]
     ratio = ours["trained_per_second"] / max(rates) if rates else None
     table = Table("system", "groups per batch", "threads", "trained trajectories/s", "tokens per answer")
-    length = f"{ours['tokens']['trained'] / ours['trained']:.1f}"
+    length = round(statistics.mean(step.length_mean for step in run.steps), 2)
     table.add("stretto", recipe.rollout.batch_size, "1 + 1", ours["trained_per_second"], length)
     for peer in peers:
         rate = peer.get("trajectories_per_second", peer.get("failed"))
         table.add("trl", peer["groups"], peer["threads"], rate, peer.get("mean_tokens", ""))
     table.show()
     print(f"ratio to the best: {ratio}")
-    return {"ratio_to_best": ratio, "stretto": ours, "trl": peers}
+    return {"ratio_to_best": ratio, "stretto": ours | {"mean_tokens": length}, "trl": peers}
 
 
 def _peer(model: Path, prompts: Path, words: list[str], groups: int, threads: int) -> dict[str, Any]:
     setting = {"groups": groups, "threads": threads}
+    words = [*words, "--steps", str(PEER_GROUPS // groups)]
     script = PEERS / "trl_grpo.py"
     try:
         measured = Environment("trl").measure(
