@@ -64,6 +64,24 @@ def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(chosen), torch.cat(entropies)
 
 
+def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequences_alone() -> None:
+    sequences = [[(7 * at + 3 * s) % 17 for at in range(20 + s)] for s in range(7)]  # 161 tokens, and 7 to fill up
+    packed = pack_tokens(sequences)
+    assert packed.input_ids.shape[1] == 168
+    together, alone = build(), build("eager")
+    found = token_logprobs(together, packed, drawn()).logprobs
+    rows = [alone(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in sequences]
+    chosen = [
+        row.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0] for row, tokens in zip(rows, sequences, strict=True)
+    ]
+    expected = torch.cat(chosen)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    found.mean().backward()
+    expected.mean().backward()
+    for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 def left(probabilities: torch.Tensor, sampling: Sampling) -> list[int]:
     """The tokens that the filters leave, one after the other as their definitions say."""
     ranked = sorted(range(len(probabilities)), key=lambda token: -float(probabilities[token]))
