@@ -30,6 +30,7 @@ from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recipe import Recipe
 from stretto.launch.recorder import Past, Recorder, RunClock, Work
+from stretto.launch.slow_reward import SlowReward
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, beside, together
 from stretto.launch.trainer_link import TrainerLink
@@ -143,9 +144,9 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
             for fact in crew.rewards.facts.values():
                 stage.say(fact)
             if not stopped.requested:
-                recorder = Recorder(
-                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, past, RunClock(past, began)
-                )
+                slow = SlowReward(plan.recipe.rewards.function, crew.rewards.workers)
+                bound, clock = plan.recipe.rollout.max_staleness, RunClock(past, began)
+                recorder = Recorder(folder, ledger, stage, crew.work, bound, past, clock, slow)
                 await _train(plan, folder, beginning, ledger, crew, recorder, stage, stopped)
         return stopped.exit_code
     finally:

@@ -73,7 +73,10 @@ _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|two|eight|ten)\}*$"
 )  # 101_2
 _BASE_WORDS: Final = {"two": "2", "eight": "8", "ten": "10"}
-_DENIED = re.compile(r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b",
+    re.IGNORECASE,
+)
 _COMPOUND = re.compile(
     r"([0-9.]+)\s*([A-Za-z]+)\s*,?\s*(?:and\s+)?([0-9.]+)\s*([A-Za-z]+)(?:\s*,?\s*(?:and\s+)?([0-9.]+)\s*([A-Za-z]+))?"
 )

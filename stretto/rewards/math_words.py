@@ -98,7 +98,9 @@ def date(text: str) -> str | None:
     found = DATE.fullmatch(text.strip())
     if found is None:
         return None
-    month, day, year = (found[one] or found[two] for one, two in (("month", "second"), ("day", "first"), ("year", "third")))
+    month, day, year = (
+        found[one] or found[two] for one, two in (("month", "second"), ("day", "first"), ("year", "third"))
+    )
     name = next(full for full in _MONTHS if full.startswith(month.rstrip(".")))
     return " ".join([name.lower(), str(int(day)), *([year] if year else [])])
 

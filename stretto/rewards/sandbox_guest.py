@@ -103,13 +103,16 @@ class Guest:
         settings = self._settings
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
         self._tell_proc("oom_score_adj", "1000")  # when memory is short, the program goes and the guest stays
+        limits = dict(settings["limits"])
+        if settings["threads"]:  # the user has other processes, which count too
+            limits["RLIMIT_NPROC"] = self._tasks_of(self._ids[0]) + settings["threads"]
         if settings["namespaces"]:
             self._map_user()
             _mount_tmp(settings["tmp"])
         if settings["landlock"]:
             _landlock(**settings["landlock"])
         _keep_only(given)
-        for name, value in settings["limits"].items():
+        for name, value in limits.items():
             _limit(getattr(resource, name), value)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         _drop_capabilities()
@@ -125,6 +128,20 @@ class Guest:
         self._tell_proc("setgroups", "deny")
         self._tell_proc("uid_map", f"{user} {user} 1")
         self._tell_proc("gid_map", f"{group} {group} 1")
+
+    def _tasks_of(self, user: int) -> int:
+        """Threads that the user has now, in all processes."""
+        found = 0
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        processes = os.listdir(folder)
+        os.close(folder)
+        for process in filter(str.isdecimal, processes):
+            try:
+                if os.stat(process, dir_fd=self._proc).st_uid == user:
+                    found += os.stat(f"{process}/task", dir_fd=self._proc).st_nlink - 2
+            except OSError:  # it has ended
+                continue
+        return found
 
     def _tell_proc(self, name: str, text: str) -> None:
         descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)

@@ -30,8 +30,7 @@ from stretto.rewards.seccomp import ARCHITECTURES, call_filter
 _MIB = 1 << 20
 _STACK_BYTES = 64 * _MIB
 _TMP_FILES = 1024
-_FIRST_UNUSED_UID = 60_000  # no system gives these to people or to its own services
-_UNUSED_UIDS = 4_000
+_SPARE_THREADS = 128  # by which the other processes of an ordinary user may grow while a program runs
 
 _NEW_USER, _NEW_PROCESSES, _NEW_MOUNTS, _NEW_IPC, _NEW_NET, _NEW_UTS = (
     0x10000000,
@@ -120,7 +119,7 @@ class Interpreter:
             return False
 
 
-def find_interpreter(walls: Walls) -> Interpreter:
+def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
     """Our own interpreter without its environment, or the system's where the guest's user cannot read ours.
 
     Raises:
@@ -128,17 +127,12 @@ def find_interpreter(walls: Walls) -> Interpreter:
     """
     own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
     shown_by_root = walls.bwrap and os.getuid() == 0
-    if shown_by_root or own.usable_by(guest_uid()):
+    if shown_by_root or own.usable_by(uid):
         return own
     for place in _OTHER_INTERPRETERS:
         if (path := Path(place).resolve()).exists():
             return Interpreter.of(path, path.parent.parent)
     raise OSError(f"{own.executable} is not readable for the user of the sandbox, and there is no /usr/bin/python3")
-
-
-def guest_uid() -> int | None:
-    """Whom root's guest becomes: a user that owns nothing, another one for each grader. `None`: we are not root."""
-    return _FIRST_UNUSED_UID + os.getpid() % _UNUSED_UIDS if os.getuid() == 0 else None
 
 
 def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control: int, told: int) -> list[str]:
@@ -183,23 +177,25 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: CodeConfig, told: int
     return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
-def guest_settings(walls: Walls, interpreter: Interpreter, config: CodeConfig) -> dict[str, Any]:
-    """What a guest is told first.
+def guest_settings(walls: Walls, interpreter: Interpreter, config: CodeConfig, uid: int | None) -> dict[str, Any]:
+    """What a guest is told first. `uid`: whom it becomes; `None`: it stays who we are.
 
     Raises:
         OSError: the kernel has no landlock, or the machine no table of system calls, and the walls need it.
     """
     private = bool(walls.namespaces)
+    alone = private or walls.bwrap or uid is not None
     if walls.seccomp and platform.machine() not in ARCHITECTURES:
         raise OSError(f"no table of system calls for {platform.machine()}")
     return {
-        "uid": guest_uid(),
+        "uid": uid,
         "namespaces": walls.namespaces,
         "tmp": f"size={config.files_mib * _MIB},nr_inodes={_TMP_FILES},mode=1777" if private else "",
         "folder": "/tmp" if private or walls.bwrap else "/",
         "landlock": _landlock(interpreter, private) if walls.landlock else None,
         "seccomp": call_filter(among_others=walls.level is Level.D).hex() if walls.seccomp else "",
-        "limits": _limits(config, counted=private or walls.bwrap or guest_uid() is not None),
+        "limits": _limits(config, counted=alone),
+        "threads": 0 if alone else config.processes + _SPARE_THREADS,
     }
 
 
