@@ -20,6 +20,7 @@ from stretto.engine.config import EngineConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
+from stretto.launch.trial import differing_verdicts
 from stretto.model.build import build_policy
 from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
 from stretto.model.kinds import refuse_unsupported
@@ -83,7 +84,7 @@ def make_plan(recipe: Recipe) -> Plan:
         training=prompts[: len(questions.training)],
         held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        notes=tuple(sifted.warnings),
+        notes=(*sifted.warnings, *differing_verdicts(recipe.rewards, questions.training)),
     )
 
 

@@ -28,7 +28,6 @@ from stretto.rewards.math_limits import LONGEST_TAIL
 from stretto.rewards.math_units import KNOWN, compound, without_unit
 from stretto.rewards.math_words import DATE, MAGNITUDES
 
-
 Span = tuple[int, int, str]  # start, end, content
 
 
@@ -88,20 +87,22 @@ _LONGEST_WHOLE = 300
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
 _STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _GENERIC = re.compile(
-    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:it|this|that|the (?:statement|claim|answer|result|day))\s+(?:is|will be|was)\s+",
+    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:it|this|that|the (?:statement|claim|answer|result|day))"
+    r"\s+(?:is|will be|was)\s+",
     re.IGNORECASE,
 )
 _BOUND = re.compile(
-    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)\s+(\S.*)",
+    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
+    r"\s+(\S.*)",
     re.IGNORECASE,
 )
 _NOTATION = re.compile(
     r"\\(?:text|mbox|mathrm|operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}"
     r"|\\(?:begin|end)\s*\{[a-zA-Z*]+\}(?:\{[lcr|]*\})?|\\[a-zA-Z]+"
 )
-_SHORT_WORDS = frozenset(
-    "is it of the at to we so if no by an as be do he in me my up us but not for get has was are had his her him its our "
-    "out who why how all any can did now own per she too use via yes you am pm go oh ok let say see two one six ten".split()
+_SHORT_WORDS = re.compile(
+    r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
+    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten"
 )
 _WHOLE_WORDS = re.compile(
     r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
@@ -184,7 +185,7 @@ def is_formula(text: str) -> bool:
 
 def _are_symbols(letters: str) -> bool:
     """Letters that are a product, or the name of a line, ``abc``, ``AB``, and no word."""
-    return len(letters) <= (4 if letters.isupper() else 3) and letters.lower() not in _SHORT_WORDS
+    return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
 
 
 # Marked answers.
@@ -254,7 +255,8 @@ def _last(text: str) -> Piece | None:
     formulas = [(start, end) for start, end, _ in spans]
     for form in _SPOKEN:
         spans += _found(form, text, spans)
-    spans += [(*ends, _COMMA_DECIMAL.sub(r"\1.\2", content)) for *ends, content in _found(_NUMBER, text, spans)]
+    numbers = _found(_NUMBER, text, spans)
+    spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
     refused = False
     for position, (start, end, content) in enumerate(ordered := sorted(spans, reverse=True)):
         if denied(text, start, end):

@@ -1,8 +1,8 @@
 r"""Final answers in forms that say the same as a simpler one, and are read as that.
 
-``\begin{cases} x=1 \\ y=2 \end{cases}`` is ``x=1,y=2``; "x = kπ for all integers k" is ``x = k\pi``; "twenty-five" is 25;
-"at least 5" is ``\ge 5``; "2 hours 30 minutes" is a number of minutes. All are whole answers: inside of a formula
-nothing is changed.
+``\begin{cases} x=1 \\ y=2 \end{cases}`` is ``x=1,y=2``; "x = kπ for all integers k" is ``x = k\pi``; "twenty-five"
+is 25; "at least 5" is ``\ge 5``; "2 hours 30 minutes" is a number of minutes. All are whole answers: inside of a
+formula nothing is changed.
 """
 
 from __future__ import annotations

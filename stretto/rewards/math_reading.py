@@ -50,7 +50,8 @@ _NOT_READ = re.compile(
 )
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
-    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
+    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
 )
 _CLOCK = re.compile(r"([01]?[0-9])(?::([0-5][0-9]))?\s*([ap])\s?\.?\s?m\b\.?", re.IGNORECASE)
 _MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")

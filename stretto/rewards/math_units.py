@@ -7,6 +7,7 @@ and the numbers with them: 5 m is 500 cm, and not 5 cm. Words that are no unit (
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Final
 
@@ -48,7 +49,7 @@ _SPELLINGS: Final = {
 }
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
-_KINDS: Final = {  # how many of the kind's first unit one of each is
+_KINDS: Final[Mapping[str, Mapping[str, int | str]]] = {  # how many of the kind's first unit one of each is
     "length": {"m": 1, "cm": "1/100", "mm": "1/1000", "km": 1000},
     "imperial length": {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
     "mass": {"g": 1, "kg": 1000, "mg": "1/1000"},

@@ -66,7 +66,8 @@ fsopen 430 fsconfig 431 fsmount 432 fspick 433 pidfd_open 434 clone3 435 pidfd_g
 mount_setattr 442 quotactl_fd 443 memfd_secret 447
 """
 _X86_64 = """
-socket 41 connect 42 accept 43 sendto 44 sendmsg 46 bind 49 listen 50 socketpair 53 clone 56 fcntl 72 fork 57 vfork 58 kill 62
+socket 41 connect 42 accept 43 sendto 44 sendmsg 46 bind 49 listen 50 socketpair 53 clone 56
+fork 57 vfork 58 kill 62 fcntl 72
 semget 64 shmget 29 msgget 68 ptrace 101 syslog 103 rt_sigqueueinfo 129 setpriority 141 sched_setparam 142
 sched_setscheduler 144 pivot_root 155 adjtimex 159 chroot 161 acct 163 settimeofday 164 mount 165 umount2 166 swapon 167
 swapoff 168 reboot 169 sethostname 170 setdomainname 171 iopl 172 ioperm 173 init_module 175 delete_module 176

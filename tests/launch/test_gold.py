@@ -1,7 +1,8 @@
 """Gold answers are read before a run.
 
 Promises: questions whose gold answer the reward cannot read are left out, with count, lines and reasons; if none is
-left, nothing starts; one that takes too long is an error, and never left out on one machine and kept on another; a reward without a reader of gold answers leaves out nothing.
+left, nothing starts; one that takes too long is an error, and never left out on one machine and kept on another; a
+reward without a reader of gold answers leaves out nothing.
 """
 
 from __future__ import annotations
