@@ -14,10 +14,9 @@ wall that is missing is never passed over in silence.
 
 from __future__ import annotations
 
+import _ctypes
 import _json
 import _socket
-import array
-import ctypes
 import marshal
 import os
 import resource
@@ -49,7 +48,32 @@ _LANDLOCK_READ, _LANDLOCK_EXECUTE, _LANDLOCK_LIST = 4, 1, 8
 _LANDLOCK_OF_A_FILE = 1 | 2 | 4 | 1 << 14  # execute, write, read, truncate
 _FIRST_FREE = 5  # descriptors of a child: input, output, errors, task, and where it says that it has started
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_USE_ERRNO = 1 | 8  # the C calling convention, and a copy of errno
+_INTEGERS = struct.Struct("i")
+
+
+# The ctypes module and array would take a third of a guest's start; this is all that is needed of them.
+
+
+class _Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "i"
+
+
+class _Character(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "c"
+
+
+class _Function(_ctypes.CFuncPtr):
+    _flags_ = _USE_ERRNO
+    _restype_ = _Int
+
+
+def _function(name: str) -> Callable[..., int]:
+    """A function of the C library; integers go to it as `int`, bytes as pointers."""
+    return _Function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name))  # type: ignore[arg-type, return-value]
+
+
+_syscall, _prctl_call, _mount = _function("syscall"), _function("prctl"), _function("mount")
 
 
 class Guest:
@@ -60,6 +84,8 @@ class Guest:
         self._settings: dict[str, Any] = marshal.loads(body)
         self._control = control
         _become(self._settings["uid"])
+        for name in self._settings["loaded"]:  # what many programs import, once for all of them
+            __import__(name)
         self._ids = os.getuid(), os.getgid()
 
     def serve(self) -> None:
@@ -151,12 +177,13 @@ class Guest:
 
 def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
     """One message and the descriptors that came with it."""
-    descriptors = array.array("i")
-    body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * descriptors.itemsize))
+    descriptors: list[int] = []
+    body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * _INTEGERS.size))
     for level, kind, data in ancillary:
         if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return body, list(descriptors)
+            whole = data[: len(data) - len(data) % _INTEGERS.size]
+            descriptors += [number for (number,) in _INTEGERS.iter_unpack(whole)]
+    return body, descriptors
 
 
 def _become(uid: int | None) -> None:
@@ -173,8 +200,7 @@ def _fork(namespaces: int) -> int:
     whatever it has started."""
     if not namespaces:
         return os.fork()
-    child = int(_libc.syscall(_SYS_CLONE[_MACHINE], ctypes.c_ulong(namespaces | _SIGCHLD), None, None, None, None))
-    return _checked("clone", child)
+    return _checked("clone", _syscall(_SYS_CLONE[_MACHINE], namespaces | _SIGCHLD, None, None, None, None))
 
 
 def _wait(child: int, control: _socket.socket, until: float) -> bool:
@@ -197,7 +223,7 @@ def _wait(child: int, control: _socket.socket, until: float) -> bool:
 
 
 def _mount_tmp(options: str) -> None:
-    _checked("mount", _libc.mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
+    _checked("mount", _mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
 
 
 def _keep_only(given: list[int]) -> None:
@@ -217,8 +243,8 @@ def _limit(resource_number: int, value: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc.syscall(_SYS_CAPSET[_MACHINE], header, (ctypes.c_uint32 * 6)()))
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+    _checked("capset", _syscall(_SYS_CAPSET[_MACHINE], header, bytes(24)))
 
 
 def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
@@ -226,32 +252,32 @@ def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]
     shall watch over."""
     attributes = struct.pack("<QQQ", files, 0, scopes)
     size = 24 if scopes else 8
-    ruleset = _checked("landlock_create_ruleset", _libc.syscall(_LANDLOCK_CREATE, attributes, size, 0))
+    ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))
     readable = _LANDLOCK_READ | _LANDLOCK_EXECUTE | _LANDLOCK_LIST
     for paths, allowed in ((read, readable), (write, files)):
         for path in paths:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
             rule = struct.pack("<Qi", allowed if os.path.isdir(path) else allowed & _LANDLOCK_OF_A_FILE, place)
-            _checked(f"landlock {path}", _libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
+            _checked(f"landlock {path}", _syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
             os.close(place)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _checked("landlock_restrict_self", _libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
+    _checked("landlock_restrict_self", _syscall(_LANDLOCK_RESTRICT, ruleset, 0))
     os.close(ruleset)
 
 
 def _filter_calls(instructions: bytes) -> None:
-    buffer = ctypes.create_string_buffer(instructions, len(instructions))
-    program = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(buffer))
-    _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, 2, program, 0, 0))
+    buffer = (_Character * len(instructions)).from_buffer_copy(instructions)
+    program = struct.pack("@HP", len(instructions) // 8, _ctypes.addressof(buffer))
+    _checked("seccomp", _prctl_call(_PR_SET_SECCOMP, 2, program, 0, 0))
 
 
 def _prctl(option: int, value: int) -> None:
-    _checked(f"prctl {option}", _libc.prctl(option, value, 0, 0, 0))
+    _checked(f"prctl {option}", _prctl_call(option, value, 0, 0, 0))
 
 
 def _checked(what: str, result: int) -> int:
     if result < 0:
-        number = ctypes.get_errno()
+        number = _ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
 

@@ -53,6 +53,7 @@ Guest(control).serve()
 """
 _SOURCE = Path(sandbox_guest.__file__).read_text(encoding="utf-8")
 _COMPILED = compile(_SOURCE, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2)
+_OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
 _OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _BWRAP_PLACES = "/usr/bin:/usr/local/bin:/bin"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -189,6 +190,7 @@ def guest_settings(walls: Walls, interpreter: Interpreter, config: CodeConfig, u
         raise OSError(f"no table of system calls for {platform.machine()}")
     return {
         "uid": uid,
+        "loaded": _OFTEN_IMPORTED if walls.warm and config.warm else (),
         "namespaces": walls.namespaces,
         "tmp": f"size={config.files_mib * _MIB},nr_inodes={_TMP_FILES},mode=1777" if private else "",
         "folder": "/tmp" if private or walls.bwrap else "/",
