@@ -4,7 +4,8 @@
                                                        ▲                              │
                                                        └──────── how it ended ◄───────┘
 
-The host sends this file to a bare interpreter (``python -I -S -B``), so it stands alone, and imports little. The guest
+The host sends this file, and `sandbox_values`, to a bare interpreter (``python -I -S -B``), so they stand alone, and
+import little. The guest
 never reads a program, an input or an output: they travel in descriptors that it hands on, so a later program cannot
 find an earlier one in its memory. No expected output ever comes in here.
 
@@ -15,7 +16,6 @@ wall that is missing is never passed over in silence.
 from __future__ import annotations
 
 import _ctypes
-import _json
 import _socket
 import marshal
 import os
@@ -24,6 +24,8 @@ import select
 import struct
 import sys
 import time
+
+from stretto.rewards.sandbox_values import lively, plain, written
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
@@ -34,7 +36,6 @@ ORDER = struct.Struct("<d")  # seconds by the wall clock; descriptors: input, ou
 REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem
 SETTINGS_BYTES = 1 << 16
 STARTED = b"+"
-TUPLE, SET, DICT, BYTES = "\0tuple", "\0set", "\0dict", "\0bytes"
 
 _MACHINE = os.uname().machine
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -70,7 +71,7 @@ class _Function(_ctypes.CFuncPtr):
 
 def _function(name: str) -> Callable[..., int]:
     """A function of the C library; integers go to it as `int`, bytes as pointers."""
-    return _Function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name))  # type: ignore[arg-type, return-value]
+    return _Function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name))  # type: ignore[arg-type]
 
 
 _syscall, _prctl_call, _mount = _function("syscall"), _function("prctl"), _function("mount")
@@ -364,59 +365,3 @@ def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
     if name not in namespace and "Solution" in namespace:
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]
-
-
-def plain(value: object) -> Any:
-    """`value` as JSON that tells a tuple from a list, a set and keys of any kind.
-
-    Raises:
-        TypeError: it is, or holds, something else than numbers, texts, bytes, None and these containers.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, tuple):
-        return {TUPLE: [plain(item) for item in value]}
-    if isinstance(value, set | frozenset):
-        return {SET: sorted((plain(item) for item in value), key=written)}
-    if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("\0") for key in value):
-            return {key: plain(item) for key, item in value.items()}
-        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=written)}
-    if isinstance(value, bytes):
-        return {BYTES: value.hex()}
-    raise TypeError(f"a {type(value).__name__} is no result that a test can expect")
-
-
-def written(value: Any) -> str:
-    """The JSON of a plain value; what the json module, which is slow to import, would write."""
-    if isinstance(value, str):
-        return _json.encode_basestring_ascii(str(value))
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int):
-        return int.__repr__(value)
-    if isinstance(value, float):
-        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(float.__repr__(value), float.__repr__(value))
-    if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
-    return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
-
-
-def lively(value: Any) -> Any:
-    """The inverse of `plain`."""
-    if isinstance(value, list):
-        return [lively(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match list(value.items()):
-        case [(key, items)] if key == TUPLE:
-            return tuple(map(lively, items))
-        case [(key, items)] if key == SET:
-            return set(map(lively, items))
-        case [(key, items)] if key == DICT:
-            return {lively(name): lively(item) for name, item in items}
-        case [(key, digits)] if key == BYTES:
-            return bytes.fromhex(digits)
-    return {key: lively(item) for key, item in value.items()}

@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stretto.rewards import sandbox_guest
+from stretto.rewards import sandbox_guest, sandbox_values
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.seccomp import ARCHITECTURES, call_filter
 
@@ -48,11 +48,15 @@ _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _BEGINNING = """import _socket, marshal, sys
 control = _socket.socket(fileno=int(sys.argv[1]))
-exec(marshal.loads(control.recv(1 << 20)))
+values, guest = marshal.loads(control.recv(1 << 20))
+module = type(sys)('stretto.rewards.sandbox_values')
+exec(values, module.__dict__)
+sys.modules[module.__name__] = module
+exec(guest)
 Guest(control).serve()
 """
-_SOURCE = Path(sandbox_guest.__file__).read_text(encoding="utf-8")
-_COMPILED = compile(_SOURCE, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2)
+_SOURCES = tuple(Path(module.__file__).read_text(encoding="utf-8") for module in (sandbox_values, sandbox_guest))
+_COMPILED = tuple(compile(source, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2) for source in _SOURCES)
 _OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
 _OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _BWRAP_PLACES = "/usr/bin:/usr/local/bin:/bin"
@@ -148,8 +152,8 @@ def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control:
 
 
 def guest_program(interpreter: Interpreter) -> bytes:
-    """`sandbox_guest` as the interpreter gets it: compiled, if it is of our own version."""
-    return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCE)
+    """`sandbox_values` and `sandbox_guest` as the interpreter gets them: compiled, if it is of our own version."""
+    return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
 
 
 def _own_executable() -> Path:
