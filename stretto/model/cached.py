@@ -163,7 +163,7 @@ class CachedPolicy:
         """
         attention = check_attention(model)
         self.model = model
-        self._calls = capture(model)
+        self.calls = capture(model)
         self.layout = cache_layout(model, attention)
         self._windows = attention.windows
         most_tokens = None if most_bytes is None else most_bytes // self.layout.bytes_per_token
@@ -218,7 +218,7 @@ class CachedPolicy:
         places = [np.arange(context.shared, len(context.token_ids)) for context in carried]
         positions = np.concatenate([*places, newest_places])
         attention = partial(cached_attention, stretto_step=self._plan(used, newest_places, carried))
-        logits = self._calls(self._tensor(tokens), self._tensor(positions), len(order), attention)
+        logits = self.calls(self._tensor(tokens), self._tensor(positions), len(order), attention)
         return order, logits.float()
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:

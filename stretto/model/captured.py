@@ -1,11 +1,11 @@
 """The forward of a decode step without the module around it: what CUDA graphs are on a GPU, for the processor.
 
-A step of a small model spends more on the calls than on the numbers: the module reaches its 15 products through some
-800 calls of Python. Here the calls that the transformers module makes to torch are written down once, while it runs over
-a few tokens, and are then run as one straight function::
+A step of a small model spends more on the calls than on the numbers: between two products of matrices lie dozens of
+calls of Python. Here the calls that the transformers module makes to torch are written down once, while it runs over a
+few tokens, and are then run as one straight function::
 
-    module    modeling_qwen3.py -> nn.Module.__call__ -> ... -> torch      traced at 5 and at 11 tokens
-    graph     token_ids -> embedding -> norm -> linear -> attention -> ...  equal but for what is a number of tokens
+    module    modeling_qwen3.py -> nn.Module.__call__ -> ... -> torch        recorded at 5 and at 11 tokens
+    calls     token_ids -> embedding -> norm -> linear -> attention -> ...   equal but for what is a number of tokens
 
 A number that differs between the two tracings has to be one of the two sizes of a step, or nothing is captured.
 Parameters are the module's own tensors, so weights that are copied into them are seen. The attention function stays a
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -40,11 +40,14 @@ log = logging.getLogger(__name__)
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 _STAND_IN = "stretto_stand_in"
+_INPUTS = ("token_ids", "positions", "attention", "tokens", "last")
 _TRACED = ((5, 3), (11, 7))  # (tokens, rows) of the two tracings: no size is a sum or a multiple of others
 _COMPARED = ((1, 1), (6, 6), (37, 4))
 
 #: What a module may ask a tensor and get something else than a tensor: it is the same for all values.
-_SHAPE_QUESTIONS = frozenset({"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "_set_grad_enabled"})
+_SHAPE_QUESTIONS = frozenset(
+    {"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "_set_grad_enabled"}
+)
 
 
 class NotCapturedError(Exception):
@@ -63,7 +66,8 @@ class Layer:
 class CapturedForward:
     """The calls of a module's forward, run one after the other."""
 
-    calls: Callable[..., Tensor]
+    graph: Graph
+    calls: Callable[..., Tensor]  # the graph as a function
     constants: tuple[Any, ...]  # parameters, buffers and layers, in the order in which `calls` takes them
 
     def __call__(self, token_ids: Tensor, positions: Tensor, rows: int, attention: AttentionFunction) -> Tensor:
@@ -80,7 +84,7 @@ class ModuleForward:
     reason: str  # why it was not captured
 
     def __call__(self, token_ids: Tensor, positions: Tensor, rows: int, attention: AttentionFunction) -> Tensor:
-        """As `CapturedForward`; `attention` is a partial of the model's own, its keywords reach it through the module."""
+        """As `CapturedForward`; of `attention`, a partial of the model's own, the keywords go through the module."""
         return _call_module(self.model, token_ids, positions, rows, **cast("partial[Any]", attention).keywords)
 
 
@@ -111,16 +115,21 @@ def _call_module(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, r
 class _Recorder(TorchFunctionMode):
     """Writes down every call that makes a tensor; numbers stand in the calls as they were."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_ids: Tensor, positions: Tensor) -> None:
         super().__init__()
         self.graph = Graph()
         self.constants: dict[Node, Any] = {}
         self._nodes: dict[int, Node] = {}
         self._alive: list[Any] = []  # an id names an object as long as it lives
+        self.inputs = {name: self.graph.placeholder(name) for name in _INPUTS}
+        self.name(token_ids, self.inputs["token_ids"])
+        self.name(positions, self.inputs["positions"])
 
     def name(self, value: Any, node: Node) -> Node:
         self._nodes[id(value)] = node
         self._alive.append(value)
+        if isinstance(value, Tensor):
+            node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
         return node
 
     def node(self, value: Any) -> Any:
@@ -177,8 +186,8 @@ def _stand_in(
     if stretto_recorder is not None:
         kept = {name: asked[name] for name in asked if not isinstance(asked[name], Tensor)}
         given = [stretto_recorder.node(x) for x in (Layer(module, kept), query, key, value)]
-        attention = next(node for node in stretto_recorder.graph.nodes if node.target == "attention")
-        stretto_recorder.name(out, stretto_recorder.graph.call_function(attend, (attention, *given)))
+        call = stretto_recorder.graph.call_function(attend, (stretto_recorder.inputs["attention"], *given))
+        stretto_recorder.name(out, call)
     return out, None
 
 
@@ -193,21 +202,17 @@ def attend(attention: AttentionFunction, layer: Layer, query: Tensor, key: Tenso
 def _trace(model: PreTrainedModel) -> CapturedForward:
     first, second = (_record(model, tokens, rows) for tokens, rows in _TRACED)
     graph = _unite(first, second)
-    simplify(graph, first.constants)
+    simplify(graph)
     used = tuple(first.constants[node] for node in graph.nodes if node in first.constants)
-    return CapturedForward(GraphModule(nn.Module(), graph).forward, used)
+    return CapturedForward(graph, GraphModule(nn.Module(), graph).forward, used)
 
 
 def _record(model: PreTrainedModel, tokens: int, rows: int) -> _Recorder:
-    recorder = _Recorder()
-    token_ids, positions = _made_up(model, tokens)
-    ids, places = token_ids[None], positions[None]
-    for name, value in (("token_ids", ids), ("positions", places), ("attention", None), ("tokens", None), ("last", None)):
-        recorder.name(value, recorder.graph.placeholder(name))
+    token_ids, positions = (made_up[None] for made_up in _made_up(model, tokens))
+    recorder = _Recorder(token_ids, positions)
+    inputs = {"input_ids": token_ids, "position_ids": positions}
     with recorder:
-        logits = model(
-            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=rows, stretto_recorder=recorder
-        ).logits
+        logits = model(**inputs, use_cache=False, logits_to_keep=rows, stretto_recorder=recorder).logits
     recorder.graph.output(recorder.node(logits))
     return recorder
 
@@ -225,9 +230,8 @@ def _unite(first: _Recorder, second: _Recorder) -> Graph:
         NotCapturedError: they differ in anything else.
     """
     nodes = list(zip(first.graph.nodes, second.graph.nodes, strict=False))
-    named = {node.target: node for node, _ in nodes if node.op == "placeholder"}
     (tokens, rows), (tokens_2, rows_2) = _TRACED
-    sizes = {(tokens, tokens_2): named["tokens"], (-rows, -rows_2): named["last"]}
+    sizes = {(tokens, tokens_2): first.inputs["tokens"], (-rows, -rows_2): first.inputs["last"]}
     twins = dict(nodes)
     if len(first.graph.nodes) != len(second.graph.nodes):
         raise NotCapturedError("it makes more calls for more tokens")
@@ -250,10 +254,11 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
     elif isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
         return {name: _united(one[name], two[name], sizes, twins) for name in one}
     elif isinstance(one, slice) and isinstance(two, slice):
-        return slice(*(_united(getattr(one, end), getattr(two, end), sizes, twins) for end in ("start", "stop", "step")))
+        ends = [(getattr(one, name), getattr(two, name)) for name in ("start", "stop", "step")]
+        return slice(*(_united(a, b, sizes, twins) for a, b in ends))
     elif type(one) is type(two) and one == two:
         return one
-    elif isinstance(one, int) and (one, two) in sizes:
+    elif isinstance(one, int) and isinstance(two, int) and (one, two) in sizes:
         return sizes[one, two]
     raise NotCapturedError(f"{one} for few tokens and {two} for more")
 
