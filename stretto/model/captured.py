@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.model.peepholes import simplify
+from stretto.model.projections import join_projections
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +204,7 @@ def _trace(model: PreTrainedModel) -> CapturedForward:
     first, second = (_record(model, tokens, rows) for tokens, rows in _TRACED)
     graph = _unite(first, second)
     simplify(graph)
+    join_projections(graph, first.constants)
     used = tuple(first.constants[node] for node in graph.nodes if node in first.constants)
     return CapturedForward(graph, GraphModule(nn.Module(), graph).forward, used)
 

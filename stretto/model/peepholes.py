@@ -1,18 +1,13 @@
 """Fewer and quicker calls that compute the same: what captured calls are rewritten by (`stretto.model.captured`).
 
-    x * rsqrt(mean(x²) + ε), times a weight      rms_norm                 equal to the last bit
-    x·cos + cat(-x₂, x₁)·sin                     the sign goes to sin     equal to the last bit
-    linear                                       oneDNN where it pays     equal to rounding
-
-A pattern is written as what is called and with what: ``("mul", "x", ("rsqrt", "y"))`` is a product with an inverse
-root; a string alone is a variable, which stands for one and the same operand wherever it occurs.
+x * rsqrt(mean(x²) + ε), times a weight      rms_norm                 equal to the last bit
+x·cos + cat(-x₂, x₁)·sin                     the sign goes to sin     equal to the last bit
+linear                                       oneDNN where it pays     equal to rounding
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -20,10 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from stretto.model.onednn import FEWEST_MULTIPLICATIONS, FEWEST_TOKENS, product
+from stretto.model.patterns import call_instead, call_name, fitting, replace
 
-Found = dict[str, Any]
-
-_COMMUTATIVE = ("add", "mul")
 _INVERSE_ROOT = ("rsqrt", ("add", ("mean", ("pow", "x", 2), -1, True), "epsilon"))
 _NORM = ("mul", "x", _INVERSE_ROOT)
 _WEIGHTED_NORM = ("mul", "weight", ("rms_norm", "x", "shape", None, "epsilon"))
@@ -69,91 +62,43 @@ def _compute_once(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        if _name(node) == "mul" and node.args[1] == 1.0 and node.args[0].meta["dtype"] == node.meta["dtype"]:
-            _replace(node, node.args[0])
+        if call_name(node) == "mul" and node.args[1] == 1.0 and node.args[0].meta["dtype"] == node.meta["dtype"]:
+            replace(node, node.args[0])
         else:
             # As text: slices cannot be hashed, and 1 is not 1.0 or True.
             first = made.setdefault(repr((node.op, node.target, node.args, sorted(node.kwargs.items()))), node)
             if first is not node:
-                _replace(node, first)
+                replace(node, first)
 
 
 def _normalize(graph: Graph) -> None:
-    for node, found in _all(graph, _NORM):
+    for node, found in fitting(graph, _NORM):
         if node.meta["dtype"] == torch.float32:
-            _call(node, torch.rms_norm, found["x"], [node.meta["shape"][-1]], None, found["epsilon"])
-    for node, found in _all(graph, _WEIGHTED_NORM):
+            call_instead(node, torch.rms_norm, found["x"], [node.meta["shape"][-1]], None, found["epsilon"])
+    for node, found in fitting(graph, _WEIGHTED_NORM):
         weight = found["weight"].meta
         if weight["shape"] == tuple(found["shape"]) and weight["dtype"] == torch.float32:
-            _call(node, torch.rms_norm, found["x"], found["shape"], found["weight"], found["epsilon"])
+            call_instead(node, torch.rms_norm, found["x"], found["shape"], found["weight"], found["epsilon"])
 
 
 def _rotate(graph: Graph) -> None:
     signed: dict[Node, Node] = {}
-    for node, found in _all(graph, _ROTATION):
+    for node, found in fitting(graph, _ROTATION):
         half, sin = node.meta["shape"][-1] // 2, found["sin"]
         if (found["low"], found["high"]) == ((..., slice(None, half, None)), (..., slice(half, None, None))):
             if sin not in signed:
                 with graph.inserting_after(sin):
                     signed[sin] = graph.call_function(sign, (sin,))
-            _call(node, rotate, found["x"], found["cos"], signed[sin])
+            call_instead(node, rotate, found["x"], found["cos"], signed[sin])
 
 
 def _multiply(graph: Graph) -> None:
-    for node, found in _all(graph, _LINEAR):
+    for node, found in fitting(graph, _LINEAR):
         if node.meta["dtype"] == torch.float32:
-            multiplications = math.prod(found["weight"].meta["shape"])
-            fewest = max(FEWEST_TOKENS, math.ceil(FEWEST_MULTIPLICATIONS / multiplications))
-            _call(node, multiply, found["x"], found["weight"], found["bias"], fewest)
+            fewest = fewest_tokens(found["weight"].meta["shape"])
+            call_instead(node, multiply, found["x"], found["weight"], found["bias"], fewest)
 
 
-def _call(node: Node, function: Callable[..., Tensor], *args: Any) -> None:
-    """Let a call of another function take a node's place."""
-    with node.graph.inserting_before(node):
-        _replace(node, node.graph.call_function(function, args))
-
-
-def _replace(node: Node, by: Node) -> None:
-    by.meta = by.meta or node.meta
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
-
-
-def _all(graph: Graph, pattern: Any) -> Iterator[tuple[Node, Found]]:
-    """The nodes that fit a pattern, with what its variables stand for; nodes may be replaced on the way."""
-    for node in list(graph.nodes):
-        if (found := _fit(pattern, node, {})) is not None:
-            yield node, found
-
-
-def _fit(pattern: Any, value: Any, found: Found) -> Found | None:
-    """What the variables of a pattern stand for if it fits a value, given what some stand for already."""
-    if isinstance(pattern, str):
-        known = found.get(pattern, value)
-        return {**found, pattern: value} if known is value else None
-    if isinstance(pattern, list):
-        return _fit_each(pattern, value, found) if isinstance(value, list | tuple) else None
-    if not isinstance(pattern, tuple):
-        return found if type(pattern) is type(value) and pattern == value else None
-    name, *operands = pattern
-    if not isinstance(value, Node) or _name(value) != name:
-        return None
-    given = [*value.args, *value.kwargs.values()]
-    orders = permutations(operands) if name in _COMMUTATIVE else [operands]
-    fits = (_fit_each(list(order), given, found) for order in orders)
-    return next((fit for fit in fits if fit is not None), None)
-
-
-def _fit_each(patterns: list[Any], values: list[Any] | tuple[Any, ...], found: Found) -> Found | None:
-    if len(patterns) != len(values):
-        return None
-    fit: Found | None = found
-    for pattern, value in zip(patterns, values, strict=True):
-        fit = None if fit is None else _fit(pattern, value, fit)
-    return fit
-
-
-def _name(node: Node) -> str | None:
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", None) if node.op == "call_function" else None
+def fewest_tokens(shape: tuple[int, ...]) -> int:
+    """From how many tokens on a product with a weight of this shape is oneDNN's."""
+    return max(FEWEST_TOKENS, math.ceil(FEWEST_MULTIPLICATIONS / math.prod(shape)))

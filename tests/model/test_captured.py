@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context
@@ -169,13 +168,30 @@ def test_the_number_of_tokens_itself_may_stand_in_a_call() -> None:
     torch.testing.assert_close(thirteen, 13 * one)
 
 
-def test_a_graph_is_what_its_calls_say() -> None:
-    """The rewriting is worth something: of a dense layer, neither inverse roots nor plain linear calls are left."""
-    calls = capture(model(QWEN))
-    assert isinstance(calls, CapturedForward)
-    graph: Graph = calls.graph
-    names = [getattr(node.target, "__name__", node.target) for node in graph.nodes]
-    assert names.count("rms_norm") == 9  # two in each layer for tokens, two for heads, one at the end
-    assert names.count("rotate") == 4
-    assert names.count("sign") == 1
+@pytest.mark.parametrize(
+    ("family", "calls"),
+    [
+        (QWEN, {"rms_norm": 5, "project": 2, "rotate": 0, "sign": 1}),  # two norms in a layer and one at the end
+        (("qwen2", 4, 2, {}), {"rms_norm": 5, "project": 2, "rotate": 0, "sign": 1}),
+        (("gemma2", 4, 2, {}), {"rms_norm": 9, "project": 2, "rotate": 0, "sign": 1}),
+        (("gemma3_text", 4, 2, {}), {"rms_norm": 13, "project": 0, "rotate": 4}),
+    ],
+    ids=str,
+)
+def test_norms_rotations_and_projections_are_one_call_each(family: Family, calls: dict[str, int]) -> None:
+    captured = capture(model(family))
+    assert isinstance(captured, CapturedForward)
+    names = [getattr(node.target, "__name__", node.target) for node in captured.graph.nodes]
+    assert {name: names.count(name) for name in calls} == calls
     assert not {"rsqrt", "neg", "pow"} & set(names)
+
+
+def test_joined_projections_leave_the_parameters_what_they_were() -> None:
+    plain, policy = model(QWEN), model(QWEN)
+    capture(policy)
+    first, second = capture(policy), dict(policy.named_parameters())
+    assert isinstance(first, CapturedForward)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, second[name])
+    query, key = (second[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk")
+    assert key.data_ptr() == query.data_ptr() + query.nbytes

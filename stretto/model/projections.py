@@ -1,0 +1,103 @@
+"""Queries, keys and values of a layer by one product, and what follows on queries and keys by one call for both.
+
+    weight_q, weight_k, weight_v     views of one tensor [(H + 2K)·D, width]: one product instead of three
+    heads of queries and keys        side by side in what it gives: normed and turned together
+
+The parameters stay the module's own, with their names, shapes and values; only where their numbers lie changes.
+
+Axes: T packed token, H query heads, K key/value heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from stretto.model.patterns import Found, fitting
+from stretto.model.peepholes import fewest_tokens, multiply, rotate
+
+
+def _projection(name: str) -> Any:
+    return ("view", ("multiply", "x", f"{name}_weight", f"{name}_bias", f"{name}_fewest"), f"{name}_shape")
+
+
+def _normed(name: str) -> Any:
+    return ("rms_norm", _projection(name), "norm_shape", f"{name}_norm", "epsilon")
+
+
+def _attention(heads: Any) -> Any:
+    queries, keys = (("rotate", ("transpose", heads(name), 1, 2), "cos", "sin") for name in "qk")
+    return ("attend", "attention", "layer", queries, keys, ("transpose", _projection("v"), 1, 2))
+
+
+def join_projections(graph: Graph, constants: dict[Node, Any]) -> None:
+    """Join the projections of layers that rotate their heads, with or without norms of them before."""
+    for heads in (_projection, _normed):
+        for node, found in fitting(graph, _attention(heads)):
+            _join(node, found, constants)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _join(node: Node, found: Found, constants: dict[Node, Any]) -> None:
+    graph, inputs = node.graph, [found["x"]]
+    for kind in ("weight", "bias"):
+        parts = [constants.get(found[f"{name}_{kind}"]) for name in "qkv"]
+        inputs.append(None)
+        if all(isinstance(part, Tensor) for part in parts):
+            with graph.inserting_before(node):
+                inputs[-1] = graph.placeholder(f"{kind}_of_{node.name}")
+            constants[inputs[-1]] = side_by_side(parts)
+        elif any(part is not None for part in parts) or kind == "weight":
+            return
+    width = node.args[2].meta["shape"][-1]
+    heads = [found[f"{name}_weight"].meta["shape"][0] // width for name in "qk"]
+    norm = (found["q_norm"], found["k_norm"], found["epsilon"]) if "q_norm" in found else None
+    with graph.inserting_before(node):
+        fewest = fewest_tokens(constants[inputs[1]].shape)
+        joined = graph.call_function(project, (*inputs, norm, found["cos"], found["sin"], *heads, fewest))
+        node.args = (*node.args[:2], *(graph.call_function(operator.getitem, (joined, place)) for place in range(3)))
+
+
+def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor [N1 + N2 + ..., *rest] of which the parameters [N, *rest] are, or now become, the parts."""
+    first = parameters[0]
+    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
+    starts = [parameter.data_ptr() for parameter in parameters]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    if len(storages) > 1 or starts[1:] != ends[:-1] or not all(parameter.is_contiguous() for parameter in parameters):
+        joined = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, joined.split([len(x) for x in parameters]), strict=True):
+            parameter.data = part
+    return first.data.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, Tensor, float] | None,
+    cos: Tensor,
+    signed_sin: Tensor,
+    queries: int,
+    keys: int,
+    fewest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [1, H, T, D], keys and values [1, K, T, D] of tokens [1, T, width]; cos and sin are [1, 1, T, D].
+
+    Their memory lies as [1, T, heads, D], in which a token's heads are neighbours.
+    """
+    heads = multiply(x, weight, bias, fewest).view(1, x.shape[1], queries + 2 * keys, -1)
+    turned = heads.narrow(2, 0, queries + keys)
+    if norm is not None:
+        query_norm, key_norm, epsilon = norm
+        weights = torch.cat((query_norm.expand(queries, -1), key_norm.expand(keys, -1)))
+        turned = torch.rms_norm(turned, query_norm.shape, None, epsilon).mul_(weights)
+    turned = rotate(turned, cos.transpose(1, 2), signed_sin.transpose(1, 2)).transpose(1, 2)
+    values = heads.narrow(2, queries + keys, keys).transpose(1, 2)
+    return turned.narrow(1, 0, queries), turned.narrow(1, queries, keys), values
