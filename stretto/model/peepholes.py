@@ -1,8 +1,10 @@
 """Fewer and quicker calls that compute the same: what captured calls are rewritten by (`stretto.model.captured`).
 
-x * rsqrt(mean(x²) + ε), times a weight      rms_norm                 equal to the last bit
-x·cos + cat(-x₂, x₁)·sin                     the sign goes to sin     equal to the last bit
-linear                                       oneDNN where it pays     equal to rounding
+    x * rsqrt(mean(x²) + ε), times a weight      rms_norm                 equal to the last bit
+    x·cos + cat(-x₂, x₁)·sin                     the sign goes to sin     equal to the last bit
+    linear                                       oneDNN where it pays     equal to rounding
+
+`stretto.model.projections` joins what is left of a layer's queries, keys and values.
 """
 
 from __future__ import annotations

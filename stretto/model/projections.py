@@ -45,23 +45,25 @@ def join_projections(graph: Graph, constants: dict[Node, Any]) -> None:
 
 
 def _join(node: Node, found: Found, constants: dict[Node, Any]) -> None:
-    graph, inputs = node.graph, [found["x"]]
-    for kind in ("weight", "bias"):
-        parts = [constants.get(found[f"{name}_{kind}"]) for name in "qkv"]
-        inputs.append(None)
-        if all(isinstance(part, Tensor) for part in parts):
-            with graph.inserting_before(node):
-                inputs[-1] = graph.placeholder(f"{kind}_of_{node.name}")
-            constants[inputs[-1]] = side_by_side(parts)
-        elif any(part is not None for part in parts) or kind == "weight":
-            return
-    width = node.args[2].meta["shape"][-1]
-    heads = [found[f"{name}_weight"].meta["shape"][0] // width for name in "qk"]
+    weights, biases = ([found[f"{name}_{kind}"] for name in "qkv"] for kind in ("weight", "bias"))
+    biased = any(bias is not None for bias in biases)
+    if not {*weights, *(biases if biased else ())} <= constants.keys():
+        return  # computed from other tensors, or a bias that not all three have
+    heads = [weight.meta["shape"][0] // found["cos"].meta["shape"][-1] for weight in weights[:2]]
     norm = (found["q_norm"], found["k_norm"], found["epsilon"]) if "q_norm" in found else None
-    with graph.inserting_before(node):
-        fewest = fewest_tokens(constants[inputs[1]].shape)
-        joined = graph.call_function(project, (*inputs, norm, found["cos"], found["sin"], *heads, fewest))
-        node.args = (*node.args[:2], *(graph.call_function(operator.getitem, (joined, place)) for place in range(3)))
+    with node.graph.inserting_before(node):
+        weight = _joined(node.graph, weights, constants)
+        bias = _joined(node.graph, biases, constants) if biased else None
+        turn = (found["cos"], found["sin"], *heads, fewest_tokens(constants[weight].shape))
+        joined = node.graph.call_function(project, (found["x"], weight, bias, norm, *turn))
+        parts = [node.graph.call_function(operator.getitem, (joined, place)) for place in range(3)]
+        node.args = (*node.args[:2], *parts)
+
+
+def _joined(graph: Graph, parts: Sequence[Node], constants: dict[Node, Any]) -> Node:
+    joined = graph.placeholder(f"{parts[0].name}_joined")
+    constants[joined] = side_by_side([constants[part] for part in parts])
+    return joined
 
 
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
