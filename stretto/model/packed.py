@@ -142,10 +142,10 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
     """Whether two products take less time than one fused kernel; measured without gradients, as an engine works."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
-    return short and computes_by_products(query_BHLD) and not torch.is_grad_enabled()
+    return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
 
 
-def computes_by_products(tensor: Tensor) -> bool:
+def _computes_by_products(tensor: Tensor) -> bool:
     """Whether small products are quick for such tensors: float32 on the processor.
 
     There the fused kernel spends more on starting each row and head than on what it computes.
