@@ -195,6 +195,20 @@ def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder:
     assert in_fleet(folder, work, count=1) == 1.0
 
 
+def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> None:
+    async def work(fleet: Fleet) -> list[float]:
+        await answers(fleet, request("0"))
+        (process,) = children()
+        os.kill(process, signal.SIGSTOP)
+        await fleet.look(0.05)
+        before = fleet.counted(lambda health: health.generated)
+        os.kill(process, signal.SIGCONT)
+        await fleet.look()  # the same question, and its answer
+        return [before, fleet.counted(lambda health: health.generated)]
+
+    assert in_fleet(folder, work, count=1) == [0, 2]
+
+
 def test_while_one_engine_is_away_the_other_answers_everything(folder: Path) -> None:
     async def work(fleet: Fleet) -> int:
         with pytest.raises(EngineLost):
