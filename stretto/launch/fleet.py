@@ -191,19 +191,26 @@ class Fleet:
         raise AssertionError("a watcher never ends by itself")
 
     async def _reinstate(self, engine: EngineLink) -> NoReturn:
-        """A suspected engine whose process goes on and answers gets work again."""
+        """A suspected engine whose process goes on and answers gets work again; one that nobody can reach for
+        `deadlines.hung` seconds, though its process goes on, is as good as dead."""
         while True:
             await engine.suspected.wait()
             engine.suspected.clear()
-            await asyncio.sleep(RETRY_SECONDS)
-            try:
-                await engine.client.health()
-            except (EngineLost, DeadlineExceeded):
-                if engine.process.running:
-                    engine.suspected.set()
-                continue
-            if engine.name not in self._router.up and engine.process.running and not engine.starting:
-                self._join(engine)
+            began = time.monotonic()
+            while self._is_astray(engine):
+                await asyncio.sleep(RETRY_SECONDS)
+                try:
+                    await engine.client.health()
+                except (EngineLost, DeadlineExceeded):
+                    if self._is_astray(engine) and time.monotonic() - began > self._deadlines.hung:
+                        engine.process.kill()
+                else:
+                    if self._is_astray(engine):
+                        self._join(engine)
+
+    def _is_astray(self, engine: EngineLink) -> bool:
+        """Its process goes on, and it gets no work."""
+        return engine.process.running and not engine.starting and engine.name not in self._router.up
 
     async def _supervise(self, engine: EngineLink) -> NoReturn:
         while True:
