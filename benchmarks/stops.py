@@ -60,11 +60,11 @@ def one_stop(laboratory: Laboratory, run_dir: Path, seed: str, number: int = 0) 
     kinds = list(MOMENTS)
     (after,) = chance.choices(kinds, [MOMENTS[kind][0] for kind in kinds])
     later, by = chance.random() * MOMENTS[after][1], chance.choice(SIGNALS)
-    before = steps_done(run_dir)
+    before, known = steps_done(run_dir), said(run_dir)
     resume = ("--resume",) if (run_dir / "ledger.sqlite").exists() else ()
     steps = before + (2 if after == "last evaluation" else 100_000)
     with laboratory.train(run_dir, f"trainer.steps={steps}", "trainer.checkpoint_every=3", *resume) as command:
-        _wait(command, run_dir, after, before + chance.randint(1, 3))
+        _wait(command, run_dir, after, before + chance.randint(1, 3), len(known))
         time.sleep(later)
         began = time.monotonic()
         command.process.send_signal(by)
@@ -79,18 +79,17 @@ def one_stop(laboratory: Laboratory, run_dir: Path, seed: str, number: int = 0) 
     return Stop(number, after, by.name, round(seconds, 2), ended.code, steps_done(run_dir), tuple(problems))
 
 
-def _wait(command: Command, run_dir: Path, after: str, step: int) -> None:
-    """Return at the moment after which the stop comes."""
+def _wait(command: Command, run_dir: Path, after: str, step: int, known: int) -> None:
+    """Return at the moment after which the stop comes; `known` characters of the log are of the run so far."""
     match after:
         case "log":
-            wait_until(lambda: bool(said(run_dir)), "its log", command)
+            wait_until(lambda: len(said(run_dir)) > known, "its log", command)
         case "engine":
             wait_until(lambda: bool(command.processes("engine_role")), "an engine's process", command)
         case "step":
             wait_until(lambda: steps_done(run_dir) >= step, f"step {step}", command)
         case "last evaluation":
-            known = said(run_dir).count(LAST)
-            wait_until(lambda: said(run_dir).count(LAST) > known, LAST, command)
+            wait_until(lambda: LAST in said(run_dir)[known:], LAST, command)
 
 
 def _allowed(by: signal.Signals, after: str) -> Sequence[int]:

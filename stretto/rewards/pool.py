@@ -23,6 +23,7 @@ from stretto.core.errors import Problem, RewardFunctionError, RoleDied, RoleErro
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
+from stretto.rewards.facts import Facts
 from stretto.rewards.judging import undecided
 from stretto.rewards.loading import PLACE
 from stretto.rewards.process import WorkerProcess
@@ -54,8 +55,7 @@ class RewardPool:
     ) -> None:
         """`on_change` is told when a worker comes back with other `facts` than those on record."""
         self.busy_seconds = 0.0  # seconds of all workers together
-        self.facts: dict[str, str] = {}  # what the reward wants recorded with the run
-        self._on_change = on_change
+        self._facts, self._on_change = Facts(), on_change
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
         self._queue: deque[Chunk] = deque()
@@ -70,6 +70,11 @@ class RewardPool:
     @property
     def workers(self) -> int:
         return len(self._slots)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What the reward wants recorded with the run."""
+        return self._facts.known
 
     async def start(self) -> None:
         """Start all workers.
@@ -144,17 +149,9 @@ class RewardPool:
         assert slot.process is not None
         await slot.process.start(self._config, self._log)
         slot.ready = True
-        self._compare(slot.name, slot.process.facts)
+        for sentence in self._facts.hear(slot.name, slot.process.facts):
+            self._on_change(sentence)
         self._dispatch()
-
-    def _compare(self, worker: str, facts: Mapping[str, str]) -> None:
-        """The first worker speaks for all; what another one finds otherwise, after a restart say, is a fact too."""
-        if not self.facts:
-            self.facts = dict(facts)
-        for name, found in facts.items():
-            if found not in self.facts.values():
-                self.facts[f"{name} of {worker}"] = found
-                self._on_change(f"{worker} works with another {name}: {found}; before: {self.facts.get(name)}")
 
     async def _watch(self) -> None:
         """Kill a worker whose counter stood still for the timeout in the middle of an answer."""

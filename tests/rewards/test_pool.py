@@ -235,6 +235,15 @@ def test_a_worker_that_cannot_be_brought_back_ends_the_run(config: Make, tmp_pat
         scored(config(), work)
 
 
+def test_a_worker_that_comes_back_is_refused_as_at_the_start(config: Make, tmp_path: Path) -> None:
+    async def work(pool: RewardPool) -> None:
+        (tmp_path / "pool_rewards.py").write_text("import nothing_of_the_kind")
+        await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RewardFunctionError, match="nothing_of_the_kind"):
+        scored(config(), work)
+
+
 def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(pool: RewardPool) -> None:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
