@@ -97,6 +97,7 @@ def test_a_role_that_hangs_is_killed_whether_or_not_anybody_waits_for_its_end(tm
 
 def test_a_pause_of_the_conductor_is_not_held_against_a_role(tmp_path: Path) -> None:
     async def pause_of_all(role: RoleProcess) -> str:
+        supervision = asyncio.create_task(role.ended())
         await asyncio.sleep(0.5)
         os.kill(role.pid, signal.SIGSTOP)
         time.sleep(2.5)  # nobody runs, as on a machine that was suspended
@@ -104,6 +105,7 @@ def test_a_pause_of_the_conductor_is_not_held_against_a_role(tmp_path: Path) -> 
         os.kill(role.pid, signal.SIGCONT)
         await asyncio.sleep(1.0)
         assert role.running
+        supervision.cancel()
         return "well"
 
     assert played(tmp_path, StubbornSpec(beats=True), pause_of_all, hung=2.0) == "well"
