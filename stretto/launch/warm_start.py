@@ -64,7 +64,7 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
     assert recipe.warm_start is not None
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.demonstrations")
-    process = RoleProcess("warm start", "stretto.launch.supervised_role", log, recipe.deadlines.hung)
+    process = RoleProcess("warm start", "stretto.launch.supervised_role", log)
     channel: ConductorEnd[FromSupervised] = ConductorEnd("warm start", FROM_SUPERVISED, str(log))
     spec = SupervisedSpec(
         parent=os.getpid(),
