@@ -115,6 +115,7 @@ class EngineLink:
         Raises:
             EngineLost: it broke off; it is suspected then, unless it was told to give the request up.
         """
+        self.open.add(request.id)
         try:
             async for completion in self.client.generate(request):
                 yield completion
@@ -123,6 +124,7 @@ class EngineLink:
                 self.suspected.set()
             raise
         finally:
+            self.open.discard(request.id)
             self._given_up.discard(request.id)
 
     async def give_up(self) -> None:

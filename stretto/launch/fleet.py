@@ -99,11 +99,10 @@ class Fleet:
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
                 await self._joined.wait()
         (engine,) = (engine for engine in self._engines if engine.name == name)
-        engine.open.add(request.id)
         try:
             # An engine that takes answers over has to serve what sampled their last token: versions never fall.
-            newest = max((version for begun in request.begun for version in begun.versions), default=0)
-            await engine.until_it_serves(newest, self._deadlines.start)
+            if written := [version for begun in request.begun for version in begun.versions]:
+                await engine.until_it_serves(max(written), self._deadlines.start)
             async for completion in engine.generate(request):
                 yield completion
         except EngineLost:
@@ -111,7 +110,6 @@ class Fleet:
                 self._leave(engine)
             raise
         finally:
-            engine.open.discard(request.id)
             self._router.finish(name, answers)
             self._joined.set()
 
