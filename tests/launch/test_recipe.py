@@ -252,7 +252,10 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:
     assert recipe.model_dump()["task"]["file"] == str(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+RUNS = sorted(path for path in (ROOT / "recipes").glob("*.toml") if path.stem != "dpo")  # which is no run
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path, path: Path) -> None:
     recipe = load_recipe(path)
     assert load_recipe(write(tmp_path, to_toml(recipe))) == recipe
