@@ -86,6 +86,13 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
                 f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on"
             )
+        critic = self.algorithm.critic
+        if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
+            raise ValueError(
+                'rollout.truncated = "filter" leaves no answer that was cut off, so that '
+                'algorithm.advantages.critic.truncated = "bootstrap" would do nothing; choose one of them '
+                '(rollout.truncated = "train", or critic.truncated = "end")'
+            )
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError(
                 f"rollout.min_group_size = {self.rollout.min_group_size} is more than "

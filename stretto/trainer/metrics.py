@@ -41,6 +41,7 @@ class Meter:
         self._value_losses: list[float] = []
         self._critic_steps: list[OptimizerStep] = []
         self._explained = math.nan
+        self._penalised: float | None = None
 
     def learned(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
         """A micro-batch of `tokens` loss tokens has been through the loss."""
@@ -65,6 +66,10 @@ class Meter:
         """What a critic has said of the batch before the step, and what it should have said."""
         self._explained = explained_variance(values, returns)
 
+    def penalised(self, divergence: float) -> None:
+        """The mean divergence from the reference policy by which the rewards were lowered."""
+        self._penalised = divergence
+
     def fitted(self, loss: float, step: OptimizerStep) -> None:
         """The critic has taken a step."""
         self._value_losses.append(loss)
@@ -86,6 +91,8 @@ class Meter:
             measured["explained_variance"] = self._explained
         if self._kl_reference:
             measured["kl_reference"] = _total(self._kl_reference) / self._tokens
+        if self._penalised is not None:
+            measured["kl_reference"] = self._penalised
         if agreeing := _total(self._agreeing):
             measured["behavior_logprob_error"] = _total(self._error) / agreeing
         return {name: value for name, value in measured.items() if math.isfinite(value)}

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.records import Sampling
+from stretto.core.records import Batch, Sampling
 from stretto.model.logprobs import PackedTokens, check_policy, token_logprobs
 from stretto.model.onednn import use_onednn
+from stretto.trainer.asking import ask
 from stretto.trainer.config import OptimizerConfig
 
 
@@ -21,10 +22,14 @@ class ReferencePolicy:
         check_policy(model)
         use_onednn(model)
         self._model, self._sampling = model, sampling
-        self._half = config.dtype != "float32"
+        self._config, self._half = config, config.dtype != "float32"
 
     @torch.no_grad()
     def logprobs(self, packed: PackedTokens) -> Tensor:
         """log p of the wanted tokens, [N]."""
         with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=self._half):
             return token_logprobs(self._model, packed, self._sampling).logprobs
+
+    def answer_logprobs(self, batch: Batch) -> dict[str, list[float]]:
+        """log p of each token of each answer of the batch, masked ones too, by the trajectory's id."""
+        return ask(batch, self._config.micro_batch_tokens, self._model.device, self.logprobs)

@@ -99,6 +99,17 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         ["algorithm.shaping.overlong_buffer = 17 is more than sampling.max_tokens = 16"],
     ),
     (
+        "answers that are filtered and bootstrapped",
+        '[rollout]\ntruncated = "filter"\n'
+        '[algorithm]\nadvantages = { kind = "gae", critic = { truncated = "bootstrap" } }',
+        ['rollout.truncated = "filter"', 'critic.truncated = "bootstrap" would do nothing', 'critic.truncated = "end"'],
+    ),
+    (
+        "a reference in a place that is none",
+        '[algorithm]\nreference = { into = "rewards" }',
+        ["algorithm.reference.into: 'rewards'", "'loss' or 'reward'"],
+    ),
+    (
         "success rates that exclude each other",
         "[rollout]\nsuccess_rate_min = 0.9\nsuccess_rate_max = 0.1",
         ["rollout.success_rate_min = 0.9 is more than rollout.success_rate_max = 0.1"],
