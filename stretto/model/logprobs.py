@@ -23,8 +23,8 @@ from stretto.model.chosen import chosen_logprobs
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
-#: Logits alive at once (64 MiB in float32).
-CHUNK_LOGITS = 1 << 24
+#: Logits alive at once: 64 MiB in float32; on a GPU, whose products want more rows, 1 GiB.
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def token_logprobs(
     sampling: Sampling,
     *,
     entropy: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> TokenLogprobs:
     """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
 
@@ -119,6 +119,7 @@ def token_logprobs(
     hidden_TW = hidden_states(model, packed)
     hidden_NW = hidden_TW.index_select(0, packed.before)
     targets_N = packed.input_ids[0].index_select(0, packed.wanted)
+    chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
         return TokenLogprobs(*_head_logprobs(model, hidden_NW, targets_N, sampling, entropy))
