@@ -26,7 +26,10 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     micro_batch_tokens: PositiveInt = Field(4096, description="tokens in one forward (Algorithm 1's capacity)")
     min_micro_batches: PositiveInt = Field(1, description="micro-batches at least (Algorithm 1's k_min)")
     max_bad_steps: PositiveInt = Field(5, description="optimizer steps in a row with a NaN or infinite gradient")
-    threads: PositiveInt = Field(1, description="torch threads of the process")
+    activation_checkpointing: bool = Field(
+        False, description="keep a layer's input for the backward pass and compute the rest again: less memory, slower"
+    )
+    threads: PositiveInt = Field(1, description="torch threads of each process")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model is trained")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the forward pass; parameters and optimizer stay in float32"
@@ -38,6 +41,7 @@ class TrainerConfig(OptimizerConfig):
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
+    ranks: PositiveInt = Field(1, description="processes that train together, each with a part of every parameter")
     keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(
         1, description="policies kept in the run folder: the newest so many, or all"
     )
