@@ -14,6 +14,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of the decoder layers, by name: not the embedding, not the matrix to the vocabulary."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    return {n: module for n, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside}
+
+
 def checkpoint_activations(model: nn.Module) -> None:
     """Keep of each layer only its input for the backward pass, which computes the rest again.
 

@@ -27,6 +27,7 @@ from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
 from stretto.trainer import checkpoint
+from stretto.trainer.adapters import adapted_layers, merged, plain_parameters
 from stretto.trainer.algorithm import AlgorithmConfig, objective
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -75,7 +76,7 @@ class Trainer:
         if (algorithm.critic is None) != (critic is None):
             raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
         self.learner = Learner(model, config, sampling, ranks)
-        self._ranks = ranks
+        self._ranks, self._adapted = ranks, adapted_layers(model)
         self.version = version
         self._config, self._algorithm = config, algorithm
         self._objective, self._reference, self._critic = objective(algorithm), reference, critic
@@ -129,16 +130,17 @@ class Trainer:
     def publish(self, publisher: Publisher) -> None:
         """Hand the policy out as `version`."""
         began = time.monotonic()
-        publisher.publish(self.version, self.learner.model.named_parameters(), self._gathered)
+        publisher.publish(self.version, plain_parameters(self.learner.model), self._gathered)
         self._span("publish", began)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy by name, one parameter at a time."""
-        for name, parameter in self.learner.model.named_parameters():
+        """The policy by name, one parameter at a time; adapters are part of it."""
+        for name, parameter in plain_parameters(self.learner.model):
             yield name, self._gathered(name, parameter)
 
     def _gathered(self, name: str, parameter: Tensor) -> Tensor:
-        return self._ranks.whole(parameter.detach())
+        whole = self._ranks.whole(parameter.detach())
+        return merged(self._adapted[name], whole, self._ranks) if name in self._adapted else whole
 
     def save_checkpoint(self, folder: Path) -> None:
         """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""
