@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
+from stretto.model.chosen import chosen_logprobs
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
@@ -169,13 +169,9 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 def _head_logprobs(
     model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits_NV = model.get_output_embeddings()(hidden_NW).float()
+    logits_NV = model.get_output_embeddings()(hidden_NW)
     if sampling.temperature != 1.0:
-        logits_NV = logits_NV / sampling.temperature
+        logits_NV = logits_NV.float() / sampling.temperature
     if sampling.filtered:
-        logits_NV = truncate(logits_NV, Truncation.of(sampling), targets_N)
-    if not entropy:
-        return -functional.cross_entropy(logits_NV, targets_N, reduction="none"), None
-    logprobs_NV = logits_NV.log_softmax(-1)
-    chosen_N = -functional.nll_loss(logprobs_NV, targets_N, reduction="none")
-    return chosen_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        logits_NV = truncate(logits_NV.float(), Truncation.of(sampling), targets_N)
+    return chosen_logprobs(logits_NV, targets_N, entropy=entropy)

@@ -1,5 +1,5 @@
-"""LoRA (Hu et al., arXiv 2106.09685) through peft: the policy stays as it is, small matrices beside its linear layers are
-trained.
+"""LoRA (Hu et al., arXiv 2106.09685) through peft: the policy stays as it is, and small matrices beside its linear
+layers are trained.
 
     y = W x + alpha / rank * B A x        A [rank, in] begins random, B [out, rank] zero: the start is the policy
 

@@ -73,6 +73,9 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     learning_rate: float = Field(1e-4, gt=0, description="the highest learning rate; schedule as the policy's")
     clip: float = Field(0.2, gt=0, description="a value may move so far from the one before the step")
+    truncated: Literal["end", "bootstrap"] = Field(
+        "end", description="an answer that was cut off ends there, or is worth what the critic says of its last state"
+    )
 
 
 class PreferenceConfig(OptimizerConfig):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.core.records import Batch
+from stretto.core.records import Batch, StopReason, Trajectory
 from stretto.model.layers import checkpoint_activations
-from stretto.model.logprobs import PackedTokens, hidden_states, pack_tokens
+from stretto.model.logprobs import PackedTokens, hidden_states
 from stretto.model.onednn import use_onednn
+from stretto.trainer.asking import ask
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.minibatch import Minibatch
-from stretto.trainer.packing import shares
 from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.stepper import OptimizerStep, Stepper, learning_rate
 
@@ -47,7 +47,8 @@ class Critic(Stepper):
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
         """`model` is the policy at the start, loaded with the packed attention, for the critic alone."""
-        self._values, self._clip, self._steps = StateValues(model, config), settings.clip, config.steps
+        self._values, self._steps = StateValues(model, config), config.steps
+        self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
         super().__init__(self._values, optimizer, ranks)
 
@@ -55,23 +56,16 @@ class Critic(Stepper):
         """V of the state in which each wanted token was sampled, [N], float32."""
         return self._values(packed)  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def answer_values(self, batch: Batch) -> dict[str, list[float]]:
-        """V before each token of each answer of the batch, masked ones too, by the trajectory's id."""
-        answers = [
-            (t.id, group.prompt.token_ids, t.completion.token_ids) for group in batch.groups for t in group.trajectories
-        ]
-        lengths = [len(prompt) + len(answer) for _, prompt, answer in answers]
-        divided = shares(lengths, self.config.micro_batch_tokens, 1, self.ranks.count)
-        own = [self._answer_values([answers[i] for i in pack]) for pack in divided[self.ranks.rank]]
-        values, _ = self.ranks.joined(torch.cat(own))
-        order = [answers[i] for share in divided for pack in share for i in pack]
-        parts = values.split([len(answer) for _, _, answer in order])
-        return {name: part.tolist() for (name, _, _), part in zip(order, parts, strict=True)}
+        """V before each token of each answer of the batch, masked ones too, by the trajectory's id; and, where the
+        recipe wants it, one more of an answer that was cut off: V after its last token."""
+        return ask(batch, self.config.micro_batch_tokens, self.device, self.values, self._goes_on, self.ranks)
 
-    def _answer_values(self, answers: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Tensor:
-        wanted = [range(len(prompt), len(prompt) + len(answer)) for _, prompt, answer in answers]
-        return self.values(pack_tokens([prompt + answer for _, prompt, answer in answers], wanted, self.device))
+    def _goes_on(self, trajectory: Trajectory) -> bool:
+        """Whether what would have followed the answer is worth something."""
+        completion = trajectory.completion
+        cut_off = completion.stop_reason is StopReason.LENGTH and len(completion.token_ids) > 0
+        return cut_off and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
         """One optimizer step towards the returns of a minibatch; the loss of this rank's share, averaged like the

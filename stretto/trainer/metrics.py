@@ -39,6 +39,7 @@ class Meter:
         self._steps: list[OptimizerStep] = []
         self._critic_steps: list[OptimizerStep] = []
         self._explained = math.nan
+        self._penalised: float | None = None
 
     def learned(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
         """A micro-batch of `tokens` loss tokens has been through the loss."""
@@ -64,6 +65,10 @@ class Meter:
         """What a critic has said of the batch before the step, and what it should have said."""
         self._explained = explained_variance(values, returns)
 
+    def penalised(self, divergence: float) -> None:
+        """The mean divergence from the reference policy by which the rewards were lowered."""
+        self._penalised = divergence
+
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
         """The critic has taken a step; its loss over this rank's share."""
         self._sums["value_loss"].append(loss)
@@ -83,6 +88,8 @@ class Meter:
         if self._critic_steps:
             measured["value_loss"] = sums["value_loss"] / len(self._critic_steps)
             measured["explained_variance"] = self._explained
+        if self._penalised is not None:
+            measured["kl_reference"] = self._penalised
         if sums["agreeing"]:
             measured["behavior_logprob_error"] = sums["error"] / sums["agreeing"]
         return {name: value for name, value in measured.items() if math.isfinite(value)}

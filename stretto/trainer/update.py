@@ -39,7 +39,7 @@ from stretto.trainer.packing import minibatches
 from stretto.trainer.proximal import interpolated
 from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rows import NO_CRITIC, Row, rows_of
+from stretto.trainer.rows import NOTHING, Row, rows_of
 from stretto.trainer.stepper import learning_rate
 from stretto.trainer.tokens import Tokens
 from stretto.weights.mailbox import Publisher
@@ -79,7 +79,10 @@ class Trainer:
         self._ranks, self._adapted = ranks, adapted_layers(model)
         self.version = version
         self._config, self._algorithm = config, algorithm
-        self._objective, self._reference, self._critic = objective(algorithm), reference, critic
+        self._objective, self._critic = objective(algorithm), critic
+        in_reward = algorithm.divergence("reward") is not None
+        self._reference = None if in_reward else reference
+        self._in_reward = reference if in_reward else None
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
@@ -95,8 +98,11 @@ class Trainer:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
         meter = Meter()
         began = time.monotonic()
-        values = self._critic.answer_values(batch) if self._critic else NO_CRITIC
-        rows = rows_of(batch, self._algorithm, self._longest, values)
+        values = self._critic.answer_values(batch) if self._critic else NOTHING
+        reference = self._in_reward.answer_logprobs(batch) if self._in_reward else NOTHING
+        rows = rows_of(batch, self._algorithm, self._longest, values, reference)
+        if rows.kl_reference is not None:
+            meter.penalised(rows.kl_reference)
         if self._critic is not None:
             meter.judged([v for row in rows.rows for v in row.values], [r for row in rows.rows for r in row.returns])
         parts = self._minibatches(rows.rows)

@@ -66,6 +66,8 @@ SCENARIOS = {
     "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": 5e-3}}}),
     "selection": Scenario(algorithm={"loss": {"kind": "m2po", "threshold": 0.5}, "advantages": "batch"}),
     "reference": Scenario(algorithm={"reference": {"weight": 0.1}, "entropy": True, "entropy_bonus": 0.01}),
+    "penalised": Scenario(algorithm={"reference": {"weight": 0.1, "into": "reward"}, "advantages": "batch"}),
+    "adapters": Scenario(trainer={"lora": {"rank": 2}}, algorithm={"reference": {"weight": 0.1}}),
     "checkpointed": Scenario(trainer={"activation_checkpointing": True}),
     "poisoned": Scenario(algorithm={"loss": "ppo"}, batch=poisoned),
 }
