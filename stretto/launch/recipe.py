@@ -65,6 +65,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"trainer.minibatches = {self.trainer.minibatches} is more than the {answers} answers of a batch "
                 "(rollout.batch_size * rollout.group_size)"
             )
+        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > answers:
+            raise ValueError(
+                f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
+                f"{self.trainer.ranks * self.trainer.minibatches} answers in a batch, or some ranks would be idle; "
+                f"rollout.batch_size * rollout.group_size is {answers}"
+            )
         if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
             raise ValueError(
                 'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '

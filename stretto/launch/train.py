@@ -21,8 +21,16 @@ from stretto.store.ledger import Ledger
 from stretto.store.provenance import library_versions, machine
 from stretto.store.run_folder import RunFolder
 
-#: What may be changed when a run is resumed: how long it goes on, and how patient it is.
-_MAY_CHANGE = ("trainer.steps", "trainer.keep_versions", "trainer.checkpoint_every", "evaluation", "deadlines", "store")
+#: What may be changed when a run is resumed: how long it goes on, on how much, and how patient it is.
+_MAY_CHANGE = (
+    "trainer.steps",
+    "trainer.ranks",
+    "trainer.keep_versions",
+    "trainer.checkpoint_every",
+    "evaluation",
+    "deadlines",
+    "store",
+)
 
 _QUESTIONS = "questions"
 

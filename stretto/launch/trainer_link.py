@@ -27,6 +27,7 @@ from stretto.launch.messages import (
     FromTrainer,
     Publish,
     Published,
+    RankLost,
     Ready,
     SaveCheckpoint,
     Saved,
@@ -84,7 +85,9 @@ class TrainerLink:
         checkpoint = self._lineage.newest(self._version) if self._lineage is not None else None
         folder = str(checkpoint.path) if checkpoint is not None else self._spec.checkpoint
         descriptor = self._channel.far.fileno()
-        spec = msgspec.structs.replace(self._spec, descriptor=descriptor, checkpoint=folder)
+        spec = msgspec.structs.replace(
+            self._spec, descriptor=descriptor, checkpoint=folder, log=str(self._log), hung=self._deadlines.hung
+        )
         await self.process.start(spec, spec.threads, (descriptor,))
         await self._channel.open()
         ready = await self._receive(Ready, "to be ready", self._deadlines.start)
@@ -188,6 +191,8 @@ class TrainerLink:
         self._abandoned = False
         if isinstance(answer, Failed):
             raise RoleFailed("trainer", answer.problem, answer.exit_code)
+        if isinstance(answer, RankLost):
+            raise RoleDied("trainer", answer.how, str(self.process.log))
         if not isinstance(answer, kind):
             raise WireError(f"trainer answered {type(answer).__name__} in place of {kind.__name__}")
         return answer

@@ -60,11 +60,14 @@ def pack_tokens(
     `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
     nothing within a prompt may be wanted then.
 
-    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`.
+    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`; without
+    any sequence the row is one filler token, so that a forward can be run by whoever has nothing to compute.
 
     Raises:
         ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
     """
+    if not sequences:
+        sequences, wanted, prompts = [[0]], [()], None
     borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
     wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
     own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, borrowed, strict=True))

@@ -35,7 +35,7 @@ class FileSeal(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """What a whole checkpoint holds. Example: ``Manifest(step=40, files={"model.safetensors": FileSeal(...)})``"""
+    """What a whole checkpoint holds. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
 
     step: int
     files: dict[str, FileSeal]

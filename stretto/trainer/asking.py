@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from stretto.core.records import Batch, Trajectory
 from stretto.model.logprobs import PackedTokens, pack_tokens
-from stretto.trainer.packing import micro_batches
+from stretto.trainer.packing import shares
+from stretto.trainer.ranks import ALONE, Ranks
 
 
 @torch.no_grad()
@@ -19,8 +20,9 @@ def ask(
     device: torch.device,
     evaluate: Callable[[PackedTokens], Tensor],
     goes_on: Callable[[Trajectory], bool] = lambda _: False,
+    ranks: Ranks = ALONE,
 ) -> dict[str, list[float]]:
-    """One number for each token of each answer, masked ones too, by the trajectory's id.
+    """One number for each token of each answer, masked ones too, by the trajectory's id; on every rank those of all.
 
     `evaluate` gives one for each wanted token. Where an answer `goes_on` there is one more, of the state after its
     last token: of a token that was never sampled, so that only what comes before it can count.
@@ -30,14 +32,18 @@ def ask(
         for group in batch.groups
         for t in group.trajectories
     ]
-    found: dict[str, list[float]] = {}
-    for pack in micro_batches([len(prompt) + len(answer) for _, prompt, answer in answers], capacity):
-        together = [answers[i] for i in pack]
-        wanted = [range(len(prompt), len(prompt) + len(answer)) for _, prompt, answer in together]
-        # As in `minibatch.py`: away from CUDA the answers to one prompt share it. Nothing follows an empty answer.
-        share = device.type != "cuda" and all(answer for _, _, answer in together)
-        prompts = [len(prompt) for _, prompt, _ in together] if share else None
-        packed = pack_tokens([prompt + answer for _, prompt, answer in together], wanted, device, prompts)
-        parts = evaluate(packed).split([len(places) for places in wanted])
-        found |= {name: part.tolist() for (name, _, _), part in zip(together, parts, strict=True)}
-    return found
+    divided = shares([len(prompt) + len(answer) for _, prompt, answer in answers], capacity, 1, ranks.count)
+    own = [evaluate(_packed([answers[i] for i in pack], device)) for pack in divided[ranks.rank]]
+    numbers, _ = ranks.joined(torch.cat(own))
+    order = [answers[i] for share in divided for pack in share for i in pack]
+    parts = numbers.split([len(answer) for _, _, answer in order])
+    return {name: part.tolist() for (name, _, _), part in zip(order, parts, strict=True)}
+
+
+def _packed(answers: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], device: torch.device) -> PackedTokens:
+    """Answers with their names and prompts; what is wanted is the answers' tokens."""
+    wanted = [range(len(prompt), len(prompt) + len(answer)) for _, prompt, answer in answers]
+    # As in `minibatch.py`: away from CUDA the answers to one prompt share it. Nothing follows an empty answer.
+    share = device.type != "cuda" and all(answer for _, _, answer in answers)
+    prompts = [len(prompt) for _, prompt, _ in answers] if share else None
+    return pack_tokens([prompt + answer for _, prompt, answer in answers], wanted, device, prompts)

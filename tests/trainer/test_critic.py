@@ -40,8 +40,8 @@ def knowing(build: Build, config: TrainerConfig = CONFIG) -> Critic:
     """A critic whose head is no longer zero."""
     critic = Critic(build(), config, SETTINGS)
     with torch.no_grad():
-        critic._head.weight.copy_(torch.linspace(-0.5, 0.5, 16))
-        critic._head.bias.fill_(0.3)
+        critic._values.head.weight.copy_(torch.linspace(-0.5, 0.5, 16))
+        critic._values.head.bias.fill_(0.3)
     return critic
 
 
@@ -87,7 +87,7 @@ def test_values_are_those_of_each_answer_alone(build: Build, tokens: int) -> Non
     for group in given.groups:
         for t in group.trajectories:
             ids = group.prompt.token_ids + t.completion.token_ids
-            expected = plain_values(critic._body, critic._head, ids)[len(group.prompt.token_ids) - 1 : -1]
+            expected = plain_values(critic._values.body, critic._values.head, ids)[len(group.prompt.token_ids) - 1 : -1]
             assert found[t.id] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
@@ -114,7 +114,7 @@ def test_a_fit_is_its_equation_written_out(build: Build, tokens: int) -> None:
         part = minibatch(rows, config, "token_mean", LONGEST, torch.device("cpu"))
         seen, stepped = critic.fit(part, 0, version=0)
         assert stepped.taken
-        assert seen == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert float(seen) == pytest.approx(float(loss.detach()), rel=1e-5)
     assert_same(critic.trained, plain, tolerance=2e-5)  # type: ignore[arg-type]
 
 
@@ -221,7 +221,9 @@ def test_only_answers_that_were_cut_off_have_a_value_after_their_last_token(buil
     for group in given.groups:
         for t in group.trajectories:
             ids = group.prompt.token_ids + t.completion.token_ids
-            alone = plain_values(critic._body, critic._head, ids)[len(group.prompt.token_ids) - 1 :].tolist()
+            alone = plain_values(critic._values.body, critic._values.head, ids)[
+                len(group.prompt.token_ids) - 1 :
+            ].tolist()
             assert plain[t.id] == pytest.approx(alone[:-1], abs=1e-5)
             assert values[t.id] == pytest.approx(alone[:-1] if t.completion.member == 1 else alone, abs=1e-5)
 

@@ -1,5 +1,5 @@
 """Promises: learning rates by hand; vectors do not decay; a gradient that is not finite changes nothing, is counted,
-and ends the training when it keeps coming; dropout is off.
+and ends the training when it keeps coming; dropout is off; activations that are computed again give the same gradients.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
@@ -107,3 +108,22 @@ def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
     assert float((matrix.detach() - before)[large].abs().max()) > 4e-6
     states = [value for state in learner.optimizer.state.values() for value in state.values()]
     assert {value.dtype for value in states} == {torch.float32}
+
+
+def test_activations_that_are_computed_again_take_less_memory_and_give_the_same_gradients(build: Build) -> None:
+    gradients, kept = list[list[Tensor | None]](), list[int]()
+    for again in (False, True):
+        learner, held = Learner(build(), OptimizerConfig(activation_checkpointing=again)), list[int]()
+
+        def hold(tensor: Tensor, held: list[int] = held) -> Tensor:
+            held.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            value = learner.logprobs(PACKED).logprobs.sum()
+        kept.append(sum(held))
+        value.backward()
+        gradients.append([p.grad for p in learner.model.parameters()])
+    for plain, again_computed in zip(*gradients, strict=True):
+        torch.testing.assert_close(again_computed, plain, rtol=0, atol=0)
+    assert kept[1] < kept[0] / 2
