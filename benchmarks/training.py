@@ -33,7 +33,8 @@ from stretto.model.build import build_policy
 ROOT = PEERS.parent.parent
 THREADS = (1, 2)
 TRL_ROWS = (64, 16)  # of a forward: the whole batch, or a quarter of it
-CAPACITIES = (512, 1024)
+#: Tokens of a micro-batch at most; the first is the longest sequence that there may be, as in the paper.
+CAPACITIES = (192, 512, 1024)
 SECONDS = 600
 
 

@@ -187,7 +187,7 @@ def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packi
     shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
     if shared > 1 and not _SHARES_HEADS:
         key_TKD, value_TKD = (x.repeat_interleave(shared, dim=1) for x in (key_TKD, value_TKD))
-    grouped = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
+    grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
     return cast(
         Tensor,
         varlen.varlen_attn(
