@@ -221,7 +221,9 @@ def test_only_answers_that_were_cut_off_have_a_value_after_their_last_token(buil
     for group in given.groups:
         for t in group.trajectories:
             ids = group.prompt.token_ids + t.completion.token_ids
-            alone = plain_values(critic._values.body, critic._values.head, ids)[len(group.prompt.token_ids) - 1 :].tolist()
+            alone = plain_values(critic._values.body, critic._values.head, ids)[
+                len(group.prompt.token_ids) - 1 :
+            ].tolist()
             assert plain[t.id] == pytest.approx(alone[:-1], abs=1e-5)
             assert values[t.id] == pytest.approx(alone[:-1] if t.completion.member == 1 else alone, abs=1e-5)
 
