@@ -71,12 +71,12 @@ class Checkpoints:
         """Let `write` fill a folder, seal it, and switch to it; on any error nothing has changed.
 
         Raises:
-            StoreError: the folder cannot be written (disk full, read-only); names the path.
+            StoreError: the folder cannot be written (disk full, read-only, vanished); names the path.
         """
         final = self.path(step)
         part = self._folder / f".{final.name}.part"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)  # never its parent: a run folder that vanished is no place for one
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             write(part)
