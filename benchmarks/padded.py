@@ -64,7 +64,7 @@ class PaddedTrainer:
         total = 0.0
         for first in range(0, len(rows), self._rows):
             loss = self._loss(rows[first : first + self._rows]) / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         self._optimizer.step()

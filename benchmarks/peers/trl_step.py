@@ -101,7 +101,7 @@ class Timed(GRPOTrainer):  # type: ignore[misc]
 
 
 @dataclass
-class Watch(TrainerCallback):  # type: ignore[misc]
+class Watch(TrainerCallback):
     """Seconds of each optimizer step, those of preparing its inputs left out."""
 
     trainer: Timed | None = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,8 +24,8 @@ from stretto.model.chosen import chosen_logprobs
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
-#: Logits alive at once (64 MiB in float32).
-CHUNK_LOGITS = 1 << 24
+#: Logits alive at once: 64 MiB in float32; on a GPU, whose products want more rows, 1 GiB.
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def token_logprobs(
     sampling: Sampling,
     *,
     entropy: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> TokenLogprobs:
     """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
 
@@ -136,9 +137,10 @@ def token_logprobs(
 
 
 def _all_logprobs(
-    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int
+    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Chunk by chunk, where one does not hold all of them."""
+    chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
         return _head_logprobs(model, hidden_NW, targets_N, sampling, entropy)

@@ -1,5 +1,5 @@
-"""Promises: adapters for layers that are not there, ranks without a GPU each, and checkpoints of another model or format
-are named before anything starts.
+"""Promises: adapters for layers that are not there, ranks without a GPU each, and checkpoints of another model or
+format are named before anything starts.
 """
 
 from __future__ import annotations

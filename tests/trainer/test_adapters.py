@@ -1,6 +1,6 @@
 """Promises of adapters (LoRA): the start is the policy itself; nothing but the adapters is trained, and what is
-published is the policy that they come to, under its plain names; the policy at the start is there as reference without a second
-model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
+published is the policy that they come to, under its plain names; the policy at the start is there as reference without
+a second model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
 """
 
 from __future__ import annotations

@@ -79,6 +79,11 @@ def test_lite_ppo_centres_by_the_group_and_scales_by_the_batch() -> None:
         assert group == pytest.approx([-1 / math.sqrt(7.25), 1 / math.sqrt(7.25)])
 
 
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6))
+def test_over_a_batch_of_one_group_lite_ppo_is_grpo(rewards: list[float]) -> None:
+    assert lite_ppo([rewards], eps=1e-6) == group_normalised([rewards], eps=1e-6)
+
+
 def test_a_group_without_difference_is_zero_among_others_and_alone() -> None:
     assert lite_ppo([[2.0], [1.0, 1.0], [0.0, 4.0]], eps=0.0)[:2] == [[0.0], [0.0, 0.0]]
     assert lite_ppo([[0.1, 0.1], [0.1]], eps=0.0) == [[0.0, 0.0], [0.0]]

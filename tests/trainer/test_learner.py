@@ -94,6 +94,22 @@ def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32(build: Build
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
 
 
+def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
+    """The parameters that AdamW moves are float32: what bfloat16 cannot tell apart today adds up."""
+    learner = Learner(build(), OptimizerConfig(dtype="bfloat16", weight_decay=0.0))
+    matrix = learner.model.get_output_embeddings().weight
+    with torch.no_grad():
+        matrix.copy_(matrix.bfloat16())
+    before, large = matrix.detach().clone(), matrix.detach().abs() > 0.01  # where bfloat16 has steps of 6e-5
+    for _ in range(8):
+        (-learner.logprobs(PACKED).logprobs.sum()).backward()
+        learner.step(1e-6, 0)
+        assert torch.equal(matrix.bfloat16()[large], before.bfloat16()[large])
+    assert float((matrix.detach() - before)[large].abs().max()) > 4e-6
+    states = [value for state in learner.optimizer.state.values() for value in state.values()]
+    assert {value.dtype for value in states} == {torch.float32}
+
+
 def test_activations_that_are_computed_again_take_less_memory_and_give_the_same_gradients(build: Build) -> None:
     gradients, kept = list[list[Tensor | None]](), list[int]()
     for again in (False, True):
