@@ -22,6 +22,7 @@ from stretto.launch.config import ModelConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
+from stretto.launch.trainable import check_trainable
 from stretto.model.build import build_policy
 from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
 from stretto.model.kinds import refuse_unsupported
@@ -66,6 +67,7 @@ def make_plan(recipe: Recipe) -> Plan:
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_attention(base)
+    check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
     _check_top_k(recipe, base)
@@ -232,16 +234,22 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan) -> MemoryEstimate:
-    """Trainer: weights, gradients, Adam's two moments, a reference and a critic if there are any, one micro-batch's
-    activations. Engine: weights and cache."""
+    """Trainer: weights, and of what is trained of them gradients and Adam's two moments; a reference and a critic if
+    there are any; for each rank one micro-batch's activations, and once the whole policy, which it reads before it
+    keeps its part. Engine: weights and cache."""
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
     tokens = max(recipe.trainer.micro_batch_tokens, longest)
     # About 40 numbers of the model's width are kept per token and layer for the backward pass.
     activations = tokens * base.layers * base.hidden_size * 40 * 4
-    policies = 16 + (4 if recipe.algorithm.reference is not None else 0) + (16 if recipe.algorithm.critic else 0)
-    trainer = base.parameters * policies + activations + _PROCESS_BYTES
+    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
+    one = 4 if adapters else 16  # adapters are a hundredth of it
+    second = reference is not None and not (adapters and reference.path is None)
+    policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
+    ranks = recipe.trainer.ranks
+    whole = base.parameters * 4 * (ranks - 1)
+    trainer = base.parameters * policies + whole + ranks * (activations + _PROCESS_BYTES)
     item = width[recipe.engine.dtype]
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
@@ -297,7 +305,7 @@ def warnings(plan: Plan) -> Sequence[str]:
     """What will work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
-    threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.threads
+    threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     longest = plan.longest_prompt + plan.sampling.max_tokens

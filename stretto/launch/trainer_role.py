@@ -35,6 +35,7 @@ from stretto.launch.playing import play
 from stretto.launch.ranks import EXIT_CODE, Siblings
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
+from stretto.trainer.adapters import adapt, save_adapters
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -69,9 +70,9 @@ class TrainerRole:
     """What one rank does: an order in, its answer out; see `launch.messages`."""
 
     def __init__(self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks) -> None:
-        config = TrainerConfig.model_validate_json(spec.trainer)
+        self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
-        model = _load(Path(spec.model), config)
+        model = self._trained(config)
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
         reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
         self._trainer = Trainer(
@@ -80,9 +81,17 @@ class TrainerRole:
         if spec.checkpoint is not None:
             self._trainer.load_checkpoint(Path(spec.checkpoint))
 
+    def _trained(self, config: TrainerConfig) -> PreTrainedModel:
+        """The policy at the start, ready to be trained."""
+        model = _load(Path(self._spec.model), config)
+        if config.lora is not None:
+            adapt(model, config.lora)
+        return model
+
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """The policy to stay close to: that of its own folder, or the one that the run starts from."""
-        if algorithm.reference is None:
+        """The policy to stay close to: that of its own folder, or the one that the run starts from; with adapters the
+        trainer has that one already."""
+        if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
         return ReferencePolicy(_load(folder, config), config, self._spec.sampling, self._ranks)
@@ -91,7 +100,7 @@ class TrainerRole:
         """A critic that begins as the policy at the start."""
         if algorithm.critic is None:
             return None
-        return Critic(_load(Path(self._spec.model), config), config, algorithm.critic, self._ranks)
+        return Critic(self._trained(config), config, algorithm.critic, self._ranks)
 
     @property
     def version(self) -> int:
@@ -122,6 +131,8 @@ class TrainerRole:
         parameters = {name: tensor.cpu() for name, tensor in self._trainer.whole_parameters() if ours}
         if ours:
             save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder), parameters)
+        if self._config.lora is not None:
+            save_adapters(self._trainer.learner.model, self._config.lora, self._ranks, Path(folder) / "adapter")
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
         return Saved(folder=folder, span=span)
 

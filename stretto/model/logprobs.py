@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -118,20 +119,37 @@ def token_logprobs(
     its logarithm infinite, and no gradient could ever bring the token back. Of the gradient the set is no part.
 
     The model must have been loaded with the packed attention (`stretto.model.packed`) and have passed `check_policy`.
+
+    The output matrix, too, runs over a `round_length` of rows: every number of wanted tokens would be a shape of its
+    own otherwise, for which oneDNN makes, and keeps, two megabytes of code.
     """
-    hidden_TW = hidden_states(model, packed)
-    hidden_NW = hidden_TW.index_select(0, packed.before)
-    targets_N = packed.input_ids[0].index_select(0, packed.wanted)
+    wanted = len(packed.wanted)
+    before, at = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, packed.wanted))
+    logprobs_N, entropy_N = _all_logprobs(
+        model,
+        hidden_states(model, packed).index_select(0, before),
+        packed.input_ids[0].index_select(0, at),
+        sampling,
+        entropy,
+        chunk_logits,
+    )
+    return TokenLogprobs(logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None)
+
+
+def _all_logprobs(
+    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Chunk by chunk, where one does not hold all of them."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
-        return TokenLogprobs(*_head_logprobs(model, hidden_NW, targets_N, sampling, entropy))
+        return _head_logprobs(model, hidden_NW, targets_N, sampling, entropy)
     chunks = [
         checkpoint(_head_logprobs, model, hidden, targets, sampling, entropy, use_reentrant=False)
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
-    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
 def check_policy(model: PreTrainedModel) -> None:

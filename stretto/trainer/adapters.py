@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import peft
 import torch
@@ -64,22 +65,27 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged(layer: Linear, weight: Tensor, ranks: Ranks) -> Tensor:
     """W + alpha / rank * B A of a layer whose whole W is given; every rank calls it."""
-    a, b = (ranks.whole(matrices[_NAME].weight.detach()) for matrices in (layer.lora_A, layer.lora_B))
-    return weight + layer.scaling[_NAME] * (b @ a)
+    scaling: float = layer.scaling[_NAME]
+    return weight + scaling * (_matrix(layer.lora_B, ranks) @ _matrix(layer.lora_A, ranks))
 
 
 def save_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks, folder: Path) -> None:
     """Write the adapters alone as peft writes them; every rank calls it, the first one writes."""
-    layers = adapted_layers(model)
+    layers = {name.removesuffix(".weight"): layer for name, layer in adapted_layers(model).items()}
     tensors = {
-        f"base_model.model.{name.removesuffix('.weight')}.{kind}.weight": ranks.whole(matrices.weight.detach()).cpu()
+        f"base_model.model.{name}.{kind}.weight": _matrix(matrices, ranks).cpu()
         for name, layer in layers.items()
-        for kind, matrices in (("lora_A", layer.lora_A[_NAME]), ("lora_B", layer.lora_B[_NAME]))
+        for kind, matrices in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
     }
     if ranks.rank == 0:
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        _peft_config(config, {name.removesuffix(".weight") for name in layers}).save_pretrained(folder)
+        _peft_config(config, set(layers)).save_pretrained(str(folder))
+
+
+def _matrix(matrices: nn.ModuleDict, ranks: Ranks) -> Tensor:
+    """A or B, whole."""
+    return ranks.whole(cast(nn.Linear, matrices[_NAME]).weight.detach())
 
 
 def _peft_config(config: LoraConfig, names: set[str]) -> peft.LoraConfig:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -31,7 +31,7 @@ from stretto.core.errors import StoreError
 from stretto.trainer.stepper import Stepper
 
 _POSITION = "trainer.json"
-_STEPS = "steps"
+_PARAMETER, _STEPS = "parameter", "steps"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
 
 #: What torch and safetensors raise when a file is not what it should be, or cannot be written.
@@ -73,7 +73,7 @@ def load(folder: Path, stepper: Stepper) -> int:
     try:
         position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
         theirs = reader.read_metadata().state_dict_metadata
-        _refuse_another_model(folder, theirs, ours)
+        _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in ours.items()})
         found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
         with _alone_is_fine():
             state_dict_loader.load(found, storage_reader=reader)
@@ -100,27 +100,43 @@ def _state(stepper: Stepper) -> dict[str, Tensor]:
         if not own:
             own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             own.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
-        state[f"parameter.{name}"] = parameter.detach()
+        state[f"{_PARAMETER}.{name}"] = parameter.detach()
         state |= {f"{moment}.{name}": own[moment] for moment in _MOMENTS}
         counts.append(own["step"])
     return state | {_STEPS: torch.stack(counts)}
 
 
-def _refuse_another_model(folder: Path, theirs: Mapping[str, object], ours: Mapping[str, Tensor]) -> None:
+def check(folder: Path, policy: nn.Module) -> None:
+    """Whether a trainer of `policy` can go on from a checkpoint; nothing but names and shapes is read.
+
+    Raises:
+        StoreError: it is not whole, or of another model or format.
+    """
+    trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
+    wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *_MOMENTS) for name, p in trained.items()}
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except _ERRORS as error:
+        raise StoreError(f"checkpoint {folder} cannot be read: {error}") from error
+    _refuse_another_model(folder, found, wanted | {_STEPS: torch.Size([len(trained)])})
+
+
+def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Mapping[str, torch.Size]) -> None:
     """Every tensor is there, whole, in our shape, and none else."""
+    if not any(folder.glob("shard-*.safetensors")):
+        raise StoreError(f"checkpoint {folder} is of another format: it has no shards")
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     if found != wanted:
-        names = {name.removeprefix("parameter.") for name in dict(found.items() ^ wanted.items())}
+        names = {name.removeprefix(f"{_PARAMETER}.") for name in dict(found.items() ^ wanted.items())}
         differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *_MOMENTS))))
         raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {differing}")
 
 
-def _whole_shape(meta: object) -> tuple[int, ...]:
+def _whole_shape(meta: object) -> torch.Size:
     """The shape of a tensor on disk; of one that lacks a shard, a shape that none has."""
     assert isinstance(meta, TensorStorageMetadata), type(meta)
     held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
-    return tuple(meta.size) if held == math.prod(meta.size) else (-1,)
+    return meta.size if held == math.prod(meta.size) else torch.Size([0, 0, 0, 0, 0])
 
 
 @contextmanager

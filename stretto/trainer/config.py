@@ -45,7 +45,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """`[trainer.lora]`: adapters of low rank are trained, the policy stays as it is."""
 
     rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
-    alpha: float = Field(32.0, gt=0, description="what the adapters weigh")
+    alpha: PositiveInt = Field(32, description="what the adapters weigh")
     target_modules: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         (), description='linear layers by the last part of their name, such as "q_proj"; none: all of them'
     )

@@ -33,4 +33,6 @@ class Policy(nn.Module):
     def forward(self, packed: PackedTokens, *, entropy: bool = False) -> TokenLogprobs:
         """log p of the wanted tokens, [N], as they are drawn; the body runs in `config.dtype`, the rest in float32."""
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._half):
-            return token_logprobs(self.model, packed, self._sampling, entropy=entropy)
+            logprobs, entropies = token_logprobs(self.model, packed, self._sampling, entropy=entropy)
+        # Copies: of a view of what it returned a divided module would not see the gradient coming.
+        return TokenLogprobs(logprobs.clone(), None if entropies is None else entropies.clone())

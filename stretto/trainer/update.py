@@ -38,7 +38,7 @@ from stretto.trainer.minibatch import MicroBatch, Minibatch, minibatch
 from stretto.trainer.packing import minibatches
 from stretto.trainer.proximal import interpolated
 from stretto.trainer.ranks import ALONE, Ranks
-from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.reference import Reference, WithoutAdapters
 from stretto.trainer.rows import NOTHING, Row, rows_of
 from stretto.trainer.stepper import learning_rate
 from stretto.trainer.tokens import Tokens
@@ -63,20 +63,23 @@ class Trainer:
         sampling: Sampling = UNCHANGED,
         *,
         version: int = 0,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by;
-        `reference` and `critic` are given exactly where the algorithm has one; of several ranks each has a trainer,
-        and all call the same methods with the same arguments.
+        `reference` and `critic` are given exactly where the algorithm has one, but the policy at the start is no
+        reference that a model with adapters must be given; of several ranks each has a trainer, and all call the same
+        methods with the same arguments.
         """
+        self.learner = Learner(model, config, sampling, ranks)
+        self._ranks, self._adapted = ranks, adapted_layers(model)
+        if algorithm.reference is not None and algorithm.reference.path is None and self._adapted:
+            reference = WithoutAdapters(self.learner)
         if (algorithm.reference is None) != (reference is None):
             raise ValueError("algorithm.reference needs a reference policy, and nothing else does")
         if (algorithm.critic is None) != (critic is None):
             raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
-        self.learner = Learner(model, config, sampling, ranks)
-        self._ranks, self._adapted = ranks, adapted_layers(model)
         self.version = version
         self._config, self._algorithm = config, algorithm
         self._objective, self._critic = objective(algorithm), critic

@@ -108,7 +108,8 @@ class SharedMemorySubscriber:
         try:
             raw = _map(_path(self._run, self._folder, version))
         except FileNotFoundError:
-            raise WireError(f"version {version} is not published; the newest is {self.newest()}") from None
+            found = f"the newest there is {self.newest()}"
+            raise WireError(f"{self._folder}: version {version} is not published; {found}") from None
         return publication.read(raw, version).tensors
 
 

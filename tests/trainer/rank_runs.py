@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
+from stretto.trainer.adapters import adapt
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -83,18 +84,20 @@ def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
     """The scenario's trainer at version 0."""
     config = TrainerConfig.model_validate({"learning_rate": 3e-3, "minibatches": 2, **scenario.trainer})
     algorithm = AlgorithmConfig.model_validate(scenario.algorithm)
-    reference = ReferencePolicy(scenario.model(), config, scenario.sampling, ranks) if algorithm.reference else None
+    model = scenario.model()
+    if config.lora is not None:
+        adapt(model, config.lora)
+    wanted = algorithm.reference is not None and config.lora is None
+    reference = ReferencePolicy(scenario.model(), config, scenario.sampling, ranks) if wanted else None
     critic = Critic(scenario.model(), config, algorithm.critic, ranks) if algorithm.critic else None
-    return Trainer(
-        scenario.model(), config, algorithm, scenario.sampling, reference=reference, critic=critic, ranks=ranks
-    )
+    return Trainer(model, config, algorithm, scenario.sampling, reference=reference, critic=critic, ranks=ranks)
 
 
 def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
     """Train, and write down what this rank saw."""
     trainer = trainer_of(scenario, ranks)
     updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
-    weights = {name: ranks.whole(p).detach() for name, p in trainer.learner.model.named_parameters()}
+    weights = dict(trainer.whole_parameters())
     facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
     own = sum(ranks_own(p) for p in trainer.learner.model.parameters())
     torch.save({"metrics": facts, "skipped": [u.skipped for u in updates], "weights": weights, "own": own}, file)
