@@ -17,15 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-#: Below this many multiplications a product is too small to be worth oneDNN's longer call. One token times a large weight
-#: is worth it: that reads the weight from memory at 1.5 times MKL's pace.
+#: Below this many multiplications a product is too small to be worth oneDNN's longer call. One token times a large
+#: weight is worth it: that reads the weight from memory at 1.5 times MKL's pace.
 FEWEST_MULTIPLICATIONS = 3 << 18
 
 
 def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """left · rightᵀ + bias, [M, N]; either may be a transposed view."""
-    product = torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
-    return cast(Tensor, product)
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
 
 
 class _Linear(torch.autograd.Function):

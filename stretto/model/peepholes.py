@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from stretto.model.onednn import FEWEST_MULTIPLICATIONS, FEWEST_TOKENS, product
+from stretto.model.onednn import FEWEST_MULTIPLICATIONS, product
 from stretto.model.patterns import call_instead, call_name, fitting, replace
 
 _INVERSE_ROOT = ("rsqrt", ("add", ("mean", ("pow", "x", 2), -1, True), "epsilon"))
@@ -103,4 +103,4 @@ def _multiply(graph: Graph) -> None:
 
 def fewest_tokens(shape: tuple[int, ...]) -> int:
     """From how many tokens on a product with a weight of this shape is oneDNN's."""
-    return max(FEWEST_TOKENS, math.ceil(FEWEST_MULTIPLICATIONS / math.prod(shape)))
+    return math.ceil(FEWEST_MULTIPLICATIONS / math.prod(shape))
