@@ -19,6 +19,7 @@ import argparse
 import gc
 import statistics
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -150,24 +151,26 @@ def peak_rate(device: torch.device, dtype: str) -> tuple[float, str]:
     return ceiling(getattr(torch, dtype), device=device), "the fastest square product here"
 
 
-def shape_rows(shape: str, words: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """All measurements of one shape; the model is gone afterwards."""
-    config = TrainerConfig(
-        minibatches=1, learning_rate=1e-6, dtype=words.dtype, micro_batch_tokens=max(words.tokens), device=device.type
-    )
-    model = build(shape, device)
-    trainer = Trainer(model, config, ALGORITHM, Sampling(max_tokens=max(words.tokens)))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = []
-    for tokens in words.tokens:
-        for sequences in words.sequences:
-            setting = {"shape": shape, "parameters": parameters, "dtype": words.dtype, "tokens": tokens}
-            try:
-                rows.append(setting | measure(trainer, tokens, sequences, words.steps, words.warm))
-            except torch.OutOfMemoryError as error:
-                rows.append(setting | {"sequences": sequences, "failed": str(error).partition(". ")[0]})
-                trainer.learner.optimizer.zero_grad(set_to_none=True)
-    return rows
+def row(shape: str, tokens: int, sequences: int, words: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One measurement, of a model made for it; where memory is too small, with activations that are computed again."""
+    setting = {"shape": shape, "dtype": words.dtype, "tokens": tokens, "sequences": sequences}
+    why = ""
+    for again in (False, True):
+        config = TrainerConfig(
+            minibatches=1,
+            learning_rate=1e-6,
+            dtype=words.dtype,
+            micro_batch_tokens=tokens,
+            activation_checkpointing=again,
+        )
+        trainer = Trainer(build(shape, device), config, ALGORITHM, Sampling(max_tokens=tokens))
+        try:
+            return setting | {"recomputed": again} | measure(trainer, tokens, sequences, words.steps, words.warm)
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition(". ")[0]
+        finally:
+            del trainer
+    return setting | {"failed": why}
 
 
 def main() -> None:
@@ -185,17 +188,17 @@ def main() -> None:
     peak, whose = peak_rate(device, words.dtype)
     print(f"MFU is a share of {peak / 1e12:.1f} TFLOP/s: {whose}")
     rows: list[dict[str, Any]] = []
-    table = Table("shape", "packed tokens", "sequences", "tokens/s", "TFLOP/s", "MFU", "peak GiB")
-    for shape in words.shapes:
-        for row in shape_rows(shape, words, device):
-            if "failed" in row:
-                table.add(shape, row["tokens"], row["sequences"], row["failed"], "", "", "")
-            else:
-                row["mfu"] = round(row["tflops"] * 1e12 / peak, 4)
-                cells = (row["tokens_per_second"], row["tflops"], f"{row['mfu']:.1%}", row["peak_gib"])
-                table.add(shape, row["tokens"], row["sequences"], *cells)
-            table.show_last()
-            rows.append(row)
+    table = Table("shape", "packed tokens", "sequences", "activations", "tokens/s", "TFLOP/s", "MFU", "peak GiB")
+    for shape, tokens, sequences in product(words.shapes, words.tokens, words.sequences):
+        one = row(shape, tokens, sequences, words, device)
+        cells: tuple[object, ...] = (one.get("failed"), "", "", "", "")
+        if "failed" not in one:
+            one["mfu"] = round(one["tflops"] * 1e12 / peak, 4)
+            kept = "recomputed" if one["recomputed"] else "kept"
+            cells = (kept, one["tokens_per_second"], one["tflops"], f"{one['mfu']:.1%}", one["peak_gib"])
+        table.add(shape, tokens, sequences, *cells)
+        table.show_last()
+        rows.append(one)
     name = "gpu-training" if kind == "cuda" else "gpu-training-on-the-processor"
     save(name, {"device": kind, "peak_tflops": round(peak / 1e12, 2), "peak_is": whose, "rows": rows})
 

@@ -85,7 +85,7 @@ def dpo(
     from stretto.launch.preferences import dpo
 
     with open_display(0) as display:
-        dpo(recipe, overrides or [], out, display.learning)
+        dpo(recipe, overrides or [], out, display.learning, display.say)
     print(f"policy written to {out}")
 
 

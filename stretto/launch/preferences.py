@@ -10,7 +10,7 @@ beta = 0.1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -55,7 +55,13 @@ def load_preferences(path: Path, overrides: Sequence[str] = ()) -> PreferenceRec
     return validated(parse_recipe(path, overrides), str(path), PreferenceRecipe)
 
 
-def dpo(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning) -> None:
+def dpo(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    out: Path,
+    on_learning: OnLearning,
+    on_warning: Callable[[str], None] = lambda _: None,
+) -> None:
     """Train the recipe's model on its pairs (DPO); the policy is written to `out` as a Hugging Face folder.
 
     Raises:
@@ -66,7 +72,12 @@ def dpo(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnL
     recipe = load_preferences(recipe_path, overrides)
     refuse_old(out)
     model, examples = _found(recipe)
-
+    longest, room = max(pair.tokens for pair in examples.pairs), recipe.preferences.micro_batch_tokens
+    if longest > room:
+        on_warning(
+            f"the longest pair has {longest} tokens, more than preferences.micro_batch_tokens = {room}: "
+            "such a one is computed alone and takes more memory than that"
+        )
     learn_into(
         out,
         lambda log: learn_apart(

@@ -146,10 +146,10 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
     """Whether two products take less time than one fused kernel; measured without gradients, as an engine works."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
-    return short and computes_by_products(query_BHLD) and not torch.is_grad_enabled()
+    return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
 
 
-def computes_by_products(tensor: Tensor) -> bool:
+def _computes_by_products(tensor: Tensor) -> bool:
     """Whether small products are quick for such tensors: float32 on the processor.
 
     There the fused kernel spends more on starting each row and head than on what it computes.
@@ -187,7 +187,7 @@ def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packi
     shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
     if shared > 1 and not _SHARES_HEADS:
         key_TKD, value_TKD = (x.repeat_interleave(shared, dim=1) for x in (key_TKD, value_TKD))
-    grouped = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
+    grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
     return cast(
         Tensor,
         varlen.varlen_attn(

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
-from benchmarks.gpu_training import ALGORITHM, build, measure, peak_rate
-from stretto.core.records import Sampling
-from stretto.trainer.config import TrainerConfig
+from benchmarks import gpu_training
+from benchmarks.gpu_training import build, peak_rate, row
 from stretto.trainer.update import Trainer
 
 
 @pytest.mark.parametrize(("sequences", "dtype"), [(1, "float32"), (4, "bfloat16")])
 def test_a_step_is_measured(sequences: int, dtype: str) -> None:
-    cpu = torch.device("cpu")
-    config = TrainerConfig.model_validate({"minibatches": 1, "dtype": dtype, "device": "cpu"})
-    trainer = Trainer(build("tiny", cpu), config, ALGORITHM, Sampling(max_tokens=128))
-    row = measure(trainer, tokens=128, sequences=sequences, steps=2, warm=1)
-    assert (row["tokens"], row["sequences"], len(row["seconds"])) == (128, sequences, 2)
-    assert min(row["tokens_per_second"], row["tflops"] + 1e-3, row["peak_gib"]) > 0
-    assert trainer.version == 3
+    words = argparse.Namespace(dtype=dtype, steps=2, warm=1)
+    seen = row("tiny", 128, sequences, words, torch.device("cpu"))
+    assert (seen["tokens"], seen["sequences"], len(seen["seconds"]), seen["recomputed"]) == (128, sequences, 2, False)
+    assert min(seen["tokens_per_second"], seen["tflops"] + 1e-3, seen["peak_gib"]) > 0
+
+
+def test_where_memory_is_too_small_activations_are_computed_again_and_then_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[bool] = []
+
+    def too_much(trainer: Trainer, *_: object) -> dict[str, object]:
+        tried.append(trainer.learner.config.activation_checkpointing)
+        if not tried[-1] or len(tried) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return {}
+
+    monkeypatch.setattr(gpu_training, "measure", too_much)
+    words, cpu = argparse.Namespace(dtype="float32", steps=1, warm=0), torch.device("cpu")
+    assert row("tiny", 64, 1, words, cpu)["recomputed"]
+    assert row("tiny", 64, 1, words, cpu)["failed"] == "CUDA out of memory"
+    assert tried == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("0.6B", 0.596), ("1.5B", 1.544)])

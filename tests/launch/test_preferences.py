@@ -57,12 +57,16 @@ def log_ratio(folder: Path, prompt: str, chosen: str, rejected: str) -> float:
 
 
 def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: Path) -> None:
-    seen: list[Learning] = []
-    dpo(write(), [], tmp_path / "out", seen.append)
+    seen, told = list[Learning](), list[str]()
+    dpo(write(), ["preferences.micro_batch_tokens=11"], tmp_path / "out", seen.append, told.append)
     row = PAIRS[5]
     assert log_ratio(tmp_path / "out", **row) > log_ratio(tmp_path / "policy", **row) + 1
     assert (seen[-1].step, seen[-1].steps, seen[-1].phase, seen[-1].accuracy) == (30, 30, "preferences", 1.0)
     assert seen[-1].loss < 0.3
+    assert told == [
+        "the longest pair has 12 tokens, more than preferences.micro_batch_tokens = 11: "
+        "such a one is computed alone and takes more memory than that"
+    ]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"policy", "pairs.jsonl", "recipe.toml", "out", "out.log"}
 
