@@ -24,8 +24,8 @@ ADAPTER = "default"
 class Adapted(Protocol):
     """A linear layer with an adapter, as peft has it."""
 
-    lora_A: nn.ModuleDict
-    lora_B: nn.ModuleDict
+    lora_A: nn.ModuleDict  # noqa: N815
+    lora_B: nn.ModuleDict  # noqa: N815
     scaling: dict[str, float]  # alpha / rank
 
 

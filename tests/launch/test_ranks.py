@@ -52,7 +52,7 @@ def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: 
     assert assert_the_law(run_dir).steps == 4
     trained = [line.trainer for line in read_metrics(run_dir / "metrics.jsonl")[0]]
     assert len(trained) == 4
-    errors = [metrics.get("behavior_logprob_error", 0.0) for metrics in trained]
+    errors = [metrics.get("behavior_logprob_error") or 0.0 for metrics in trained]
     assert 0 < max(errors) < 1e-5, "what engines sample by is the policy with its adapters"
     start, last = (run_dir / "policy" / name for name in ("v000000", "v000004"))
     plain, adapted = load_policy(start), load_policy(last)
