@@ -32,7 +32,8 @@ def test_what_vanishes_ends_the_run_with_its_name(laboratory: Laboratory, tmp_pa
             os.rename(place, gone)
         ended = command.end(30)
         assert ended.code == 1, ended.out + ended.err
-        ended.says(str(place))
+        assert str(place) in ended.err.splitlines()[-1], ended.err  # before it, a line for each log that went, too
+        assert "Traceback" not in ended.err, ended.err
         if gone.exists():
             os.rename(gone, place)
         command.assert_nothing_is_left()
