@@ -27,6 +27,7 @@ from stretto.launch.messages import (
     FromTrainer,
     Publish,
     Published,
+    RankLost,
     Ready,
     SaveCheckpoint,
     Saved,
@@ -90,7 +91,9 @@ class TrainerLink:
         if lineage is not None and (newest := await asyncio.to_thread(lineage.newest, self._version)) is not None:
             folder = str(newest.path)
         descriptor = self._channel.far.fileno()
-        spec = msgspec.structs.replace(self._spec, descriptor=descriptor, checkpoint=folder)
+        spec = msgspec.structs.replace(
+            self._spec, descriptor=descriptor, checkpoint=folder, log=str(self._log), hung=self._deadlines.hung
+        )
         if self._retired:
             raise RoleDied("trainer", "is not started again: the run ends")
         await self.process.start(spec, spec.threads, (descriptor,))
@@ -198,6 +201,8 @@ class TrainerLink:
         self._answered += 1
         if isinstance(answer, Failed):
             raise RoleFailed("trainer", answer.problem, answer.exit_code)
+        if isinstance(answer, RankLost):
+            raise RoleDied("trainer", answer.how, str(self.process.log))
         if not isinstance(answer, kind):
             raise WireError(f"trainer answered {type(answer).__name__} in place of {kind.__name__}")
         return answer

@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
+from stretto.model.chosen import chosen_logprobs
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
-#: Logits alive at once (64 MiB in float32).
-CHUNK_LOGITS = 1 << 24
+#: Logits alive at once: 64 MiB in float32; on a GPU, whose products want more rows, 1 GiB.
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ def pack_tokens(
     `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
     nothing within a prompt may be wanted then.
 
-    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`.
+    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`; without
+    any sequence the row is one filler token, so that a forward can be run by whoever has nothing to compute.
 
     Raises:
         ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
     """
+    if not sequences:
+        sequences, wanted, prompts = [[0]], [()], None
     borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
     wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
     own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, borrowed, strict=True))
@@ -104,7 +108,7 @@ def token_logprobs(
     sampling: Sampling,
     *,
     entropy: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> TokenLogprobs:
     """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
 
@@ -133,9 +137,10 @@ def token_logprobs(
 
 
 def _all_logprobs(
-    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int
+    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Chunk by chunk, where one does not hold all of them."""
+    chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
         return _head_logprobs(model, hidden_NW, targets_N, sampling, entropy)
@@ -183,13 +188,9 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 def _head_logprobs(
     model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits_NV = model.get_output_embeddings()(hidden_NW).float()
+    logits_NV = model.get_output_embeddings()(hidden_NW)
     if sampling.temperature != 1.0:
-        logits_NV = logits_NV / sampling.temperature
+        logits_NV = logits_NV.float() / sampling.temperature
     if sampling.filtered:
-        logits_NV = truncate(logits_NV, Truncation.of(sampling), targets_N)
-    if not entropy:
-        return -functional.cross_entropy(logits_NV, targets_N, reduction="none"), None
-    logprobs_NV = logits_NV.log_softmax(-1)
-    chosen_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
-    return chosen_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        logits_NV = truncate(logits_NV.float(), Truncation.of(sampling), targets_N)
+    return chosen_logprobs(logits_NV, targets_N, entropy=entropy)
