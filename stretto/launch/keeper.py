@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from stretto.core.deadlines import deadline
+from stretto.core.errors import StoreError
 from stretto.core.events import Span
 from stretto.core.records import Update
 from stretto.launch.config import DeadlinesConfig
@@ -56,9 +57,15 @@ class Keeper:
             await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
-        """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays)."""
+        """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays).
+
+        Raises:
+            StoreError: the folder of the policies has vanished.
+        """
         if self._folder.policy(version).exists():  # which appears whole
             return
+        if not self._folder.policies.is_dir():
+            raise StoreError(f"{self._folder.policies}: is not there any more")
         await self._trainer.save_policy(self._folder.policy(version))
         if self._config.keep_versions != "all":
             saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
