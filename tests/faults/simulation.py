@@ -112,10 +112,6 @@ class Engines:
             await asyncio.sleep(self.chance.random() * 0.2)
             self.on_load(self.version)
 
-    async def supervise(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(1000)
-
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         begun = request.begun or (Begun(),) * len(request.seeds)
         answers = [(list(some.token_ids), list(some.versions)) for some in begun]
@@ -210,10 +206,6 @@ class Toys:
     version: int
     refused: int = 0
 
-    async def supervise(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(1000)
-
     async def train(self, batch: Batch) -> Update:
         await asyncio.sleep(self.chance.expovariate(1 / self.world.schedule.step_seconds))
         assert batch.version == self.version
@@ -244,7 +236,7 @@ class Toys:
 
     def check(self) -> None: ...
 
-    async def look(self) -> list[Span]:
+    async def look(self, patience: float | None) -> list[Span]:
         return []
 
 
