@@ -55,7 +55,7 @@ sys.modules[module.__name__] = module
 exec(guest)
 Guest(control).serve()
 """
-_SOURCES = tuple(Path(module.__file__).read_text(encoding="utf-8") for module in (sandbox_values, sandbox_guest))
+_SOURCES = tuple(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (sandbox_values, sandbox_guest))
 _COMPILED = tuple(compile(source, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2) for source in _SOURCES)
 _OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
 _OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
