@@ -146,6 +146,7 @@ async def _train(
         await _conduct(recipe, players, crew, stage, stopped)
     finally:
         await examiner.close()
+        await keeper.close()
     recorder.conclude()
 
 

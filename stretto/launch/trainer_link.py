@@ -189,7 +189,15 @@ class TrainerLink:
             await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
             async with self._turn:
                 if process is self.process and not self._retired:
-                    await self._replace(RoleDied("trainer", how, str(process.log)))
+                    await self._replace(RoleDied("trainer", await self._last_words() or how, str(process.log)))
+
+    async def _last_words(self) -> str | None:
+        """What it has said of its end while nobody waited for an answer: which of its ranks it has lost."""
+        with contextlib.suppress(RoleError):  # it has said nothing
+            answer = await self._channel.receive("to say why it ends", _LAST_ANSWER_SECONDS)
+            if isinstance(answer, RankLost):
+                return answer.how
+        return None
 
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         self._abandoned = True
