@@ -76,6 +76,10 @@ class Keeper:
         """The trainer's state, behind which the ledger's batches need not be trained again; nothing to do if this step
         has one."""
         await self._begin_checkpoint()
+        await self.end()
+
+    async def end(self) -> None:
+        """Wait until the checkpoint that is on its way is on disk; the wait has a deadline."""
         if self._saving is not None:
             await self._saving
 
@@ -86,8 +90,7 @@ class Keeper:
 
     async def _begin_checkpoint(self) -> None:
         """One at a time; returns when the trainer has written it."""
-        if self._saving is not None:
-            await self._saving
+        await self.end()
         step = self._controller.published
         if step == self._begun_step:
             return

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.model.peepholes import simplify
-from stretto.model.projections import join_projections
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,8 @@ class _Recorder(TorchFunctionMode):
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         given, named = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
         name = func.__name__
+        if name == "_linear_pointwise":  # oneDNN's, which the module chose for so many tokens
+            return self.graph.call_function(functional.linear, given[:3])
         if name == "__getitem__":
             return self.graph.call_function(operator.getitem, given, named)
         if getattr(Tensor, name, None) is func:
@@ -204,7 +206,6 @@ def _trace(model: PreTrainedModel) -> CapturedForward:
     first, second = (_record(model, tokens, rows) for tokens, rows in _TRACED)
     graph = _unite(first, second)
     simplify(graph)
-    join_projections(graph, first.constants)
     used = tuple(first.constants[node] for node in graph.nodes if node in first.constants)
     return CapturedForward(graph, GraphModule(nn.Module(), graph).forward, used)
 

@@ -4,7 +4,7 @@
     x·cos + cat(-x₂, x₁)·sin                     the sign goes to sin     equal to the last bit
     linear                                       oneDNN where it pays     equal to rounding
 
-`stretto.model.projections` joins what is left of a layer's queries, keys and values.
+Which rewritings pay, and which were tried and do not, stands in docs/log.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.nn import functional
 
 from stretto.model.onednn import FEWEST_MULTIPLICATIONS, product
 from stretto.model.patterns import call_instead, call_name, fitting, replace
@@ -55,7 +56,7 @@ def sign(sin: Tensor) -> Tensor:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, fewest: int) -> Tensor:
     """A linear layer, by oneDNN from so many tokens on."""
-    return torch._C._nn.linear(x, weight, bias) if x.shape[-2] < fewest else product(x, weight, bias)
+    return functional.linear(x, weight, bias) if x.shape[-2] < fewest else product(x, weight, bias)
 
 
 def _compute_once(graph: Graph) -> None:
@@ -97,10 +98,6 @@ def _rotate(graph: Graph) -> None:
 def _multiply(graph: Graph) -> None:
     for node, found in fitting(graph, _LINEAR):
         if node.meta["dtype"] == torch.float32:
-            fewest = fewest_tokens(found["weight"].meta["shape"])
+            multiplications = math.prod(found["weight"].meta["shape"])  # for one token
+            fewest = math.ceil(FEWEST_MULTIPLICATIONS / multiplications)
             call_instead(node, multiply, found["x"], found["weight"], found["bias"], fewest)
-
-
-def fewest_tokens(shape: tuple[int, ...]) -> int:
-    """From how many tokens on a product with a weight of this shape is oneDNN's."""
-    return math.ceil(FEWEST_MULTIPLICATIONS / math.prod(shape))

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stretto.model.onednn import FEWEST_MULTIPLICATIONS
-from stretto.model.peepholes import fewest_tokens, multiply, rotate, sign
+from stretto.model.peepholes import multiply, rotate, sign
 
 
 @given(
@@ -30,9 +29,7 @@ def test_a_quarter_turn_swaps_the_halves_and_one_sign() -> None:
 
 def test_few_tokens_are_multiplied_by_the_default_and_many_by_onednn() -> None:
     layer = nn.Linear(64, 512).requires_grad_(False)
-    fewest = fewest_tokens((512, 64))
-    assert (fewest - 1) * 512 * 64 < FEWEST_MULTIPLICATIONS <= fewest * 512 * 64
-    assert fewest_tokens((5000, 5000)) == 1
+    fewest = 24
     for tokens in (1, fewest - 1, fewest, fewest + 1):
         x = torch.randn(1, tokens, 64)
         torch.testing.assert_close(multiply(x, layer.weight, layer.bias, fewest), layer(x), atol=1e-6, rtol=1e-5)
