@@ -174,7 +174,8 @@ class TrainerLink:
         try:
             await self._channel.send(order)
         except RoleDied:
-            raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
+            how = await self._last_words() or await self.process.last_words()
+            raise RoleDied("trainer", how, str(self.process.log)) from None
         return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
