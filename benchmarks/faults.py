@@ -1,33 +1,50 @@
 """Random kills: real runs whose roles, or all of them at once, are killed at random times; does any law break?
 
-    python -m benchmarks.faults --kills 200      the campaign
-    python -m benchmarks.faults --kills 5        a short slice
+    python -m benchmarks.faults                          the campaign: 200 kills over 40 runs, 8 undisturbed ones
+    python -m benchmarks.faults --runs 1 --undisturbed 1 a short slice
+    python -m benchmarks.faults --records FOLDER         goes on behind the runs that are recorded there already
 
-Each run trains the tests' small recipe. A kill hits the conductor (the run is then resumed), the trainer, an engine or
-a reward worker (the run has to go on by itself), or all of them. After every end the checker decides from the records.
-The seconds to the next step are counted from the kill.
+A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine or a reward worker
+(the run has to go on by itself), at any time: while the roles start, while another kill is being recovered from, in the
+middle of a step. A *hang* is a run that does not do another step within 100 seconds. Whenever the conductor is gone, and
+at the end, the checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody
+disturbs say how accurate they are to be.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
+import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.report import Table, save
+from benchmarks.runs import RECIPE
 from stretto.dashboard.check import check_run
-from tests.launch.running import Command, Laboratory, steps_done, wait_for_step, wait_until
+from stretto.launch.plan import cache_folder
+from stretto.store.inspection import inspect_run
+from tests.launch.running import Command, Laboratory, said, steps_done, wait_until, with_no_fuss
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
-STEPS = 40
-SETTINGS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=7", "deadlines.trainer_restarts=50", "deadlines.hung=5")
+KILLS = 5  # of one run
+SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
+SETTINGS = (
+    "trainer.steps=250",
+    "trainer.checkpoint_every=30",
+    "warm_start.threads=1",
+    "deadlines.trainer_restarts=100",
+    "deadlines.engine_restarts=100",
+    "deadlines.hung=5",
+)
+_AFTER_START = 12.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
+_AFTER_KILL = 6.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +52,92 @@ class Kill:
     """What came of one kill."""
 
     fault: str
+    at_step: int
+    starting: bool  # since its conductor was started, the run had not done a step
     seconds: float  # from the kill to the next step, or to the end of the wait for it
-    survived: bool  # a further step was done
-    kept: bool  # the checker found every law kept
+    survived: bool  # a further step was done, or the run came to its end
 
 
-def victims(command: Command, fault: str) -> list[int]:
+@dataclass(frozen=True)
+class Record:
+    """One run from its start to its end."""
+
+    number: int
+    seed: int
+    kills: tuple[Kill, ...]
+    checks: int  # that the checker made
+    broken: tuple[str, ...]  # laws that it found broken
+    final_accuracy: float | None  # held-out; None: it did not come to its end
+    seconds: float
+
+
+class Disturbed:
+    """One run, its killer and its checker."""
+
+    def __init__(self, laboratory: Laboratory, run_dir: Path, seed: int, chance: random.Random) -> None:
+        self._laboratory, self._run_dir = laboratory, run_dir
+        self._settings, self._chance = (*SETTINGS, f"seed={seed}"), chance
+        self.kills: list[Kill] = []
+        self.checks = 0
+        self.broken: list[str] = []
+
+    def play(self, kills: int) -> float | None:
+        """Train to the end, killing on the way; the held-out accuracy at the end."""
+        killed: tuple[str, int, float, bool] | None = None
+        while True:
+            resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
+            with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=RECIPE) as command:
+                if killed is not None:
+                    self._recover(command, *killed)
+                killed = self._disturb(command, kills)
+                if killed is None:
+                    ended = command.end(600)
+                wait_until(lambda: not command.processes(), "the end of all roles")
+            self._check()
+            if killed is None:
+                if ended.code != 0:
+                    print(ended.err[-2000:], flush=True)
+                    return None
+                return inspect_run(self._run_dir).final_accuracy
+
+    def _disturb(self, command: Command, kills: int) -> tuple[str, int, float, bool] | None:
+        """Kill until the conductor is gone, too (then: what that kill was), or until it was enough (None)."""
+        began, pause = steps_done(self._run_dir), self._chance.random() * _AFTER_START
+        while len(self.kills) < kills and _lives_on(command, pause):
+            fault = self._chance.choice(FAULTS)
+            if not (pids := _victims(command, fault)):  # it has not been started yet
+                pause = 0.5
+                continue
+            for pid in pids:
+                with_no_fuss(pid)
+            before, since = steps_done(self._run_dir), time.monotonic()
+            kill = (fault, before, since, before == began)
+            if fault in ("conductor", "all"):
+                return kill
+            self._recover(command, *kill)
+            pause = self._chance.random() * _AFTER_KILL
+        return None
+
+    def _recover(self, command: Command, fault: str, before: int, since: float, starting: bool) -> None:
+        """Wait for the next step after a kill."""
+
+        def gone_on() -> bool:
+            return steps_done(self._run_dir) > before or command.process.poll() is not None
+
+        try:
+            wait_until(gone_on, "the next step")
+        except AssertionError:
+            print(f"a hang after the kill of {fault}:\n{said(self._run_dir)[-3000:]}", flush=True)
+        survived = steps_done(self._run_dir) > before or command.process.poll() == 0
+        self.kills.append(Kill(fault, before, starting, round(time.monotonic() - since, 2), survived))
+
+    def _check(self) -> None:
+        if (self._run_dir / "ledger.sqlite").exists():
+            self.checks += 1
+            self.broken += [f"{law}: {found[0]}" for law, found in check_run(self._run_dir).breaches.items() if found]
+
+
+def _victims(command: Command, fault: str) -> list[int]:
     """The processes that a fault hits."""
     match fault:
         case "conductor":
@@ -52,56 +149,77 @@ def victims(command: Command, fault: str) -> list[int]:
     return command.processes(f"stretto.launch.{fault}_role")[:1]
 
 
-def one_kill(laboratory: Laboratory, run_dir: Path, fault: str, chance: random.Random) -> Kill:
-    """Train on until a random moment, kill, go on; a run whose conductor was killed goes on by being resumed."""
-    resume = ("--resume",) if run_dir.exists() else ()
-    with laboratory.train(run_dir, *SETTINGS, *resume) as command:
-        before = steps_done(run_dir)
-        wait_for_step(command, min(before + 1, STEPS - 3))
-        time.sleep(chance.random() * 0.3)
-        before, began = steps_done(run_dir), time.monotonic()
-        for pid in victims(command, fault):
-            os.kill(pid, signal.SIGKILL)
-        if fault not in ("conductor", "all"):
-            return _judged(command, run_dir, fault, before, began)
-        wait_until(lambda: not command.processes(), "the end of all roles")
-    with laboratory.train(run_dir, *SETTINGS, "--resume") as command:
-        return _judged(command, run_dir, fault, before, began)
+def _lives_on(command: Command, seconds: float) -> bool:
+    """Wait so long, or until the command has ended; whether it goes on."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and command.process.poll() is None:
+        time.sleep(0.02)
+    return command.process.poll() is None
 
 
-def _judged(command: Command, run_dir: Path, fault: str, before: int, began: float) -> Kill:
-    """Wait for the next step, end the run, and look at its records."""
-    wait_until(lambda: steps_done(run_dir) > before or command.process.poll() is not None, "the next step")
-    seconds, survived = time.monotonic() - began, steps_done(run_dir) > before
-    command.kill_all()
-    wait_until(lambda: not command.processes(), "the end of all roles")
-    return Kill(fault, seconds, survived, check_run(run_dir).kept)
+def one_run(records: Path, number: int, kills: int) -> Record:
+    """Run number `number`; its record, which is kept in the folder of records."""
+    name = records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}"
+    path = name.with_suffix(".json")
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    shutil.rmtree(name, ignore_errors=True)
+    seed, began = 1 + number % SEEDS, time.monotonic()
+    run = Disturbed(Laboratory(records, cache_folder()), name, seed, random.Random(f"kills {number}"))
+    accuracy = run.play(kills)
+    seconds = round(time.monotonic() - began, 1)
+    record = Record(number, seed, tuple(run.kills), run.checks, tuple(run.broken), accuracy, seconds)
+    path.write_bytes(msgspec.json.encode(record))
+    if accuracy is not None and not run.broken and all(kill.survived for kill in run.kills):
+        shutil.rmtree(name)  # others are kept to be looked at
+    return record
+
+
+def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
+    """The table, and what the runs came to."""
+    kills = [kill for record in disturbed for kill in record.kills]
+    table = Table("fault", "kills", "while starting", "survived", "s to the next step", "longest")
+    for fault in FAULTS:
+        those = [kill for kill in kills if kill.fault == fault]
+        seconds = [kill.seconds for kill in those] or [0.0]
+        survived, starting = sum(kill.survived for kill in those), sum(kill.starting for kill in those)
+        table.add(fault, len(those), starting, survived, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
+    table.show()
+    broken = [found for record in disturbed for found in record.broken]
+    print(f"{sum(record.checks for record in disturbed)} checks, laws broken: {broken or 'none'}")
+    print(f"final accuracy {_spread(disturbed)}; undisturbed {_spread(undisturbed)}")
+
+
+def _spread(records: Iterable[Record]) -> str:
+    found = [record.final_accuracy for record in records if record.final_accuracy is not None]
+    deviation = statistics.stdev(found) if len(found) > 1 else 0.0
+    return f"{statistics.mean(found):.3f} ± {deviation:.3f} ({len(found)} runs)" if found else "unknown"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=40, help=f"runs with {KILLS} kills each")
+    parser.add_argument("--undisturbed", type=int, default=8, help="runs without")
+    parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
+    parser.add_argument("--most", type=int, default=10_000, help="new runs before it leaves off")
     arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
-    kills: list[Kill] = []
-    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
-        laboratory, run = Laboratory(Path(root), Path(root) / "cache"), 0
-        for number in range(arguments.kills):
-            run_dir = Path(root) / f"run-{run}"
-            kills.append(one_kill(laboratory, run_dir, FAULTS[number % len(FAULTS)], chance))
-            if steps_done(run_dir) >= STEPS - 10:
-                run += 1
-    by_fault: dict[str, list[Kill]] = defaultdict(list)
-    for kill in kills:
-        by_fault[kill.fault].append(kill)
-    table = Table("fault", "kills", "survived", "laws broken", "s to the next step", "worst")
-    for fault, those in by_fault.items():
-        seconds = [kill.seconds for kill in those]
-        survived, broken = sum(kill.survived for kill in those), sum(not kill.kept for kill in those)
-        table.add(fault, len(those), survived, broken, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
-    table.show()
-    save("faults", {"seed": arguments.seed, "kills": [asdict(kill) for kill in kills]})
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as temporary:
+        records = arguments.records or Path(temporary)
+        records.mkdir(parents=True, exist_ok=True)
+        planned = [(number, 0) for number in range(arguments.undisturbed)]
+        planned += [(number, KILLS) for number in range(arguments.runs)]
+        open_ones = [run for run in planned if not _recorded(records, *run)]
+        for run in open_ones[: arguments.most]:
+            print(one_run(records, *run), flush=True)
+        found = [one_run(records, *run) for run in planned if _recorded(records, *run)]
+    disturbed, undisturbed = ([r for r in found if bool(r.kills) is kind] for kind in (True, False))
+    show(disturbed, undisturbed)
+    if len(found) == len(planned):
+        save("faults", {"settings": SETTINGS, "disturbed": disturbed, "undisturbed": undisturbed})
+
+
+def _recorded(records: Path, number: int, kills: int) -> bool:
+    return (records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}.json").exists()
 
 
 if __name__ == "__main__":
