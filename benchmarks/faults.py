@@ -6,8 +6,8 @@
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine or a reward worker
 (the run has to go on by itself), at any time: while the roles start, while another kill is being recovered from, in the
-middle of a step. A *hang* is a run that does not do another step within 100 seconds. Whenever the conductor is gone, and
-at the end, the checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody
+middle of a step. A *hang* is a run that does no further step within 100 seconds. Whenever the conductor is gone, and at
+the end, the checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody
 disturbs say how accurate they are to be.
 """
 

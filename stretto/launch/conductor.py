@@ -33,7 +33,7 @@ from stretto.launch.stopping import put_away
 from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.watchdog import Watchdog
 from stretto.rollout.controller import Controller, Ticket
-from stretto.rollout.workflow import SingleTurn
+from stretto.rollout.workflow import Workflow
 
 _LOOK_SECONDS = 1.0
 _SILENT_BATCHES = 4  # so many batches' worth of filtered groups, and none for a batch, are said aloud
@@ -46,7 +46,7 @@ class Players:
     """Everyone the conductor conducts; `look` tells what all of them have done since it was asked last."""
 
     controller: Controller
-    workflow: SingleTurn
+    workflow: Workflow
     fleet: Fleet
     trainer: TrainerLink
     look: Callable[[], Awaitable[list[Span]]]

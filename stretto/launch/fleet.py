@@ -68,7 +68,7 @@ class Fleet:
         alone: bool = False,
     ) -> None:
         """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
-        the engine's configuration, in seconds; `alone`: an engine answers one request at a time."""
+        the engine's configuration, in seconds; `alone`: an engine answers nothing but what it was given together."""
         self._members = [self._member(spec, logs, deadlines, role) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
@@ -144,34 +144,34 @@ class Fleet:
             if version >= self._published:
                 return version
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """Answers from the least-loaded engine (satisfies `rollout.protocols.Generate`).
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """Answers from the least-loaded engine; requests that are given together begin there in the same step.
 
         Raises:
             EngineLost: the engine died meanwhile.
-            RefusedRequest: the engine will not serve it.
+            RefusedRequest: the engine will not serve them.
         """
-        answers = len(request.seeds)
+        answers = sum(len(request.seeds) for request in requests)
         while (name := self._router.start(answers)) is None:
             self._joined.clear()
             awaited, seconds = ("free", self._deadlines.answer) if self._router.up else ("up", self._deadlines.start)
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
                 await self._joined.wait()
         (member,) = (member for member in self._members if member.spec.name == name)
-        member.open.add(request.id)
+        ids = {request.id for request in requests}
+        member.open |= ids
         try:
-            if request.begun:
-                newest = max((version for begun in request.begun for version in begun.versions), default=0)
-                await self._caught_up(member, newest)
-            async for completion in member.client.generate(request):
+            if begun := [version for request in requests for some in request.begun for version in some.versions]:
+                await self._caught_up(member, max(begun))
+            async for completion in member.client.generate(*requests):
                 yield completion
         except EngineLost:
-            if request.id not in member.given_up:
+            if not ids & member.given_up:
                 self._suspect(member)
             raise
         finally:
-            member.given_up.discard(request.id)
-            member.open.discard(request.id)
+            member.given_up -= ids
+            member.open -= ids
             self._router.finish(name, answers)
             self._joined.set()
 

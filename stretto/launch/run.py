@@ -30,6 +30,7 @@ from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recipe import Recipe
 from stretto.launch.recorder import Past, Recorder, RunClock, Work
+from stretto.launch.rounds import Rounds
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, beside, together
 from stretto.launch.trainer_link import TrainerLink
@@ -38,7 +39,7 @@ from stretto.launch.warm_start import copy_policy, warm_start
 from stretto.rewards.pool import RewardPool
 from stretto.rollout.controller import Controller, Standing
 from stretto.rollout.prompts import PromptStream
-from stretto.rollout.workflow import SingleTurn
+from stretto.rollout.workflow import SingleTurn, Workflow
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
@@ -173,7 +174,9 @@ async def _train(
     recipe = plan.recipe
     standing = ledger.get(STANDING, Standing) or Standing()
     stream = PromptStream(plan.training, recipe.seed, standing.position)
-    controller = Controller(recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version)
+    controller = Controller(
+        recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version, in_rounds(recipe)
+    )
     begun = restore(controller, standing, read_unfinished(folder.ledger))
     ledger.watch(STANDING, controller.standing)
     checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
@@ -190,8 +193,10 @@ async def _train(
         recorder.examined,
     )
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
-    answers = Answers(crew.fleet, ledger, begun, whole=is_alone(recipe))
-    workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
+    rounds = Rounds(crew.fleet, lambda: controller.tickets, recipe.engine.count) if in_rounds(recipe) else None
+    answers = Answers(rounds or crew.fleet, ledger, begun, whole=rounds is not None)
+    workflow: Workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
+    workflow = workflow if rounds is None else rounds.together(workflow)
     players = Players(
         controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner, answers, crew.progress
     )
@@ -265,7 +270,7 @@ async def roles(plan: Plan, folder: RunFolder, beginning: Beginning, stopped: St
         engine_spec(plan, folder.policy(0), mailbox, mailbox_folder, sockets, k) for k in range(recipe.engine.count)
     ]
     fleet = Fleet(
-        specs, folder.logs, recipe.deadlines, load_interval=recipe.engine.load_interval, alone=is_alone(recipe)
+        specs, folder.logs, recipe.deadlines, load_interval=recipe.engine.load_interval, alone=in_rounds(recipe)
     )
     rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"))
     spec = TrainerSpec(
@@ -305,10 +310,10 @@ async def _in_turn(*coroutines: Coroutine[Any, Any, None]) -> None:
         await coroutine
 
 
-def is_alone(recipe: Recipe) -> bool:
-    """Whether an engine answers one request at a time, so that a run can be repeated bit for bit."""
+def in_rounds(recipe: Recipe) -> bool:
+    """Whether groups begin and end together, so that a run can be repeated bit for bit (`launch.rounds`)."""
     batching = recipe.engine.batching
-    return batching == "alone" or (batching == "auto" and recipe.rollout.max_staleness == 0)
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0)
 
 
 def socket_folder() -> Path:
