@@ -1,6 +1,6 @@
 """Random kills: real runs whose roles, or all of them at once, are killed at random times; does any law break?
 
-    python -m benchmarks.faults                          the campaign: 200 kills over 40 runs, 8 undisturbed ones
+    python -m benchmarks.faults                          the campaign: 200 kills over 25 runs, 5 undisturbed ones
     python -m benchmarks.faults --runs 1 --undisturbed 1 a short slice
     python -m benchmarks.faults --records FOLDER         goes on behind the runs that are recorded there already
 
@@ -33,7 +33,7 @@ from stretto.store.inspection import inspect_run
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_until, with_no_fuss
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
-KILLS = 5  # of one run
+KILLS = 8  # of one run
 SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
 SETTINGS = (
     "trainer.steps=250",
@@ -198,8 +198,8 @@ def _spread(records: Iterable[Record]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=40, help=f"runs with {KILLS} kills each")
-    parser.add_argument("--undisturbed", type=int, default=8, help="runs without")
+    parser.add_argument("--runs", type=int, default=25, help=f"runs with {KILLS} kills each")
+    parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
     parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
     parser.add_argument("--most", type=int, default=10_000, help="new runs before it leaves off")
     arguments = parser.parse_args()
