@@ -1,8 +1,8 @@
 """Random kills: real runs whose roles, or all of them at once, are killed at random times; does any law break?
 
-    python -m benchmarks.faults                          the campaign: 200 kills over 25 runs, 5 undisturbed ones
-    python -m benchmarks.faults --runs 1 --undisturbed 1 a short slice
-    python -m benchmarks.faults --records FOLDER         goes on behind the runs that are recorded there already
+    python -m benchmarks.faults                           the campaign: 200 kills, and 5 undisturbed runs
+    python -m benchmarks.faults --kills 5 --undisturbed 1 a short slice
+    python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine or a reward worker
 (the run has to go on by itself), at any time: while the roles start, while another kill is being recovered from, in the
@@ -33,7 +33,7 @@ from stretto.store.inspection import inspect_run
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_until, with_no_fuss
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
-KILLS = 8  # of one run
+KILLS = 8  # of one run, at most: it may come to its end before
 SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
 SETTINGS = (
     "trainer.steps=250",
@@ -44,7 +44,7 @@ SETTINGS = (
     "deadlines.hung=5",
 )
 _AFTER_START = 12.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
-_AFTER_KILL = 6.0
+_AFTER_KILL = 4.0
 
 
 @dataclass(frozen=True)
@@ -159,20 +159,25 @@ def _lives_on(command: Command, seconds: float) -> bool:
 
 def one_run(records: Path, number: int, kills: int) -> Record:
     """Run number `number`; its record, which is kept in the folder of records."""
-    name = records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}"
-    path = name.with_suffix(".json")
+    path = _path(records, number, kills)
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Record)
-    shutil.rmtree(name, ignore_errors=True)
+    run_dir = path.with_suffix("")
+    shutil.rmtree(run_dir, ignore_errors=True)
     seed, began = 1 + number % SEEDS, time.monotonic()
-    run = Disturbed(Laboratory(records, cache_folder()), name, seed, random.Random(f"kills {number}"))
+    run = Disturbed(Laboratory(records, cache_folder()), run_dir, seed, random.Random(f"kills {number}"))
     accuracy = run.play(kills)
     seconds = round(time.monotonic() - began, 1)
     record = Record(number, seed, tuple(run.kills), run.checks, tuple(run.broken), accuracy, seconds)
     path.write_bytes(msgspec.json.encode(record))
     if accuracy is not None and not run.broken and all(kill.survived for kill in run.kills):
-        shutil.rmtree(name)  # others are kept to be looked at
+        shutil.rmtree(run_dir)  # others are kept to be looked at
+    print(record, flush=True)
     return record
+
+
+def _path(records: Path, number: int, kills: int) -> Path:
+    return records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}.json"
 
 
 def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
@@ -196,9 +201,22 @@ def _spread(records: Iterable[Record]) -> str:
     return f"{statistics.mean(found):.3f} ± {deviation:.3f} ({len(found)} runs)" if found else "unknown"
 
 
+def campaign(records: Path, kills: int, undisturbed: int, most: int) -> tuple[list[Record], list[Record], bool]:
+    """Disturbed and undisturbed runs, at most so many of them new ones, and whether these are all that are wanted."""
+    calm, hit = list[Record](), list[Record]()
+    while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
+        found, kind = (calm, 0) if calm_wanted else (hit, KILLS)
+        if not _path(records, len(found), kind).exists():
+            if most == 0:
+                return hit, calm, False
+            most -= 1
+        found.append(one_run(records, len(found), kind))
+    return hit, calm, True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=25, help=f"runs with {KILLS} kills each")
+    parser.add_argument("--kills", type=int, default=200, help=f"in runs with up to {KILLS} each")
     parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
     parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
     parser.add_argument("--most", type=int, default=10_000, help="new runs before it leaves off")
@@ -206,20 +224,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as temporary:
         records = arguments.records or Path(temporary)
         records.mkdir(parents=True, exist_ok=True)
-        planned = [(number, 0) for number in range(arguments.undisturbed)]
-        planned += [(number, KILLS) for number in range(arguments.runs)]
-        open_ones = [run for run in planned if not _recorded(records, *run)]
-        for run in open_ones[: arguments.most]:
-            print(one_run(records, *run), flush=True)
-        found = [one_run(records, *run) for run in planned if _recorded(records, *run)]
-    disturbed, undisturbed = ([r for r in found if bool(r.kills) is kind] for kind in (True, False))
+        disturbed, undisturbed, all_of_them = campaign(records, arguments.kills, arguments.undisturbed, arguments.most)
     show(disturbed, undisturbed)
-    if len(found) == len(planned):
+    if all_of_them:
         save("faults", {"settings": SETTINGS, "disturbed": disturbed, "undisturbed": undisturbed})
-
-
-def _recorded(records: Path, number: int, kills: int) -> bool:
-    return (records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}.json").exists()
 
 
 if __name__ == "__main__":
