@@ -31,7 +31,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.model.kinds import Attention, check_attention
 from stretto.model.layout import Packing, pack, round_length
-from stretto.model.packed import capped_attention, packed_attention
+from stretto.model.packed import attention_by_products, computes_by_products, packed_attention
 from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
 
 CACHED_ATTENTION = "stretto_cached"
@@ -74,27 +74,33 @@ class ShelfStep:
     start: int
     stop: int
     sources: Tensor | slice  # [W] packed tokens whose keys and values are written
-    slots: Tensor  # [W]
-    positions: Tensor  # [W]
+    cells: Tensor  # [W * K] where they are written, for each key head
     sights: Mapping[int | None, Sight]  # by the window of a layer
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: tuple[float, int | None, float | None]
     ) -> Tensor:
         keys, values = self.shelf.keys[layer], self.shelf.values[layer]
-        keys[self.slots, :, self.positions] = k_TKD[self.sources]
-        values[self.slots, :, self.positions] = v_TKD[self.sources]
+        for cache, new_TKD in ((keys, k_TKD), (values, v_TKD)):
+            # As rows of the whole cache: writing them by slot and position takes twice as long.
+            cache.view(-1, cache.shape[-1]).index_copy_(0, self.cells, self._written(new_TKD))
         scaling, window, softcap = rule
         sight, rows = self.sights[window], self.stop - self.start
         _, heads, width = q_THD.shape
         # The G query heads of one key head stand where a longer query would: no key is copied for them.
         q = q_THD[self.start : self.stop].reshape(rows, keys.shape[1], heads // keys.shape[1], width)
         k, v = keys[:rows, :, sight.first : sight.end], values[:rows, :, sight.first : sight.end]
-        if softcap is None:
+        if softcap is None and not computes_by_products(q):
             out = functional.scaled_dot_product_attention(q, k, v, attn_mask=sight.bias, scale=scaling)
         else:
-            out = capped_attention(q, k, v, sight.bias, softcap, scaling)
+            out = attention_by_products(q, k, v, sight.bias, softcap, scaling)
         return out.reshape(rows, heads, width)
+
+    def _written(self, new_TKD: Tensor) -> Tensor:
+        """[W * K, D]"""
+        if isinstance(self.sources, slice):
+            return new_TKD[self.sources].flatten(0, 1)
+        return new_TKD.index_select(0, self.sources).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -256,11 +262,12 @@ class CachedPolicy:
         positions = self._tensor(newest)
         sights = {window: self._sight(newest, positions, window) for window in self._windows}
         sources: Tensor | slice = slice(start, start + rows)
-        slots = torch.arange(rows, device=self.layout.device)
+        slots, places = np.arange(rows), newest
         if writes:
-            own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
-            sources, slots, positions = self._tensor(np.concatenate([*writes, own], axis=1)).unbind(0)
-        return ShelfStep(shelf, start, start + rows, sources, slots, positions, sights)
+            own = np.stack([np.arange(start, start + rows), slots, newest])
+            written, slots, places = np.concatenate([*writes, own], axis=1)
+            sources = self._tensor(written)
+        return ShelfStep(shelf, start, start + rows, sources, self._tensor(shelf.cells(slots, places)), sights)
 
     def _sight(self, newest: Ints, positions: Tensor, window: int | None) -> Sight:
         """What rows whose newest tokens are at `newest` see: places p with newest - window < p <= newest."""

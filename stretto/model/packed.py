@@ -26,6 +26,13 @@ from stretto.model.layout import Packing
 #: The name under which transformers finds the packed path (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"
 
+#: Attention over buckets of these lengths, with so many rows, is quicker as two products.
+LENGTHS_BY_PRODUCTS = range(16, 65)
+FEWEST_BY_PRODUCTS = 4
+
+#: So few sequences are attended to one after the other: a call for each costs less than the gathers into cells.
+FEW_SEQUENCES = 3
+
 
 class _ToCells(torch.autograd.Function):
     """Gather tokens into cells.
@@ -81,16 +88,24 @@ class Rule:
     dropout: float = 0.0
 
 
-def capped_attention(
-    query_BHLD: Tensor, key_BHLD: Tensor, value_BHLD: Tensor, hidden_LL: Tensor, softcap: float, scaling: float | None
+def attention_by_products(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    hidden_LL: Tensor,
+    softcap: float | None,
+    scaling: float | None,
 ) -> Tensor:
-    """Attention whose scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), [B, H, L, D].
+    """Attention as two products with a softmax between, [B, H, L, D].
 
-    Heads of keys may be 1 where those of queries are more; `hidden_LL` is added to the scores, -inf where not seen.
+    With a `softcap`, scores pass through ``softcap * tanh(score / softcap)`` first (Gemma 2). Heads of keys may be 1
+    where those of queries are more; `hidden_LL` is added to the scores, -inf where not seen.
     """
     scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query_BHLD @ key_BHLD.transpose(-1, -2) * scale
-    weights = (softcap * torch.tanh(scores / softcap) + hidden_LL).softmax(-1, dtype=torch.float32)
+    scores = (query_BHLD * scale) @ key_BHLD.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = (scores + hidden_LL).softmax(-1, dtype=torch.float32)
     return weights.to(query_BHLD.dtype) @ value_BHLD
 
 
@@ -105,12 +120,12 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
     """Causal attention of sequences of one length, [B, H, L, D]."""
     rows, heads, length, width = query_BHLD.shape
     kv_heads = key_BKLD.shape[1]
-    if rule.softcap is not None:
+    if rule.softcap is not None or _quicker_by_products(query_BHLD):
         seen = _seen(length, rule.window, query_BHLD.device)
         hidden = torch.zeros_like(seen, dtype=query_BHLD.dtype).masked_fill_(~seen, -torch.inf)
         grouped = query_BHLD.reshape(rows, kv_heads, heads // kv_heads, length, width)
         keys, values = key_BKLD[:, :, None], value_BKLD[:, :, None]
-        return capped_attention(grouped, keys, values, hidden, rule.softcap, rule.scaling).flatten(1, 2)
+        return attention_by_products(grouped, keys, values, hidden, rule.softcap, rule.scaling).flatten(1, 2)
     windowed = rule.window is not None and rule.window < length
     return functional.scaled_dot_product_attention(
         query_BHLD,
@@ -124,8 +139,34 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
     )
 
 
+def _quicker_by_products(query_BHLD: Tensor) -> bool:
+    """Whether two products take less time than one fused kernel; measured without gradients, as an engine works."""
+    short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
+    return short and computes_by_products(query_BHLD) and not torch.is_grad_enabled()
+
+
+def computes_by_products(tensor: Tensor) -> bool:
+    """Whether small products are quick for such tensors: float32 on the processor.
+
+    There the fused kernel spends more on starting each row and head than on what it computes.
+    """
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """Causal attention of a few sequences that borrow nothing: slices of the row, no gather."""
+    columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
+    attended = []
+    for sequence in zip(*columns, strict=True):
+        query, key, value = (x.transpose(0, 1)[None] for x in sequence)
+        attended.append(_in_bucket(query, key, value, rule)[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
 def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Causal attention bucket by bucket: one gather in, one gather out, dense attention between. Any device."""
+    if len(packing.lengths) <= FEW_SEQUENCES and not packing.borrows:
+        return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]
     columns = [_to_cells(x, packing).split(sizes) for x in (query_THD, key_TKD, value_TKD)]
     attended = []

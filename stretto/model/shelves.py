@@ -90,6 +90,12 @@ class Shelf:
         self.owners.append(row)
         return used
 
+    def cells(self, slots: Ints, positions: Ints) -> Ints:
+        """[W * K], the places of these tokens, one for each key head, in a layer's keys seen as rows [S * K * L, D]."""
+        heads = self._layout.kv_heads
+        cells: Ints = (slots * heads)[:, None] + np.arange(heads)
+        return (cells * self.length + positions[:, None]).ravel()
+
     def resize(self, slots: int) -> None:
         """Hold so many slots, at least those in use."""
         resized = self._zeros(slots)
