@@ -90,14 +90,13 @@ class Disturbed:
                 if killed is not None:
                     self._recover(command, *killed)
                 killed = self._disturb(command, kills)
-                if killed is None:
-                    ended = command.end(600)
+                ended = command.end(600) if killed is None else None
                 wait_until(lambda: not command.processes(), "the end of all roles")
             self._check()
-            if killed is None:
-                if ended.code != 0:
-                    print(ended.err[-2000:], flush=True)
-                    return None
+            if ended is not None and ended.code != 0:
+                print(ended.err[-2000:], flush=True)
+                return None
+            if ended is not None:
                 return inspect_run(self._run_dir).final_accuracy
 
     def _disturb(self, command: Command, kills: int) -> tuple[str, int, float, bool] | None:
@@ -105,7 +104,7 @@ class Disturbed:
         began, pause = steps_done(self._run_dir), self._chance.random() * _AFTER_START
         while len(self.kills) < kills and _lives_on(command, pause):
             fault = self._chance.choice(FAULTS)
-            if not (pids := _victims(command, fault)):  # it has not been started yet
+            if not (pids := victims(command, fault)):  # it has not been started yet
                 pause = 0.5
                 continue
             for pid in pids:
@@ -137,7 +136,7 @@ class Disturbed:
             self.broken += [f"{law}: {found[0]}" for law, found in check_run(self._run_dir).breaches.items() if found]
 
 
-def _victims(command: Command, fault: str) -> list[int]:
+def victims(command: Command, fault: str) -> list[int]:
     """The processes that a fault hits."""
     match fault:
         case "conductor":

@@ -38,9 +38,9 @@ def main() -> None:
             found[way].append({"rl_seconds": round(seconds, 2), "generated_per_second": round(tokens / seconds)})
     best = {way: min(runs, key=lambda run: run["rl_seconds"]) for way, runs in found.items()}
     table = Table("way", "seconds", "tokens/s", "times as fast as one group at a time")
-    for way, run in best.items():
-        ratio = best["one group at a time"]["rl_seconds"] / run["rl_seconds"]
-        table.add(way, run["rl_seconds"], run["generated_per_second"], f"{ratio:.2f}")
+    for way, fastest in best.items():
+        ratio = best["one group at a time"]["rl_seconds"] / fastest["rl_seconds"]
+        table.add(way, fastest["rl_seconds"], fastest["generated_per_second"], f"{ratio:.2f}")
     table.show()
     save("rounds", {"steps": words.steps, "best": best, "runs": found})
 

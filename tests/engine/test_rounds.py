@@ -30,7 +30,8 @@ def test_what_an_engine_did_before_leaves_no_trace(folder: Path, slots: int) -> 
         finish(engine, *(request(f"b{k}", prompt=60 + k, seeds=range(before)) for k in range(before)))
         assert finish(engine, *TOGETHER) == alone(folder, slots)
     engine.add(request("stopped", seeds=range(7)))
-    engine.step(), engine.abort("stopped")
+    engine.step()
+    engine.abort("stopped")
     assert finish(engine, *TOGETHER) == alone(folder, slots)
 
 
