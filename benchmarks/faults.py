@@ -5,7 +5,8 @@
     python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine or a reward worker
-(the run has to go on by itself), at any time: while the roles start, while another kill is being recovered from, in the
+(the run has to go on by itself, unless its roles were starting: then it may end with an error that names the role, and
+is resumed), at any time: while the roles start, while another kill is being recovered from, in the
 middle of a step. A *hang* is a run that does no further step within 100 seconds. Whenever the conductor is gone, and at
 the end, the checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody
 disturbs say how accurate they are to be.
@@ -43,8 +44,10 @@ SETTINGS = (
     "deadlines.engine_restarts=100",
     "deadlines.hung=5",
 )
-_AFTER_START = 12.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
-_AFTER_KILL = 4.0
+HANG = 100.0  # seconds
+_AFTER_START = 20.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
+_AFTER_KILL = 6.0
+_PATIENT = 0.6  # part of the lives in which the next kill waits until the run has recovered from the last one
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,9 @@ class Kill:
     fault: str
     at_step: int
     starting: bool  # since its conductor was started, the run had not done a step
-    seconds: float  # from the kill to the next step, or to the end of the wait for it
+    seconds: float  # from the last kill before the next step to that step, or to the end of the wait for it
     survived: bool  # a further step was done, or the run came to its end
+    ended: bool = False  # the run ended for it although its conductor was not hit, and was resumed
 
 
 @dataclass(frozen=True)
@@ -71,64 +75,94 @@ class Record:
     seconds: float
 
 
+@dataclass
+class Blow:
+    """A kill whose next step has not come."""
+
+    fault: str
+    at_step: int
+    starting: bool
+    since: float
+    ended: bool = False
+
+    def over(self, survived: bool) -> Kill:
+        return Kill(
+            self.fault, self.at_step, self.starting, round(time.monotonic() - self.since, 2), survived, self.ended
+        )
+
+
 class Disturbed:
     """One run, its killer and its checker."""
 
     def __init__(self, laboratory: Laboratory, run_dir: Path, seed: int, chance: random.Random) -> None:
         self._laboratory, self._run_dir = laboratory, run_dir
         self._settings, self._chance = (*SETTINGS, f"seed={seed}"), chance
+        self._open: list[Blow] = []
         self.kills: list[Kill] = []
         self.checks = 0
         self.broken: list[str] = []
 
     def play(self, kills: int) -> float | None:
         """Train to the end, killing on the way; the held-out accuracy at the end."""
-        killed: tuple[str, int, float, bool] | None = None
-        while True:
+        over = False
+        while not over:
             resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
             with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=RECIPE) as command:
-                if killed is not None:
-                    self._recover(command, *killed)
-                killed = self._disturb(command, kills)
-                ended = command.end(600) if killed is None else None
+                over = self._disturb(command, kills)
                 wait_until(lambda: not command.processes(), "the end of all roles")
             self._check()
-            if ended is not None and ended.code != 0:
-                print(ended.err[-2000:], flush=True)
-                return None
-            if ended is not None:
-                return inspect_run(self._run_dir).final_accuracy
+        return inspect_run(self._run_dir).final_accuracy
 
-    def _disturb(self, command: Command, kills: int) -> tuple[str, int, float, bool] | None:
-        """Kill until the conductor is gone, too (then: what that kill was), or until it was enough (None)."""
-        began, pause = steps_done(self._run_dir), self._chance.random() * _AFTER_START
-        while len(self.kills) < kills and _lives_on(command, pause):
+    def _disturb(self, command: Command, kills: int) -> bool:
+        """Kill until the conductor is gone or the run is at its end, which is when this is true."""
+        began, start = steps_done(self._run_dir), time.monotonic()
+        due, patient = start + self._chance.random() * _AFTER_START, self._chance.random() < _PATIENT
+        while command.process.poll() is None:
+            time.sleep(0.02)
+            self._settle()
+            if self._open and time.monotonic() - max(start, self._open[-1].since) > HANG:
+                print(f"a hang after the kill of {self._open[-1].fault}:\n{said(self._run_dir)[-3000:]}", flush=True)
+                self.kills += [blow.over(survived=False) for blow in self._open]
+                self._open = []
+                command.kill_all()
+                break
+            if self._open and patient:
+                due = time.monotonic() + self._chance.random() * _AFTER_KILL
+            if time.monotonic() < due or len(self.kills) + len(self._open) >= kills:
+                continue
             fault = self._chance.choice(FAULTS)
             if not (pids := victims(command, fault)):  # it has not been started yet
-                pause = 0.5
                 continue
             for pid in pids:
                 with_no_fuss(pid)
-            before, since = steps_done(self._run_dir), time.monotonic()
-            kill = (fault, before, since, before == began)
-            if fault in ("conductor", "all"):
-                return kill
-            self._recover(command, *kill)
-            pause = self._chance.random() * _AFTER_KILL
-        return None
+            done = steps_done(self._run_dir)
+            for blow in self._open:
+                blow.since = time.monotonic()
+            self._open.append(Blow(fault, done, done == began, time.monotonic()))
+            due = time.monotonic() + self._chance.random() * _AFTER_KILL
+        return self._ended(command)
 
-    def _recover(self, command: Command, fault: str, before: int, since: float, starting: bool) -> None:
-        """Wait for the next step after a kill."""
+    def _ended(self, command: Command) -> bool:
+        """The command is gone: it has come to its end, or was killed, or says what it ended for."""
+        ended = command.end(60)
+        self._settle()
+        if ended.code == 0:
+            self._settle(at_the_end=True)
+            return True
+        if ended.code > 0:
+            ended.says()
+            print(f"resumed: {ended.err.strip()}", flush=True)
+            for blow in self._open:
+                blow.ended = True
+        return False
 
-        def gone_on() -> bool:
-            return steps_done(self._run_dir) > before or command.process.poll() is not None
-
-        try:
-            wait_until(gone_on, "the next step")
-        except AssertionError:
-            print(f"a hang after the kill of {fault}:\n{said(self._run_dir)[-3000:]}", flush=True)
-        survived = steps_done(self._run_dir) > before or command.process.poll() == 0
-        self.kills.append(Kill(fault, before, starting, round(time.monotonic() - since, 2), survived))
+    def _settle(self, at_the_end: bool = False) -> None:
+        """Kills behind which the run has done another step are over."""
+        if self._open:
+            done = steps_done(self._run_dir)
+            over = [blow for blow in self._open if at_the_end or done > blow.at_step]
+            self.kills += [blow.over(survived=True) for blow in over]
+            self._open = [blow for blow in self._open if blow not in over]
 
     def _check(self) -> None:
         if (self._run_dir / "ledger.sqlite").exists():
@@ -146,14 +180,6 @@ def victims(command: Command, fault: str) -> list[int]:
         case "all":
             return command.processes()
     return command.processes(f"stretto.launch.{fault}_role")[:1]
-
-
-def _lives_on(command: Command, seconds: float) -> bool:
-    """Wait so long, or until the command has ended; whether it goes on."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and command.process.poll() is None:
-        time.sleep(0.02)
-    return command.process.poll() is None
 
 
 def one_run(records: Path, number: int, kills: int) -> Record:
@@ -182,12 +208,14 @@ def _path(records: Path, number: int, kills: int) -> Path:
 def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
     """The table, and what the runs came to."""
     kills = [kill for record in disturbed for kill in record.kills]
-    table = Table("fault", "kills", "while starting", "survived", "s to the next step", "longest")
+    table = Table("fault", "kills", "while starting", "survived", "by a resume", "s to the next step", "longest")
     for fault in FAULTS:
         those = [kill for kill in kills if kill.fault == fault]
         seconds = [kill.seconds for kill in those] or [0.0]
-        survived, starting = sum(kill.survived for kill in those), sum(kill.starting for kill in those)
-        table.add(fault, len(those), starting, survived, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
+        starting, survived = sum(kill.starting for kill in those), sum(kill.survived for kill in those)
+        resumed = len(those) if fault in ("conductor", "all") else sum(kill.ended for kill in those)
+        middle, longest = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
+        table.add(fault, len(those), starting, survived, resumed, middle, longest)
     table.show()
     broken = [found for record in disturbed for found in record.broken]
     print(f"{sum(record.checks for record in disturbed)} checks, laws broken: {broken or 'none'}")

@@ -4,9 +4,9 @@
 
 One run of recipes/arithmetic.toml goes on all the time. Periods in which nobody disturbs it and periods that begin with
 a kill take turns, so that a slow minute of the machine hits both. A kill hits the conductor, or all processes at once
-(the run is then resumed at once, as by hand), the trainer, an engine, or a reward worker, in turn. Counted are the steps
-whose line is written within the period; steps that are trained again after a kill count once. The learning rate is next
-to nothing: answers are as long at the end as at the start.
+(the run is then resumed at once, as by hand), the trainer, an engine, or a reward worker, in turn. What counts are the
+steps whose line is written within the period; steps that are trained again after a kill count once. The learning rate
+is next to nothing: answers are as long at the end as at the start.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Going:
     def wait(self, seconds: float) -> None:
         time.sleep(max(0.0, seconds))
         assert self._command is not None
-        assert self._command.process.poll() is None, "the run has ended"
+        assert self._command.process.poll() is None, f"the run has ended: {self._command.end()}"
 
 
 def measured(going: Going, period: float, kills: int) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Prompt, Sampling
@@ -21,7 +20,8 @@ from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
 from stretto.model.build import build_policy
-from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
+from stretto.model.fitting import check_fit
+from stretto.model.folder import ModelFolder, inspect_model_folder
 from stretto.model.kinds import refuse_unsupported
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
@@ -153,12 +153,7 @@ def _check_devices(recipe: Recipe) -> None:
 
 def _check_attention(base: ModelFolder) -> None:
     """The engine can serve the model, as far as its config tells."""
-    with quiet_transformers():
-        try:
-            config = AutoConfig.from_pretrained(base.path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelFolderError([Problem(str(base.path), f"cannot be loaded: {error}")]) from error
-    refuse_unsupported(config)
+    refuse_unsupported(check_fit(base))
 
 
 def is_free(port: int) -> bool:
