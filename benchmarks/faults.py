@@ -117,6 +117,7 @@ class Disturbed:
         """Kill until the conductor is gone or the run is at its end, which is when this is true."""
         began, start = steps_done(self._run_dir), time.monotonic()
         due, patient = start + self._chance.random() * _AFTER_START, self._chance.random() < _PATIENT
+        fault = self._chance.choice(FAULTS)
         while command.process.poll() is None:
             time.sleep(0.02)
             self._settle()
@@ -130,7 +131,6 @@ class Disturbed:
                 due = time.monotonic() + self._chance.random() * _AFTER_KILL
             if time.monotonic() < due or len(self.kills) + len(self._open) >= kills:
                 continue
-            fault = self._chance.choice(FAULTS)
             if not (pids := victims(command, fault)):  # it has not been started yet
                 continue
             for pid in pids:
@@ -139,6 +139,7 @@ class Disturbed:
             for blow in self._open:
                 blow.since = time.monotonic()
             self._open.append(Blow(fault, done, done == began, time.monotonic()))
+            fault = self._chance.choice(FAULTS)
             due = time.monotonic() + self._chance.random() * _AFTER_KILL
         return self._ended(command)
 
