@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -206,21 +207,50 @@ def _path(records: Path, number: int, kills: int) -> Path:
     return records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}.json"
 
 
+COLUMNS = ("killed", "kills", "while starting", "survived", "by a resume", "s to the next step", "longest")
+
+
+def rows(disturbed: Sequence[Record]) -> list[tuple[object, ...]]:
+    """What came of the kills of each role, and of all."""
+    found = [_row(fault, [k for r in disturbed for k in r.kills if k.fault == fault]) for fault in FAULTS]
+    return [row for row in found if row[1]] + [
+        _row("together", [kill for record in disturbed for kill in record.kills])
+    ]
+
+
+def _row(name: str, kills: Sequence[Kill]) -> tuple[object, ...]:
+    seconds = [kill.seconds for kill in kills] or [0.0]
+    resumed = sum(kill.ended or kill.fault in ("conductor", "all") for kill in kills)
+    counts = (len(kills), sum(kill.starting for kill in kills), sum(kill.survived for kill in kills), resumed)
+    return name, *counts, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
+
+
+def conclusion(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> str:
+    """What the runs came to, in two sentences."""
+    hangs = sum(not kill.survived for record in disturbed for kill in record.kills)
+    broken = [found for record in disturbed for found in record.broken]
+    return (
+        f"{len(disturbed)} runs, {sum(record.checks for record in disturbed)} looks of the checker: {hangs} hangs, "
+        f"{len(broken) or 'no'} broken laws{''.join(f'; {found}' for found in broken)}. Held-out accuracy at the end "
+        f"{_spread(disturbed)}, undisturbed {_spread(undisturbed)}."
+    )
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The committed result as docs/faults.md shows it."""
+    disturbed, undisturbed = (msgspec.convert(results[kind], list[Record]) for kind in ("disturbed", "undisturbed"))
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(disturbed)]
+    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"{table}\n\n{conclusion(disturbed, undisturbed)}"
+
+
 def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
     """The table, and what the runs came to."""
-    kills = [kill for record in disturbed for kill in record.kills]
-    table = Table("fault", "kills", "while starting", "survived", "by a resume", "s to the next step", "longest")
-    for fault in FAULTS:
-        those = [kill for kill in kills if kill.fault == fault]
-        seconds = [kill.seconds for kill in those] or [0.0]
-        starting, survived = sum(kill.starting for kill in those), sum(kill.survived for kill in those)
-        resumed = len(those) if fault in ("conductor", "all") else sum(kill.ended for kill in those)
-        middle, longest = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
-        table.add(fault, len(those), starting, survived, resumed, middle, longest)
+    table = Table(*COLUMNS)
+    for row in rows(disturbed):
+        table.add(*row)
     table.show()
-    broken = [found for record in disturbed for found in record.broken]
-    print(f"{sum(record.checks for record in disturbed)} checks, laws broken: {broken or 'none'}")
-    print(f"final accuracy {_spread(disturbed)}; undisturbed {_spread(undisturbed)}")
+    print(conclusion(disturbed, undisturbed))
 
 
 def _spread(records: Iterable[Record]) -> str:
