@@ -139,7 +139,7 @@ class Disturbed:
             done = steps_done(self._run_dir)
             for blow in self._open:
                 blow.since = time.monotonic()
-            self._open.append(Blow(fault, done, done == began, time.monotonic()))
+            self._open.append(Blow(fault, done, done <= began, time.monotonic()))
             fault = self._chance.choice(FAULTS)
             due = time.monotonic() + self._chance.random() * _AFTER_KILL
         return self._ended(command)
