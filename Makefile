@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-sandbox bench-serving bench-soak bench-loop bench-trl clean
+.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-sandbox bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -56,6 +56,9 @@ bench-sandbox: .venv/ready-run  ## milliseconds per sandboxed program, warm and 
 
 bench-loop: .venv/ready-run  ## asynchronous against synchronous, the policies, and trl (makes trl's environment)
 	$(RUN) benchmarks.loop all
+
+bench-training: .venv/ready-run  ## the training step beside padded rows and trl's, micro-batches, share of the machine's peak
+	$(RUN) benchmarks.training all
 
 bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
 	$(BIN)/python benchmarks/peers/environment.py trl

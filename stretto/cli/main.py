@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(score)
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that describes the run.")]
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that says what to do.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe."),
@@ -71,6 +71,21 @@ def sft(
 
     with open_display(0) as display:
         sft(recipe, overrides or [], out, display.learning)
+    print(f"policy written to {out}")
+
+
+@app.command()
+def dpo(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Where the trained policy is written.")],
+    overrides: Overrides = None,
+) -> None:
+    """Learn from the recipe's pairs of answers (its [preferences]) by DPO, written as a Hugging Face folder."""
+    from stretto.dashboard.progress import open_display
+    from stretto.launch.preferences import dpo
+
+    with open_display(0) as display:
+        dpo(recipe, overrides or [], out, display.learning, display.say)
     print(f"policy written to {out}")
 
 

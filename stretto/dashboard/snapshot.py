@@ -9,14 +9,18 @@ from typing import Protocol
 from stretto.core.records import Record
 from stretto.store.metrics import EvaluationLine, StepMetrics
 
-WARM_START = "warm start"
 TRAINING = "training"
 
 _RATE_SECONDS = 3.0  # tokens per second are means over so many
 
 
 class Lesson(Protocol):
-    """How far a warm start is: steps done, their mean loss (nats per token), seconds since it began."""
+    """How far learning from examples is: steps done, the last one's loss and accuracy, seconds since it began."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def accuracy(self) -> float | None: ...
 
     @property
     def step(self) -> int: ...
@@ -69,8 +73,12 @@ class Watcher:
         self._counts: deque[tuple[float, int, int]] = deque()  # rl seconds, tokens generated, tokens trained
 
     def learning(self, lesson: Lesson) -> Snapshot:
-        facts = (("loss", f"{lesson.loss:.4f}"),)
-        return Snapshot(phase=WARM_START, step=lesson.step, steps=lesson.steps, seconds=lesson.seconds, facts=facts)
+        facts = [("loss", f"{lesson.loss:.4f}")]
+        if lesson.accuracy is not None:
+            facts.append(("accuracy", f"{lesson.accuracy:.1%}"))
+        return Snapshot(
+            phase=lesson.phase, step=lesson.step, steps=lesson.steps, seconds=lesson.seconds, facts=tuple(facts)
+        )
 
     def step(self, metrics: StepMetrics) -> Snapshot:
         self._newest = metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -27,6 +28,7 @@ class RoleEnd(Generic[Received]):
         self._decoder = decoder
         self._unframer = Unframer()
         self._bodies: deque[bytes] = deque()
+        self._sending = threading.Lock()
 
     def receive(self) -> Received | None:
         """The next message; None when the conductor has closed its end."""
@@ -38,7 +40,9 @@ class RoleEnd(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     def send(self, message: msgspec.Struct) -> None:
-        self._socket.sendall(frame(message))
+        """One message, whole, whichever thread sends it."""
+        with self._sending:
+            self._socket.sendall(frame(message))
 
 
 class ConductorEnd(Generic[Received]):

@@ -6,11 +6,11 @@
     answer (many)  a ticket              a judged group          the engine's frames, the verdicts
     training       a batch               a version               a finished group, then the trainer
     loading        a publication         a live version          publish (one loader per engine)
-    supervision    an engine's death     a new engine            the kernel
     observing      counters, spans       the run folder's lines  a second
 
 The data goes round: admission ─► answer ─► training ─► loading ─► admission. Nothing in the circle waits for a slower
-part of it except through `rollout.controller`, whose decisions these loops carry out.
+part of it except through `rollout.controller`, whose decisions these loops carry out. Whoever dies on the way is
+replaced beside all this (`launch.roles`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Players:
-    """Everyone the conductor conducts; `look` tells what all of them have done since it was asked last."""
+    """Everyone the conductor conducts; `look` tells what all of them have done since it was asked last, and waits so
+    many seconds for it (None: until all have replied)."""
 
     controller: Controller
     workflow: Workflow
     fleet: Fleet
     trainer: TrainerLink
-    look: Callable[[], Awaitable[list[Span]]]
+    look: Callable[[float | None], Awaitable[list[Span]]]
     recorder: Recorder
     keeper: Keeper
     examiner: Examiner
@@ -94,8 +95,6 @@ class Conductor:
         loops: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._training()),
             asyncio.ensure_future(self._fleet.keep_loaded()),
-            asyncio.ensure_future(self._fleet.supervise()),
-            asyncio.ensure_future(self._trainer.supervise()),
             asyncio.ensure_future(self._observing()),
             self._failure,
         ]
@@ -141,8 +140,6 @@ class Conductor:
         try:
             trajectories = await self._workflow(ticket)
         except EngineLost as loss:
-            if _being_cancelled():  # a connection that is cut off by a cancellation looks like a lost engine
-                raise asyncio.CancelledError from loss
             self._controller.lose(ticket, str(loss))
         except RefusedRequest as refusal:
             self._controller.fail(ticket, str(refusal))
@@ -236,7 +233,7 @@ class Conductor:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._in_flight.keep()
-            await self._look()
+            await self._look(_LOOK_SECONDS)
             self._examiner.check()
             watchdog.look()
 
@@ -244,11 +241,6 @@ class Conductor:
         controller = self._controller
         return controller.published, controller.live, controller.counted, controller.filtered, self._progress()
 
-    async def _look(self) -> None:
-        self._recorder.spans(await self._look_around())
+    async def _look(self, patience: float | None = None) -> None:
+        self._recorder.spans(await self._look_around(patience))
         self._recorder.looked()
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
 from stretto.model.tokenizer import Tokenizer
+from stretto.rollout.preferences import Pair
 from stretto.rollout.task import Question
+from stretto.trainer.preference import Preference
 from stretto.trainer.supervised import Demonstration
 
 _SHOWN = 20
@@ -56,10 +59,24 @@ def encode_demonstrations(
             problems += (Problem(_place(question), problem.found, problem.remedy) for problem in error.problems)
             continue
         if (length := len(prompt.token_ids) + len(answer)) > context:
-            problems.append(Problem(_place(question), f"prompt and demonstration of {length} tokens", f"{context} fit"))
+            problems.append(Problem(_place(question), f"prompt and answer of {length} tokens", f"{context} fit"))
         shown.append(Demonstration(prompt_ids=prompt.token_ids, answer_ids=answer))
     _raise(problems)
     return tuple(shown)
+
+
+def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
+    """Pairs as token ids, each prompt with either of its answers `context` of them at most.
+
+    Raises:
+        DataError: as for `encode_prompts`.
+    """
+    shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]
+    both = encode_demonstrations(shown, tokenizer, context)
+    return tuple(
+        Preference(chosen.prompt_ids, chosen.answer_ids, rejected.answer_ids)
+        for chosen, rejected in zip(both[::2], both[1::2], strict=True)
+    )
 
 
 def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:

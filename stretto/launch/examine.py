@@ -13,7 +13,7 @@ from stretto.launch.evaluation import Evaluation, Evaluator
 from stretto.launch.fleet import Fleet
 from stretto.launch.plan import Plan, digest, make_plan
 from stretto.launch.recipe import Recipe, override, parse_recipe, validate
-from stretto.launch.run import engine_spec, socket_folder
+from stretto.launch.specs import Meeting, engine_specs, socket_folder
 from stretto.launch.stopping import Stopped, beside, together, until_cut_short
 from stretto.rewards.pool import RewardPool
 
@@ -46,10 +46,8 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
 async def _examine(plan: Plan) -> Evaluation:
     recipe, stopped = plan.recipe, Stopped()
     folder = socket_folder()
-    mailbox = digest(folder)  # nothing is ever published in it
-    numbers = range(recipe.engine.count)
-    specs = [engine_spec(plan, plan.base.path, mailbox, folder, folder, k, published=False) for k in numbers]
-    fleet = Fleet(specs, folder, recipe.deadlines)
+    meeting = Meeting(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # nothing is ever published in it
+    fleet = Fleet(engine_specs(plan, plan.base.path, meeting, published=False), folder, recipe.deadlines)
     rewards = RewardPool(recipe.rewards)
     failed = True
     try:

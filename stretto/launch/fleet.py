@@ -9,50 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
-
-import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
-from stretto.engine.client import HttpEngine
 from stretto.engine.wire import EngineHealth, WrittenTokens
 from stretto.launch.config import DeadlinesConfig
+from stretto.launch.engine_link import RETRY_SECONDS, EngineLink
 from stretto.launch.engine_role import EngineSpec
-from stretto.launch.process import RoleProcess
-from stretto.launch.stopping import together
+from stretto.launch.stopping import to_the_end, together
 from stretto.rollout.routing import Router
 
 ENGINE_ROLE = "stretto.launch.engine_role"
-_RETRY_SECONDS = 0.05
 _GLANCE_SECONDS = 0.005
-_GLIMPSE_SECONDS = 1.0
-
-
-@dataclass
-class Member:
-    """One engine: its process, its client, and the version that it serves (None: none at the moment)."""
-
-    spec: EngineSpec
-    process: RoleProcess
-    client: HttpEngine
-    version: int | None = None
-    loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
-    restarts: int = 0
-    starting: bool = False
-    publication: asyncio.Event = field(default_factory=asyncio.Event)
-    suspected: asyncio.Event = field(default_factory=asyncio.Event)
-    health: EngineHealth | None = None
-    open: set[str] = field(default_factory=set)  # requests that it answers
-    given_up: set[str] = field(default_factory=set)  # those of them that it was told to give up
-    busy_before: float = 0.0  # seconds of work of its predecessors
 
 
 class Fleet:
@@ -69,26 +43,13 @@ class Fleet:
     ) -> None:
         """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
         the engine's configuration, in seconds; `alone`: an engine answers nothing but what it was given together."""
-        self._members = [self._member(spec, logs, deadlines, role) for spec in specs]
+        self._engines = [EngineLink.to(spec, logs, deadlines, role) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = Router([], alone)
         self._joined = asyncio.Event()
         self._published = -1
-        self._past: list[EngineHealth] = []  # last words of engines that died
-
-    @staticmethod
-    def _member(spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str) -> Member:
-        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung)
-        client = HttpEngine(
-            spec.name,
-            spec.address,
-            answer_seconds=deadlines.answer,
-            load_seconds=deadlines.load,
-            health_seconds=deadlines.answer,  # an engine replies between two steps, and a step may be long
-        )
-        return Member(spec, process, client)
 
     def listen(self, on_load: Callable[[int], None]) -> None:
         """`on_load` is told the live version whenever it may have changed."""
@@ -102,47 +63,27 @@ class Fleet:
     def live(self) -> int:
         """The oldest version that any engine serves. One that is being replaced serves none, and will have the
         newest one before it serves again."""
-        return min((member.version for member in self._members if member.version is not None), default=-1)
+        return min((engine.version for engine in self._engines if engine.version is not None), default=-1)
 
     async def start(self, version: int) -> None:
         """Start all engines; each loads the newest publication, `version` or later, before it serves."""
         self._published = version
-        await together(*(self._start(member) for member in self._members))
+        await together(*(self._start(engine) for engine in self._engines))
 
-    async def _start(self, member: Member) -> None:
-        member.starting = True
-        await member.process.start(member.spec, member.spec.threads)
-        async with deadline("conductor", f"{member.spec.name} to be ready", self._deadlines.start):
-            member.version = await self._newest(member)
-        member.starting = False
-        self._join(member)
+    async def _start(self, engine: EngineLink) -> None:
+        await engine.start(lambda: self._published, self._deadlines.start)
+        self._join(engine)
 
-    def _join(self, member: Member) -> None:
-        self._router.join(member.spec.name)
+    def _join(self, engine: EngineLink) -> None:
+        self._router.join(engine.name)
         self._joined.set()
         self._on_load(self.live)
-        member.publication.set()  # something may have been published while it started
+        engine.publication.set()  # something may have been published while it started
 
-    async def _newest(self, member: Member) -> int:
-        """The version of an engine that has started, once it serves everything that was published meanwhile: groups
-        are admitted at the live version, so nothing older may answer them."""
-        while True:
-            if not member.process.running:
-                raise RoleDied(member.spec.name, await member.process.ended(), str(member.process.log))
-            wanted = self._published
-            try:
-                version = (await member.client.health()).version
-                if version < wanted:
-                    version = await member.client.update(wanted)
-            except EngineLost:
-                await asyncio.sleep(_RETRY_SECONDS)
-                continue
-            except WireError:
-                if self._published == wanted:
-                    raise
-                continue  # while it was asked, newer ones have taken the place of this version
-            if version >= self._published:
-                return version
+    def _leave(self, engine: EngineLink) -> None:
+        """It gets nothing more to do."""
+        if engine.name in self._router.up:
+            self._router.leave(engine.name)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Answers from the least-loaded engine; requests that are given together begin there in the same step.
@@ -157,113 +98,85 @@ class Fleet:
             awaited, seconds = ("free", self._deadlines.answer) if self._router.up else ("up", self._deadlines.start)
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
                 await self._joined.wait()
-        (member,) = (member for member in self._members if member.spec.name == name)
-        ids = {request.id for request in requests}
-        member.open |= ids
+        (engine,) = (engine for engine in self._engines if engine.name == name)
         try:
-            if begun := [version for request in requests for some in request.begun for version in some.versions]:
-                await self._caught_up(member, max(begun))
-            async for completion in member.client.generate(*requests):
+            # An engine that takes answers over has to serve what sampled their last token: versions never fall.
+            if written := [version for request in requests for begun in request.begun for version in begun.versions]:
+                await engine.until_it_serves(max(written), self._deadlines.start)
+            async for completion in engine.generate(*requests):
                 yield completion
         except EngineLost:
-            if not ids & member.given_up:
-                self._suspect(member)
+            if engine.suspected.is_set():
+                self._leave(engine)
             raise
         finally:
-            member.given_up -= ids
-            member.open -= ids
             self._router.finish(name, answers)
             self._joined.set()
 
     @property
     def open(self) -> frozenset[str]:
         """The requests that engines answer now."""
-        return frozenset(id for member in self._members for id in member.open)
+        return frozenset(id for engine in self._engines for id in engine.open)
 
     async def give_up(self) -> None:
         """Let every engine give up what it answers; when this returns, none has a request of ours. An engine that does
         not reply within a second is left alone."""
-        with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
-            async with asyncio.timeout(_GLIMPSE_SECONDS):
-                for member in self._members:
-                    for id in list(member.open):
-                        member.given_up.add(id)
-                        await member.client.abort(id)
-                while self.open:
-                    await asyncio.sleep(_GLANCE_SECONDS)
+        await together(*(engine.give_up() for engine in self._engines))
 
     async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
         """How far the answers in flight have come, beyond what is known of them; an engine that does not reply within a
         second is left out."""
-        found: list[WrittenTokens] = []
-        for member in self._members:
-            theirs = {id: list(known[id]) for id in member.open if id in known}
-            if not theirs:
-                continue
-            with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
-                async with asyncio.timeout(_GLIMPSE_SECONDS):
-                    found += await member.client.written(theirs)
-        return found
+        found = await asyncio.gather(*(engine.written(known) for engine in self._engines))
+        return [tokens for theirs in found for tokens in theirs]
 
-    async def _caught_up(self, member: Member, version: int) -> None:
-        """An engine that takes answers over has to serve what sampled their last token: versions never fall."""
-        async with deadline("conductor", f"{member.spec.name} to serve version {version}", self._deadlines.start):
-            while member.version is None or member.version < version:
-                await asyncio.sleep(_RETRY_SECONDS)
-
-    def _suspect(self, member: Member) -> None:
-        """An engine that broke off gets nothing more to do until it is replaced, or turns out to be well."""
-        if member.spec.name in self._router.up:
-            self._router.leave(member.spec.name)
-        member.suspected.set()
-
-    async def _until_due(self, member: Member) -> None:
+    async def _until_due(self, engine: EngineLink) -> None:
         """Leave answers under way alone for `engine.load_interval` seconds after the last load."""
-        due = member.loaded + self._load_interval
-        while self._router.load(member.spec.name) and (early := due - time.monotonic()) > 0:
+        due = engine.loaded + self._load_interval
+        while self._router.load(engine.name) and (early := due - time.monotonic()) > 0:
             await asyncio.sleep(min(early, _GLANCE_SECONDS))
 
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine shall load it."""
         self._published = version
-        for member in self._members:
-            member.publication.set()
+        for engine in self._engines:
+            engine.publication.set()
 
     async def keep_loaded(self) -> NoReturn:
         """Let each engine load what is published, one publication after the other, for as long as the run goes on."""
-        await together(*(self._keep_loaded(member) for member in self._members))
+        await together(*(self._keep_loaded(engine) for engine in self._engines))
         raise AssertionError("a loader never ends by itself")
 
-    async def _keep_loaded(self, member: Member) -> NoReturn:
+    async def _keep_loaded(self, engine: EngineLink) -> NoReturn:
         while True:
-            await member.publication.wait()
-            await self._until_due(member)
-            member.publication.clear()
+            await engine.publication.wait()
+            await self._until_due(engine)
+            engine.publication.clear()
             version = self._published
-            if member.version is None or member.version >= version or not member.process.running:
+            if engine.version is None or engine.version >= version or not engine.process.running:
                 continue
             try:
-                member.version = await member.client.update(version)
+                engine.version = await engine.client.update(version)
             except EngineLost:
-                self._suspect(member)  # dead or not, it comes back with the newest version
+                self._leave(engine)  # dead or not, it comes back with the newest version
+                engine.suspected.set()
                 continue
             except WireError:
                 if self._published == version:
                     raise
                 continue  # while it was asked, newer ones have taken the place of this version
-            member.loaded = time.monotonic()
+            engine.loaded = time.monotonic()
             self._on_load(self.live)
 
     async def reach(self, version: int) -> None:
         """Return when every engine serves `version` or a newer one; loads it where needed."""
         self._published = max(self._published, version)
-        for member in self._members:
-            async with deadline("conductor", f"{member.spec.name} to serve version {version}", self._deadlines.start):
-                while member.version is None or member.version < version:
+        for engine in self._engines:
+            async with deadline("conductor", f"{engine.name} to serve version {version}", self._deadlines.start):
+                while engine.version is None or engine.version < version:
                     with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
-                        member.version = await member.client.update(version)
+                        engine.version = await engine.client.update(version)
                         break
-                    await asyncio.sleep(_RETRY_SECONDS)
+                    await asyncio.sleep(RETRY_SECONDS)
 
     async def supervise(self) -> NoReturn:
         """Replace engines that die, for as long as the run goes on.
@@ -271,77 +184,59 @@ class Fleet:
         Raises:
             RoleDied: one engine died more often than `deadlines.engine_restarts`.
         """
-        watchers = [watch(member) for member in self._members for watch in (self._supervise, self._reinstate)]
+        watchers = [watch(engine) for engine in self._engines for watch in (self._supervise, self._reinstate)]
         await together(*watchers)
         raise AssertionError("a watcher never ends by itself")
 
-    async def _reinstate(self, member: Member) -> NoReturn:
-        """A suspected engine whose process goes on and answers gets work again."""
+    async def _reinstate(self, engine: EngineLink) -> NoReturn:
+        """A suspected engine whose process goes on and answers gets work again; one that nobody can reach for
+        `deadlines.hung` seconds, though its process goes on, is as good as dead."""
         while True:
-            await member.suspected.wait()
-            member.suspected.clear()
-            await asyncio.sleep(_RETRY_SECONDS)
-            try:
-                await member.client.health()
-            except (EngineLost, DeadlineExceeded):
-                if member.process.running:
-                    member.suspected.set()
-                continue
-            if member.spec.name not in self._router.up and member.process.running and not member.starting:
-                self._join(member)
+            await engine.suspected.wait()
+            engine.suspected.clear()
+            began = time.monotonic()
+            while self._is_astray(engine):
+                await asyncio.sleep(RETRY_SECONDS)
+                try:
+                    await engine.client.health()
+                except (EngineLost, DeadlineExceeded):
+                    if self._is_astray(engine) and time.monotonic() - began > self._deadlines.hung:
+                        engine.process.kill()
+                else:
+                    if self._is_astray(engine):
+                        self._join(engine)
 
-    async def _supervise(self, member: Member) -> NoReturn:
+    def _is_astray(self, engine: EngineLink) -> bool:
+        """Its process goes on, and it gets no work."""
+        return engine.process.running and not engine.starting and engine.name not in self._router.up
+
+    async def _supervise(self, engine: EngineLink) -> NoReturn:
         while True:
-            how = await member.process.ended()
-            if member.spec.name in self._router.up:
-                self._router.leave(member.spec.name)
-            member.version = None
-            member.restarts += 1
-            if member.health is not None:
-                self._past.append(_last_words(member.health))
-                member.busy_before += member.health.busy_seconds
-            member.health = None
-            if member.restarts > self._deadlines.engine_restarts:
-                raise RoleDied(member.spec.name, f"{how}, {member.restarts} times", str(member.process.log))
-            self._say(f"{member.spec.name} {how}: a new one is started")
-            try:
-                await self._start(member)
-            except RoleDied:
-                continue  # it has died again, which is counted
+            how = await engine.process.ended()
+            self._leave(engine)
+            engine.bury()
+            if engine.restarts > self._deadlines.engine_restarts:
+                raise RoleDied(engine.name, f"{how}, {engine.restarts} times", str(engine.process.log))
+            self._say(f"{engine.name} {how}: a new one is started")
+            with contextlib.suppress(RoleDied):  # it has died again, which is counted
+                await self._start(engine)
 
     async def look(self, patience: float | None = None) -> list[Span]:
-        """Ask every engine how it is (kept for `counted`), and take its spans; one that does not reply in `patience`
-        seconds (None: `deadlines.answer`) stays as it was looked at last."""
-        spans: list[Span] = []
-        for member in self._members:
-            if member.spec.name not in self._router.up:
-                continue
-            try:
-                async with asyncio.timeout(patience):
-                    member.health = await member.client.health()
-                    spans += await member.client.spans()
-            except (EngineLost, DeadlineExceeded, TimeoutError):
-                continue  # no news: a measurement ends no run; supervise() hears of a death
-        return spans
+        """Ask every engine how it is (kept for `counted`), and take the spans that they have told of; one that does not
+        reply in `patience` seconds (None: `deadlines.answer`) stays for now as it was looked at last."""
+        looks = [engine.look() for engine in self._engines if engine.name in self._router.up]
+        if looks:
+            await asyncio.wait(looks, timeout=patience)
+        return [span for engine in self._engines for span in engine.drain_spans()]
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """A counter summed over all engines, those that died included (up to when they were last looked at)."""
-        present = [member.health for member in self._members if member.health is not None]
-        return sum(counter(health) for health in [*present, *self._past])
+        return sum(engine.counted(counter) for engine in self._engines)
 
     def busy(self) -> dict[str, float]:
         """Seconds in which each engine had something to do, those that it replaced included."""
-        return {
-            member.spec.name: member.busy_before + (member.health.busy_seconds if member.health is not None else 0.0)
-            for member in self._members
-        }
+        return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._engines}
 
     async def stop(self, grace: float) -> None:
         """End all engines; returns when they are gone."""
-        await asyncio.gather(*(member.client.close() for member in self._members))
-        await asyncio.gather(*(member.process.stop(grace) for member in self._members))
-
-
-def _last_words(health: EngineHealth) -> EngineHealth:
-    """The counters of an engine that is dead: what it had begun is wasted."""
-    return msgspec.structs.replace(health, wasted=health.wasted + health.unfinished, unfinished=0)
+        await to_the_end(*(engine.stop(grace) for engine in self._engines))

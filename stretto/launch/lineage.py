@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.core.records import Batch
@@ -13,9 +12,9 @@ from stretto.store.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Lineage:
-    """The run's own past, read whenever a trainer has to be brought back to it.
+    """The run's own past, read whenever a trainer has to be brought back to it; every call reads whole files.
 
-    Example: checkpoint of step 40, batches of 41 to 43: ``newest(43).step == 40``, and ``batches(40, 43)`` are three.
+    Example: checkpoint of step 40, batches of 41 to 43: ``newest(43).step == 40``, and ``batch(41)`` comes next.
     """
 
     folder: RunFolder
@@ -29,10 +28,11 @@ class Lineage:
         """
         return Checkpoints(self.folder.checkpoints, self.keep).latest(version)
 
-    def batches(self, after: int, until: int) -> Iterator[Batch]:
-        """The batches of the steps ``after + 1 .. until``.
+    def batch(self, step: int) -> Batch:
+        """What step `step` was trained on.
 
         Raises:
-            StoreError: they are not all on record, with every token.
+            StoreError: it is not on record, with every token.
         """
-        return read_batches(self.folder.ledger, after, until)
+        (batch,) = read_batches(self.folder.ledger, step - 1, step)
+        return batch

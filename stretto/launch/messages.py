@@ -67,8 +67,14 @@ class Failed(Record, frozen=True, tag=True):
     exit_code: int
 
 
+class RankLost(Record, frozen=True, tag=True):
+    """One of the processes that train together has died or hangs, so the trainer ends; `how` names it and says how."""
+
+    how: str
+
+
 ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
-FromTrainer = Ready | Published | Trained | Saved | Failed
+FromTrainer = Ready | Published | Trained | Saved | Failed | RankLost
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

@@ -7,18 +7,21 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
+from stretto.launch.config import ModelConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
+from stretto.launch.trainable import check_trainable
 from stretto.model.build import build_policy
 from stretto.model.fitting import check_fit
 from stretto.model.folder import ModelFolder, inspect_model_folder
@@ -28,6 +31,7 @@ from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.loading import PLACE, load_reward
 from stretto.rewards.pool import check_reward
+from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.supervised import Demonstration
 
 _LARGEST_PORT = 65_535
@@ -60,9 +64,10 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     _check_reward(recipe.rewards)
     _check_ports(recipe.engine)
-    _check_devices(recipe)
+    check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
-    _check_attention(base)
+    check_attention(base)
+    check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
     _check_top_k(recipe, base)
@@ -103,17 +108,22 @@ def _check_top_k(recipe: Recipe, base: ModelFolder) -> None:
 
 
 def _check_reference(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """The reference policy gives the same tokens the same names."""
+    """The reference policy, if there is one of its own, gives the same tokens the same names."""
     reference = recipe.algorithm.reference
     if reference is None or reference.path is None:
         return
-    folder = inspect_model_folder(reference.path)
-    _check_attention(folder)
+    check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
+
+
+def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
+    """The model in the folder `reference`, which `key` of a recipe names, can stand beside the policy."""
+    folder = inspect_model_folder(reference)
+    check_attention(folder)
     other = load_tokenizer(folder.path)
     if other.vocabulary != tokenizer.vocabulary:
         found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
-        remedy = "algorithm.reference.path needs a model with the policy's tokenizer; without it the start is taken"
-        raise ModelFolderError([Problem(reference.path, found, remedy)])
+        remedy = f"{key} needs a model with the policy's tokenizer; without it the start is taken"
+        raise ModelFolderError([Problem(reference, found, remedy)])
 
 
 def _check_reward(config: RewardsConfig) -> None:
@@ -142,16 +152,15 @@ def _check_ports(config: EngineConfig) -> None:
         raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
 
 
-def _check_devices(recipe: Recipe) -> None:
+def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
     """Whoever shall work on a GPU has one."""
-    sections = {"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start}
     wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
     if wanted and not torch.cuda.is_available():
         found, remedy = "'cuda', and torch finds no GPU that it can use", "'auto' takes one if there is one"
         raise RecipeError(Problem(f"{name}.device", found, remedy) for name in wanted)
 
 
-def _check_attention(base: ModelFolder) -> None:
+def check_attention(base: ModelFolder) -> None:
     """The engine can serve the model, as far as its config tells."""
     refuse_unsupported(check_fit(base))
 
@@ -167,7 +176,16 @@ def is_free(port: int) -> bool:
     return True
 
 
-def base_folder(recipe: Recipe) -> Path:
+class Startable(Protocol):
+    """A recipe that says where its policy comes from."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def base_folder(recipe: Startable) -> Path:
     """The folder of the policy before any training; a model that is to be built is built once and cached."""
     if recipe.model.path is not None:
         return Path(recipe.model.path)
@@ -211,16 +229,22 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan) -> MemoryEstimate:
-    """Trainer: weights, gradients, Adam's two moments, a reference and a critic if there are any, one micro-batch's
-    activations. Engine: weights and cache."""
+    """Trainer: weights, and of what is trained of them gradients and Adam's two moments; a reference and a critic if
+    there are any; for each rank one micro-batch's activations, and once the whole policy, which it reads before it
+    keeps its part. Engine: weights and cache."""
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
     tokens = max(recipe.trainer.micro_batch_tokens, longest)
     # About 40 numbers of the model's width are kept per token and layer for the backward pass.
     activations = tokens * base.layers * base.hidden_size * 40 * 4
-    policies = 16 + (4 if recipe.algorithm.reference is not None else 0) + (16 if recipe.algorithm.critic else 0)
-    trainer = base.parameters * policies + activations + _PROCESS_BYTES
+    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
+    one = 4 if adapters else 16  # adapters are a hundredth of it
+    second = reference is not None and not (adapters and reference.path is None)
+    policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
+    ranks = recipe.trainer.ranks
+    whole = base.parameters * 4 * (ranks - 1)
+    trainer = base.parameters * policies + whole + ranks * (activations + _PROCESS_BYTES)
     item = width[recipe.engine.dtype]
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
@@ -276,7 +300,7 @@ def warnings(plan: Plan) -> Sequence[str]:
     """What will work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
-    threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.threads
+    threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     longest = plan.longest_prompt + plan.sampling.max_tokens

@@ -8,19 +8,20 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded
+from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.lifeline import PULSE
+from stretto.launch.watchdog import Stillness
 
 _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
 _LISTEN_SECONDS = 0.5
+_LONGEST_LISTENING = 1.0
 _READ_BYTES = 4096
 #: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
 #: training 10 % faster on the processor. Other C libraries than glibc do not look at this.
@@ -48,15 +49,31 @@ class RoleProcess:
         self.log = log
         self._module = module
         self._hung = hung
-        self._pulse: Pulse | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._end: asyncio.Task[str] | None = None
+        self._changing = asyncio.Lock()  # whoever stops it waits until it has been started
 
     async def start(self, spec: msgspec.Struct, threads: int, inherited: Sequence[int] = ()) -> None:
-        """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers."""
-        self._let_go()
-        self._pulse = pulse = Pulse()
+        """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers.
+
+        Raises:
+            RoleDied: the system has no room for another process.
+        """
+        pulse = Pulse()
+        async with self._changing:
+            try:
+                self._process = await self._spawn(spec, threads, (*inherited, pulse.far), {PULSE: str(pulse.far)})
+            except OSError as error:
+                raise RoleDied(self.name, f"cannot be started: {described(error)}") from error
+            finally:
+                os.close(pulse.far)
+            self._end = asyncio.create_task(self._watched(self._process, pulse), name=f"watch {self.name}")
+
+    async def _spawn(
+        self, spec: msgspec.Struct, threads: int, inherited: Sequence[int], further: dict[str, str]
+    ) -> asyncio.subprocess.Process:
         with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 self._module,
@@ -64,11 +81,26 @@ class RoleProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(threads) | {PULSE: str(pulse.far)},
-                pass_fds=(*inherited, pulse.far),
+                env=environment(threads) | further,
+                pass_fds=inherited,
                 start_new_session=True,
             )
-        pulse.listen()
+
+    async def _watched(self, process: asyncio.subprocess.Process, pulse: Pulse) -> str:
+        """How it ends; if it gives no sign of life, by being killed. Goes on from its start to its end, whoever waits
+        for what."""
+        end = asyncio.ensure_future(process.wait())
+        try:
+            while not end.done():
+                if (silence := pulse.silence()) > self._hung:
+                    self.kill()
+                    await end
+                    return f"gave no sign of life for {silence:.0f} s and was killed"
+                await asyncio.wait([end], timeout=_LISTEN_SECONDS)
+            return describe_exit(end.result())
+        finally:
+            end.cancel()
+            pulse.close()
 
     @property
     def pid(self) -> int:
@@ -79,22 +111,19 @@ class RoleProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    def cpu_seconds(self) -> float:
+        """Seconds for which it has computed, or the kernel for it; 0 once it has ended."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     async def ended(self) -> str:
         """Wait until it ends, and say how. The owner of this wait is whoever supervises the role: it has no end
         of its own, because a healthy role runs as long as the run. One that gives no sign of life is killed."""
-        assert self._process is not None, "start() comes first"
-        assert self._pulse is not None, "start() comes first"
-        end = asyncio.ensure_future(self._process.wait())
-        try:
-            while not end.done():
-                if (silence := self._pulse.silence()) > self._hung:
-                    self.kill()
-                    await end
-                    return f"gave no sign of life for {silence:.0f} s and was killed"
-                await asyncio.wait([end], timeout=_LISTEN_SECONDS)
-            return describe_exit(end.result())
-        finally:
-            end.cancel()
+        assert self._end is not None, "start() comes first"
+        return await asyncio.shield(self._end)
 
     async def last_words(self) -> str:
         """How it ended, for a role that has closed its connection; it is killed if it has not ended."""
@@ -111,22 +140,19 @@ class RoleProcess:
         Raises:
             DeadlineExceeded: the kernel does not let go of it (a disk or a device that does not answer).
         """
-        if self._process is None:
-            return
-        if self.running:
-            self._process.terminate()
-            try:
-                async with deadline("conductor", f"{self.name} to stop", grace):
-                    await self._process.wait()
-            except DeadlineExceeded:
-                self.kill()
-        async with deadline("conductor", f"{self.name} to end after SIGKILL", _REAP_SECONDS):
-            await self._process.wait()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
+        async with self._changing:
+            if self._process is None:
+                return
+            if self.running:
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been waited for yet
+                    self._process.terminate()
+                try:
+                    async with deadline("conductor", f"{self.name} to stop", grace):
+                        await self.ended()
+                except DeadlineExceeded:
+                    self.kill()
+            async with deadline("conductor", f"{self.name} to end after SIGKILL", _REAP_SECONDS):
+                await self.ended()
 
     def kill(self) -> None:
         if self.running:
@@ -135,32 +161,28 @@ class RoleProcess:
 
 
 class Pulse:
-    """The conductor's end of the pipe on which a role tells that it lives (`core.lifeline`)."""
+    """The conductor's end of the pipe on which a role tells that it lives (`core.lifeline`); `far` is the role's."""
 
     def __init__(self) -> None:
         self._near, self.far = os.pipe()
-        self._heard: float | None = None  # by `time.monotonic`
-
-    def listen(self) -> None:
-        """To be called once the far end has been handed to the role."""
-        os.close(self.far)
+        self._begun = self._beaten = False
+        self._stillness = Stillness(_LONGEST_LISTENING)
         os.set_blocking(self._near, False)
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 
     def silence(self) -> float:
-        """Seconds since the last sign of life; 0 before the first."""
-        return time.monotonic() - self._heard if self._heard is not None else 0.0
+        """Seconds since the last sign of life, 0 before the first; to be asked about twice a second."""
+        beaten, self._beaten = self._beaten or not self._begun, False
+        return self._stillness.look(moved=beaten)
 
     def close(self) -> None:
-        """Listen no more; closing twice is no error."""
-        if self._near >= 0:
-            asyncio.get_running_loop().remove_reader(self._near)
-            os.close(self._near)
-            self._near = -1
+        """Listen no more."""
+        asyncio.get_running_loop().remove_reader(self._near)
+        os.close(self._near)
 
     def _hear(self) -> None:
         if os.read(self._near, _READ_BYTES):
-            self._heard = time.monotonic()
+            self._begun = self._beaten = True
         else:  # the role has ended; its end is waited for elsewhere
             asyncio.get_running_loop().remove_reader(self._near)
 

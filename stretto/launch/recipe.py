@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -27,6 +27,17 @@ from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 
 _LARGEST_RECIPE = 1 << 20
+
+_PATHS = (
+    "model.path",
+    "task.file",
+    "task.held_out_file",
+    "algorithm.reference.path",
+    "preferences.file",
+    "preferences.reference",
+)
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
@@ -54,6 +65,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"trainer.minibatches = {self.trainer.minibatches} is more than the {answers} answers of a batch "
                 "(rollout.batch_size * rollout.group_size)"
             )
+        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > answers:
+            raise ValueError(
+                f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
+                f"{self.trainer.ranks * self.trainer.minibatches} answers in a batch, or some ranks would be idle; "
+                f"rollout.batch_size * rollout.group_size is {answers}"
+            )
         if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
             raise ValueError(
                 'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
@@ -74,6 +91,13 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             raise ValueError(
                 f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
                 f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on"
+            )
+        critic = self.algorithm.critic
+        if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
+            raise ValueError(
+                'rollout.truncated = "filter" leaves no answer that was cut off, so that '
+                'algorithm.advantages.critic.truncated = "bootstrap" would do nothing; choose one of them '
+                '(rollout.truncated = "train", or critic.truncated = "end")'
             )
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError(
@@ -122,10 +146,19 @@ def validate(tree: Mapping[str, Any], place: str) -> Recipe:
     Raises:
         RecipeError: with one problem for each key that is not what it should be.
     """
+    return validated(tree, place, Recipe)
+
+
+def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
+    """The same for a recipe of any kind.
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
     try:
-        return Recipe.model_validate(tree, strict=True)
+        return kind.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise RecipeError(_problems(place, error.errors())) from None
+        raise RecipeError(_problems(place, error.errors(), kind)) from None
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -172,8 +205,7 @@ def _value(text: str) -> Any:
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     """Paths in a recipe are relative to the recipe, so that it works from any folder."""
-    places = ("model.path", "task.file", "task.held_out_file", "algorithm.reference.path")
-    for place in places:
+    for place in _PATHS:
         *sections, key = place.split(".")
         part: Any = tree
         for section in sections:
@@ -191,10 +223,10 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
     return path
 
 
-def _problems(place: str, errors: Sequence[ErrorDetails]) -> Iterator[Problem]:
+def _problems(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
     """One for each key: pydantic reports a value that no member of a union takes once for each of them."""
     problems: dict[str, Problem] = {}
-    for problem in (_problem(place, details) for details in errors):
+    for problem in (_problem(place, details, kind) for details in errors):
         if (other := problems.get(problem.place)) is not None:
             remedy = f"{other.remedy} or {problem.remedy.removeprefix('input should be ')}"
             problem = Problem(problem.place, other.found, remedy)
@@ -202,8 +234,8 @@ def _problems(place: str, errors: Sequence[ErrorDetails]) -> Iterator[Problem]:
     yield from problems.values()
 
 
-def _problem(place: str, details: ErrorDetails) -> Problem:
-    keys, beside = _keys(details["loc"])
+def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Problem:
+    keys, beside = _keys(details["loc"], kind)
     where = f"{place}: {'.'.join(keys)}" if keys else place
     match details["type"]:
         case "extra_forbidden":
@@ -215,12 +247,12 @@ def _problem(place: str, details: ErrorDetails) -> Problem:
     return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
 
 
-def _keys(location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[str], list[str]]:
     """The keys of the file in a location of pydantic's, without its labels of a union's members
     ("task.jsonl.file"); and the keys that are allowed where the last of them is."""
     keys: list[str] = []
-    models: list[type[BaseModel]] = [Recipe]
-    beside = list(Recipe.model_fields)
+    models: list[type[BaseModel]] = [kind]
+    beside = list(kind.model_fields)
     for part in map(str, location):
         if labelled := [model for model in models if _kind(model) == part]:
             models = labelled
@@ -243,8 +275,8 @@ def _kind(model: type[BaseModel]) -> str | None:
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 
 
-def to_toml(recipe: Recipe) -> str:
-    """The resolved recipe as TOML: every key with the value that the run uses. `load_recipe` reads it back."""
+def to_toml(recipe: BaseModel) -> str:
+    """The resolved recipe as TOML: every key with the value that the run uses. It reads back as itself."""
     return "\n".join(_section("", recipe.model_dump(mode="python", exclude_none=True))).strip() + "\n"
 
 

@@ -99,3 +99,10 @@ async def together(*coroutines: Coroutine[Any, Any, Any]) -> None:
             await task
     finally:
         await put_away(tasks)
+
+
+async def to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
+    """Run all of them, whoever fails; when the last has ended, the first failure is raised as it is."""
+    for end in await asyncio.gather(*coroutines, return_exceptions=True):
+        if isinstance(end, BaseException):
+            raise end

@@ -1,13 +1,18 @@
-"""The warm start's process: ``python -m stretto.launch.supervised_role SPEC``."""
+"""The process that learns from examples: ``python -m stretto.launch.supervised_role SPEC``.
+
+Demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`): the file of examples says which.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
 from stretto.core.lifeline import die_with_parent, keep_beating
 from stretto.core.records import Record
@@ -16,36 +21,51 @@ from stretto.launch.messages import Failed, Stop
 from stretto.launch.playing import play
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.config import SupervisedConfig
+from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
+from stretto.trainer.preference import Preference, Preferred, prefer
 from stretto.trainer.supervised import Demonstration, Progress, fine_tune
 
 _TELL_SECONDS = 0.5
 
 
 class SupervisedSpec(Record, frozen=True):
-    """What the process is started with; `demonstrations` is a file of `Demonstrations`."""
+    """What the process is started with; `examples` is a file of `Examples`, `config` is of their kind, as JSON."""
 
     parent: int
     model: str
-    demonstrations: str
+    examples: str
     out: str
     config: str
     seed: int
     threads: int
-    descriptor: int
+    descriptor: int = -1
 
 
-class Demonstrations(Record, frozen=True):
+class Demonstrations(Record, frozen=True, tag=True):
     examples: tuple[Demonstration, ...]
 
 
+class Preferences(Record, frozen=True, tag=True):
+    """Pairs, and the folder of the policy to stay close to."""
+
+    pairs: tuple[Preference, ...]
+    reference: str
+
+
+Examples = Demonstrations | Preferences
+
+_EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
+
+
 class Learning(Record, frozen=True, tag=True):
-    """How far it is; `loss` in nats per answer token."""
+    """How far it is; `loss` in nats per answer token, or per pair."""
 
     step: int
     steps: int
     loss: float
     seconds: float
+    accuracy: float | None = None  # share of pairs in the right order, of preferences
+    phase: str = "warm start"
 
 
 class Learnt(Record, frozen=True, tag=True):
@@ -65,23 +85,44 @@ class Teller:
         self._channel = channel
         self._start = self._told = time.monotonic()
 
-    def __call__(self, progress: Progress) -> None:
+    def demonstrated(self, progress: Progress) -> None:
+        self._tell(Learning(progress.step, progress.steps, progress.loss, self._seconds()))
+
+    def preferred(self, progress: Preferred) -> None:
+        seconds = self._seconds()
+        self._tell(Learning(progress.step, progress.steps, progress.loss, seconds, progress.accuracy, "preferences"))
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def _tell(self, learning: Learning) -> None:
         now = time.monotonic()
-        if now - self._told >= _TELL_SECONDS or progress.step == progress.steps:
+        if now - self._told >= _TELL_SECONDS or learning.step == learning.steps:
             self._told = now
-            self._channel.send(
-                Learning(step=progress.step, steps=progress.steps, loss=progress.loss, seconds=now - self._start)
-            )
+            self._channel.send(learning)
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
-    """Load, fine-tune, save."""
-    config = SupervisedConfig.model_validate_json(spec.config)
-    shown = msgspec.msgpack.decode(Path(spec.demonstrations).read_bytes(), type=Demonstrations)
-    model = load_policy(Path(spec.model), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
-    fine_tune(model, shown.examples, config, seed=spec.seed, progress=Teller(channel))
+    """Load, learn, save."""
+    examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
+    tell = Teller(channel)
+    match examples:
+        case Demonstrations():
+            shown = SupervisedConfig.model_validate_json(spec.config)
+            model = _load(spec.model, shown)
+            fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell.demonstrated)
+        case Preferences():
+            liked = PreferenceConfig.model_validate_json(spec.config)
+            model, reference = _load(spec.model, liked), _load(examples.reference, liked)
+            prefer(model, reference, examples.pairs, liked, seed=spec.seed, progress=tell.preferred)
+        case _:
+            assert_never(examples)
     save_policy(model, Path(spec.model), Path(spec.out))
     channel.send(Learnt())
+
+
+def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
+    return load_policy(Path(folder), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
 
 
 def main(arguments: list[str]) -> int:

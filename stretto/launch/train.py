@@ -17,12 +17,22 @@ from stretto.launch.recipe import differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import until_cut_short
+from stretto.launch.trainable import check_checkpoint
+from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger import Ledger
 from stretto.store.provenance import library_versions, machine
 from stretto.store.run_folder import RunFolder
 
-#: What may be changed when a run is resumed: how long it goes on, and how patient it is.
-_MAY_CHANGE = ("trainer.steps", "trainer.keep_versions", "trainer.checkpoint_every", "evaluation", "deadlines", "store")
+#: What may be changed when a run is resumed: how long it goes on, on how much, and how patient it is.
+_MAY_CHANGE = (
+    "trainer.steps",
+    "trainer.ranks",
+    "trainer.keep_versions",
+    "trainer.checkpoint_every",
+    "evaluation",
+    "deadlines",
+    "store",
+)
 
 _QUESTIONS = "questions"
 
@@ -145,6 +155,8 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> Beginning:
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
     _check_questions(folder, plan)
     beginning = Beginning.of(folder, recipe.store.keep_checkpoints)
+    if beginning.saved_step:
+        check_checkpoint(Checkpoints(folder.checkpoints).path(beginning.saved_step), recipe.trainer, folder.policy(0))
     if beginning.version > recipe.trainer.steps:
         found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])

@@ -27,6 +27,7 @@ from stretto.launch.messages import (
     FromTrainer,
     Publish,
     Published,
+    RankLost,
     Ready,
     SaveCheckpoint,
     Saved,
@@ -39,6 +40,7 @@ from stretto.launch.messages import (
 from stretto.launch.process import RoleProcess
 from stretto.launch.trainer_role import TrainerSpec
 
+TRAINER_ROLE = "stretto.launch.trainer_role"
 _LAST_ANSWER_SECONDS = 1.0
 
 Answer = TypeVar("Answer", Ready, Published, Trained, Saved)
@@ -47,13 +49,17 @@ Answer = TypeVar("Answer", Ready, Published, Trained, Saved)
 class TrainerLink:
     """One order at a time; the answers come in the order of the orders."""
 
-    def __init__(self, log: Path, deadlines: DeadlinesConfig, lineage: Lineage | None = None) -> None:
-        """`lineage` None: a trainer that dies is not replaced."""
-        self._log = log
+    def __init__(
+        self, log: Path, deadlines: DeadlinesConfig, lineage: Lineage | None = None, role: str = TRAINER_ROLE
+    ) -> None:
+        """`lineage` None: a trainer that dies is not replaced. `role` is the module that plays one."""
+        self._log, self._role = log, role
         self._deadlines, self._lineage = deadlines, lineage
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained and answered for
         self._restarts = 0
+        self._answered = 0  # orders
+        self._retired = False
         self._spans: list[Span] = []
         self._spanned = 0.0  # seconds
         self._began: float | None = None  # when the order under way was given
@@ -63,7 +69,7 @@ class TrainerLink:
         self._new_process()
 
     def _new_process(self) -> None:
-        self.process = RoleProcess("trainer", "stretto.launch.trainer_role", self._log, self._deadlines.hung)
+        self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
         self._abandoned = False  # an order was given up before its answer came
 
@@ -81,18 +87,24 @@ class TrainerLink:
     async def _begin(self) -> list[Update]:
         """A process at the version of the run: from the last checkpoint over the batches since."""
         assert self._spec is not None, "start() comes first"
-        checkpoint = self._lineage.newest(self._version) if self._lineage is not None else None
-        folder = str(checkpoint.path) if checkpoint is not None else self._spec.checkpoint
+        folder, lineage = self._spec.checkpoint, self._lineage
+        if lineage is not None and (newest := await asyncio.to_thread(lineage.newest, self._version)) is not None:
+            folder = str(newest.path)
         descriptor = self._channel.far.fileno()
-        spec = msgspec.structs.replace(self._spec, descriptor=descriptor, checkpoint=folder)
+        spec = msgspec.structs.replace(
+            self._spec, descriptor=descriptor, checkpoint=folder, log=str(self._log), hung=self._deadlines.hung
+        )
+        if self._retired:
+            raise RoleDied("trainer", "is not started again: the run ends")
         await self.process.start(spec, spec.threads, (descriptor,))
         await self._channel.open()
         ready = await self._receive(Ready, "to be ready", self._deadlines.start)
         updates: list[Update] = []
-        batches = self._lineage.batches(ready.version, self._version) if self._lineage is not None else ()
-        for batch in batches:
-            awaited = f"to do step {batch.step} again"
-            trained = await self._ask(Train(batch=batch, publish=False), Trained, awaited, self._deadlines.step)
+        if lineage is None:
+            return updates
+        for step in range(ready.version + 1, self._version + 1):
+            order = Train(batch=await asyncio.to_thread(lineage.batch, step), publish=False)
+            trained = await self._ask(order, Trained, f"to do step {step} again", self._deadlines.step)
             updates.append(trained.update)
         return updates
 
@@ -140,11 +152,11 @@ class TrainerLink:
         """A new trainer that stands where the dead one stood, published again.
 
         Raises:
-            RoleDied: it has died too often, or cannot be replaced.
+            RoleDied: it has died too often, or cannot be replaced, or not any more.
         """
         while True:
             self._restarts += 1
-            if self._lineage is None or self._restarts > self._deadlines.trainer_restarts:
+            if self._lineage is None or self._retired or self._restarts > self._deadlines.trainer_restarts:
                 raise death
             self._say(f"trainer {death.how}: a new one is started at version {self._version}")
             self._channel.close()
@@ -176,7 +188,7 @@ class TrainerLink:
             how = await process.ended()
             await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
             async with self._turn:
-                if process is self.process:
+                if process is self.process and not self._retired:
                     await self._replace(RoleDied("trainer", how, str(process.log)))
 
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
@@ -186,8 +198,11 @@ class TrainerLink:
         except RoleDied:
             raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
         self._abandoned = False
+        self._answered += 1
         if isinstance(answer, Failed):
             raise RoleFailed("trainer", answer.problem, answer.exit_code)
+        if isinstance(answer, RankLost):
+            raise RoleDied("trainer", answer.how, str(self.process.log))
         if not isinstance(answer, kind):
             raise WireError(f"trainer answered {type(answer).__name__} in place of {kind.__name__}")
         return answer
@@ -202,6 +217,12 @@ class TrainerLink:
         """Seconds of its spans; the order under way, which has none yet, counts from when it was given."""
         return self._spanned + (time.monotonic() - self._began if self._began is not None else 0.0)
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Orders that were answered, and whole seconds for which its process has computed: a step that hangs changes
+        neither, a long one does. (Its sign of life alone takes some hours to a second.)"""
+        return self._answered, int(self.process.cpu_seconds()) if self.process.running else 0
+
     def drain_spans(self) -> list[Span]:
         """The spans since the last call."""
         spans, self._spans = self._spans, []
@@ -212,8 +233,13 @@ class TrainerLink:
         """Is it there, and is no order under way?"""
         return self._channel.is_open and self.process.running and not self._turn.locked() and not self._abandoned
 
+    def retire(self) -> None:
+        """The run is about to end: a trainer that dies from now on is not replaced."""
+        self._retired = True
+
     async def stop(self, grace: float) -> None:
-        """Ask it to end; it is gone when this returns."""
+        """Ask it to end; it is gone when this returns, and no other one takes its place."""
+        self.retire()
         if self.ready:
             with contextlib.suppress(RoleError):  # it is on its way out already; process.stop() waits for it
                 await self._channel.send(Stop())

@@ -1,4 +1,7 @@
-"""The trainer's process: ``python -m stretto.launch.trainer_role SPEC``. Takes orders, one after the other."""
+"""The trainer's process: ``python -m stretto.launch.trainer_role SPEC``. Takes orders, one after the other.
+
+Of a trainer that is several processes this is rank 0; the others are `stretto.launch.rank_role`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from stretto.core.records import Record, Sampling
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
+    FromTrainer,
     Publish,
     Published,
     Ready,
@@ -28,13 +32,17 @@ from stretto.launch.messages import (
     Trained,
 )
 from stretto.launch.playing import play
+from stretto.launch.ranks import EXIT_CODE, Siblings
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
+from stretto.trainer.adapters import adapt, save_adapters
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
+from stretto.trainer.ranks import Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.update import Trainer
+from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
 
@@ -54,68 +62,103 @@ class TrainerSpec(Record, frozen=True):
     threads: int
     checkpoint: str | None = None
     descriptor: int = -1
+    log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
+    hung: float = 10.0  # seconds without a sign of life after which another rank is killed
 
 
 class TrainerRole:
-    """Order in, answer out; see `launch.messages`."""
+    """What one rank does: an order in, its answer out; see `launch.messages`."""
 
-    def __init__(self, spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
-        config = TrainerConfig.model_validate_json(spec.trainer)
-        self._spec = spec
-        self._channel = channel
-        model = _load(Path(spec.model), config)
+    def __init__(self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks) -> None:
+        self._config = config = TrainerConfig.model_validate_json(spec.trainer)
+        self._spec, self._publisher, self._ranks = spec, publisher, ranks
+        model = self._trained(config)
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
         reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
-        self._trainer = Trainer(model, config, algorithm, spec.sampling, reference=reference, critic=critic)
+        self._trainer = Trainer(
+            model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks
+        )
         if spec.checkpoint is not None:
             self._trainer.load_checkpoint(Path(spec.checkpoint))
-        self._publisher = SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder))
+
+    def _trained(self, config: TrainerConfig) -> PreTrainedModel:
+        """The policy at the start, ready to be trained."""
+        model = _load(Path(self._spec.model), config)
+        if config.lora is not None:
+            adapt(model, config.lora)
+        return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """The policy to stay close to: that of its own folder, or the one that the run starts from."""
-        if algorithm.reference is None:
+        """The policy to stay close to: that of its own folder, or the one that the run starts from; with adapters the
+        trainer has that one already."""
+        if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
-        return ReferencePolicy(_load(folder, config), config, self._spec.sampling)
+        return ReferencePolicy(_load(folder, config), config, self._spec.sampling, self._ranks)
 
     def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
         """A critic that begins as the policy at the start."""
         if algorithm.critic is None:
             return None
-        return Critic(_load(Path(self._spec.model), config), config, algorithm.critic)
+        return Critic(self._trained(config), config, algorithm.critic, self._ranks)
 
-    def run(self) -> None:
-        """Carry out orders until `Stop` or until the conductor is gone."""
-        self._channel.send(Ready(version=self._trainer.version))
-        while (order := self._channel.receive()) is not None:
-            match order:
-                case Train():
-                    update = self._trainer.train(order.batch)
-                    if order.publish:
-                        self._trainer.publish(self._publisher)
-                    self._channel.send(Trained(update=update, spans=tuple(self._trainer.drain_spans())))
-                case Publish():
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
+        """Do it; all ranks are given the same orders."""
+        match order:
+            case Train():
+                update = self._trainer.train(order.batch)
+                if order.publish:
                     self._trainer.publish(self._publisher)
-                    self._trainer.drain_spans()
-                    self._channel.send(Published(version=self._trainer.version))
-                case SaveCheckpoint():
-                    self._trainer.save_checkpoint(Path(order.folder))
-                    (span,) = self._trainer.drain_spans()
-                    self._channel.send(Saved(folder=order.folder, span=span))
-                case SavePolicy():
-                    self._save_policy(order.folder)
-                case Stop():
-                    return
+                return Trained(update=update, spans=tuple(self._trainer.drain_spans()))
+            case Publish():
+                self._trainer.publish(self._publisher)
+                self._trainer.drain_spans()
+                return Published(version=self._trainer.version)
+            case SaveCheckpoint():
+                self._trainer.save_checkpoint(Path(order.folder))
+                (span,) = self._trainer.drain_spans()
+                return Saved(folder=order.folder, span=span)
+            case SavePolicy():
+                return self._save_policy(order.folder)
 
-    def _save_policy(self, folder: str) -> None:
+    def _save_policy(self, folder: str) -> Saved:
         start = time.monotonic()
-        save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder))
+        ours = self._ranks.rank == 0
+        parameters = {name: tensor.cpu() for name, tensor in self._trainer.whole_parameters() if ours}
+        if ours:
+            save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder), parameters)
+        if self._config.lora is not None:
+            save_adapters(self._trainer.learner.model, self._config.lora, self._ranks, Path(folder) / "adapter")
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
-        self._channel.send(Saved(folder=folder, span=span))
+        return Saved(folder=folder, span=span)
 
 
 def _load(folder: Path, config: TrainerConfig) -> PreTrainedModel:
     return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
+
+
+def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
+    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
+    config = TrainerConfig.model_validate_json(spec.trainer)
+    siblings = Siblings(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+    try:
+        ranks = siblings.start(config.device, channel.send)
+        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks)
+        channel.send(Ready(version=role.version))
+        while (order := channel.receive()) is not None:
+            siblings.hand_on(order)
+            if isinstance(order, Stop):
+                return
+            channel.send(role.carry_out(order))
+    except Exception as error:  # a rank that is gone breaks off what the others do, with words of every kind
+        if (loss := siblings.explain(error)) is None:
+            raise
+        channel.send(loss)
+        sys.exit(EXIT_CODE)
 
 
 def main(arguments: list[str]) -> int:
@@ -125,7 +168,7 @@ def main(arguments: list[str]) -> int:
     keep_beating()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
-    return play(lambda: TrainerRole(spec, channel).run(), channel.send)
+    return play(lambda: lead(spec, channel), channel.send)
 
 
 if __name__ == "__main__":

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from stretto import __version__
-from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed, RunFolderError
-from stretto.launch.channel import ConductorEnd
-from stretto.launch.messages import Failed
+from stretto.core.errors import Problem, RecipeError
+from stretto.launch.learning import OnLearning, learn_apart, learn_into, refuse_old
 from stretto.launch.plan import Plan, cache_folder, digest, make_plan
-from stretto.launch.process import RoleProcess
 from stretto.launch.recipe import load_recipe
-from stretto.launch.stopping import Stopped, until_cut_short
-from stretto.launch.supervised_role import (
-    FROM_SUPERVISED,
-    Demonstrations,
-    FromSupervised,
-    Learning,
-    Learnt,
-    SupervisedSpec,
-)
-
-OnLearning = Callable[[Learning], None]
+from stretto.launch.supervised_role import Demonstrations
 
 
 async def warm_start(plan: Plan, log: Path, on_learning: OnLearning) -> Path:
@@ -62,48 +47,17 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
     """Train the plan's base on its demonstrations; `folder` appears when the policy in it is whole."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shown = folder.with_name(f".{folder.name}.{os.getpid()}.demonstrations")
-    process = RoleProcess("warm start", "stretto.launch.supervised_role", log)
-    channel: ConductorEnd[FromSupervised] = ConductorEnd("warm start", FROM_SUPERVISED, str(log))
-    spec = SupervisedSpec(
-        parent=os.getpid(),
-        model=str(plan.base.path),
-        demonstrations=str(shown),
-        out=str(folder),
-        config=recipe.warm_start.model_dump_json(),
+    await learn_apart(
+        "warm start",
+        plan.base.path,
+        Demonstrations(examples=plan.demonstrations),
+        recipe.warm_start,
+        folder,
+        log,
         seed=recipe.seed,
-        threads=recipe.warm_start.threads,
-        descriptor=channel.far.fileno(),
+        seconds=recipe.deadlines.warm_start,
+        on_learning=on_learning,
     )
-    try:
-        shown.write_bytes(msgspec.msgpack.encode(Demonstrations(examples=plan.demonstrations)))
-        await process.start(spec, spec.threads, (spec.descriptor,))
-        await channel.open()
-        await _follow(channel, process, recipe.deadlines.warm_start, on_learning)
-    finally:
-        channel.close()
-        await process.stop(grace=1.0)
-        shown.unlink(missing_ok=True)
-
-
-async def _follow(
-    channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
-) -> None:
-    awaited = "to learn from the demonstrations"
-    async with deadline("conductor", f"warm start {awaited}", seconds):
-        while True:
-            try:
-                message = await channel.receive(awaited, seconds)
-            except RoleDied:
-                raise RoleDied("warm start", await process.last_words(), str(process.log)) from None
-            match message:
-                case Learning():
-                    on_learning(message)
-                case Learnt():
-                    return
-                case Failed():
-                    raise RoleFailed("warm start", message.problem, message.exit_code)
 
 
 def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning) -> None:
@@ -117,21 +71,9 @@ def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnL
     recipe = load_recipe(recipe_path, overrides)
     if recipe.warm_start is None:
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
-    if out.exists():
-        raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
+    refuse_old(out)
     plan = make_plan(recipe)
-    try:
-        until_cut_short(_sft(plan, out, on_learning))
-    except OSError as error:
-        place = str(error.filename or out)
-        raise RunFolderError([Problem(place, f"cannot be written: {error.strerror}", "give another folder")]) from error
-
-
-async def _sft(plan: Plan, out: Path, on_learning: OnLearning) -> None:
-    stopped = Stopped()
-    await stopped.unless(fine_tune_to(plan, out, out.with_name(f"{out.name}.log"), on_learning))
-    if stopped.requested:
-        sys.exit(stopped.exit_code)
+    learn_into(out, lambda log: fine_tune_to(plan, out, log, on_learning))
 
 
 def copy_policy(source: Path, target: Path) -> None:

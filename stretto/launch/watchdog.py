@@ -8,8 +8,28 @@ from collections.abc import Callable
 from stretto.core.deadlines import Wait, open_waits
 from stretto.core.errors import NothingMoves
 
-#: Seconds that may count between two looks: while the conductor itself was stopped, nobody else could be judged.
+#: Seconds that may count between two looks of the watchdog, which looks every second or so.
 _LONGEST_LOOK = 5.0
+
+
+class Stillness:
+    """Seconds without a movement, of those in which whoever looks was awake.
+
+    While the conductor itself was stopped (SIGSTOP, a machine that was suspended), nobody can be judged: of the time
+    between two looks, at most `longest` seconds count.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._looked = asyncio.get_running_loop().time()
+        self._still = 0.0
+
+    def look(self, moved: bool) -> float:
+        """To be called again and again, at shorter intervals than `longest`."""
+        now = asyncio.get_running_loop().time()
+        elapsed, self._looked = min(now - self._looked, self._longest), now
+        self._still = 0.0 if moved else self._still + elapsed
+        return self._still
 
 
 class Watchdog:
@@ -23,8 +43,7 @@ class Watchdog:
     def __init__(self, progress: Callable[[], object], seconds: float) -> None:
         self._progress, self._seconds = progress, seconds
         self._before: object = None
-        self._looked = asyncio.get_running_loop().time()
-        self._still = 0.0
+        self._stillness = Stillness(_LONGEST_LOOK)
 
     def look(self) -> None:
         """To be called every second or so.
@@ -32,11 +51,9 @@ class Watchdog:
         Raises:
             NothingMoves: nothing has, for too long.
         """
-        now, found = asyncio.get_running_loop().time(), self._progress()
-        elapsed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
-        self._still = self._still + elapsed if found == self._before else 0.0
-        self._before = found
-        if self._still >= self._seconds:
+        before, self._before = self._before, self._progress()
+        if self._stillness.look(moved=self._before != before) >= self._seconds:
+            now = asyncio.get_running_loop().time()
             raise NothingMoves(self._seconds, [_told(wait, now) for wait in open_waits()])
 
 

@@ -18,7 +18,7 @@ vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.model.kinds import Attention, check_attention
 from stretto.model.layout import Packing, pack, round_length
-from stretto.model.packed import attention_by_products, computes_by_products, packed_attention
+from stretto.model.packed import Rule, packed_attention
+from stretto.model.reading import Reading, reading
 from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
 
 CACHED_ATTENTION = "stretto_cached"
@@ -58,15 +58,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the rows of a shelf see in the layers of one window: cached tokens from `first` to before `end`."""
-
-    first: int
-    end: int
-    bias: Tensor  # [R, 1, 1, end - first], 0 where the row sees a token, -inf where it does not
-
-
-@dataclass(frozen=True)
 class ShelfStep:
     """The rows of one shelf: what is written to it, and how its rows read."""
 
@@ -75,26 +66,14 @@ class ShelfStep:
     stop: int
     sources: Tensor | slice  # [W] packed tokens whose keys and values are written
     cells: Tensor  # [W * K] where they are written, for each key head
-    sights: Mapping[int | None, Sight]  # by the window of a layer
+    reading: Reading
 
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: tuple[float, int | None, float | None]
-    ) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
         keys, values = self.shelf.keys[layer], self.shelf.values[layer]
         for cache, new_TKD in ((keys, k_TKD), (values, v_TKD)):
             # As rows of the whole cache: writing them by slot and position takes twice as long.
             cache.view(-1, cache.shape[-1]).index_copy_(0, self.cells, self._written(new_TKD))
-        scaling, window, softcap = rule
-        sight, rows = self.sights[window], self.stop - self.start
-        _, heads, width = q_THD.shape
-        # The G query heads of one key head stand where a longer query would: no key is copied for them.
-        q = q_THD[self.start : self.stop].reshape(rows, keys.shape[1], heads // keys.shape[1], width)
-        k, v = keys[:rows, :, sight.first : sight.end], values[:rows, :, sight.first : sight.end]
-        if softcap is None and not computes_by_products(q):
-            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=sight.bias, scale=scaling)
-        else:
-            out = attention_by_products(q, k, v, sight.bias, softcap, scaling)
-        return out.reshape(rows, heads, width)
+        return self.reading.attend(q_THD[self.start : self.stop], keys, values, rule)
 
     def _written(self, new_TKD: Tensor) -> Tensor:
         """[W * K, D]"""
@@ -128,7 +107,7 @@ def cached_attention(
 
     What a layer may ask for was checked when the policy was made (`stretto.model.kinds.check_attention`).
     """
-    layer, rule = cast(int, module.layer_idx), (scaling, sliding_window, softcap)
+    layer, rule = cast(int, module.layer_idx), Rule(scaling, sliding_window, softcap)
     q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
     parts = [shelf.attend(layer, q_THD, k_TKD, v_TKD, rule) for shelf in stretto_step.shelves]
     if (packing := stretto_step.contexts) is not None:
@@ -165,7 +144,6 @@ class CachedPolicy:
         self._windows = attention.windows
         most_tokens = None if most_bytes is None else most_bytes // self.layout.bytes_per_token
         self._shelves = Shelves(self.layout, most_tokens)
-        self._places_L = torch.arange(self.layout.context_length, device=self.layout.device)
 
     def __len__(self) -> int:
         return len(self._shelves)
@@ -259,26 +237,15 @@ class CachedPolicy:
 
     def _shelf_step(self, shelf: Shelf, start: int, newest: Ints, writes: list[Ints]) -> ShelfStep:
         rows = len(newest)
-        positions = self._tensor(newest)
-        sights = {window: self._sight(newest, positions, window) for window in self._windows}
         sources: Tensor | slice = slice(start, start + rows)
         slots, places = np.arange(rows), newest
         if writes:
             own = np.stack([np.arange(start, start + rows), slots, newest])
             written, slots, places = np.concatenate([*writes, own], axis=1)
             sources = self._tensor(written)
-        return ShelfStep(shelf, start, start + rows, sources, self._tensor(shelf.cells(slots, places)), sights)
-
-    def _sight(self, newest: Ints, positions: Tensor, window: int | None) -> Sight:
-        """What rows whose newest tokens are at `newest` see: places p with newest - window < p <= newest."""
-        end = int(newest.max()) + 1
-        first = 0 if window is None else max(0, int(newest.min()) - window + 1)
-        places = self._places_L[first:end]
-        hidden = places > positions[:, None]
-        if window is not None and window < end:
-            hidden |= places <= positions[:, None] - window
-        bias = positions.new_zeros(hidden.shape, dtype=self.layout.dtype).masked_fill_(hidden, -torch.inf)
-        return Sight(first, end, bias[:, None, None])
+        cells = self._tensor(shelf.cells(slots, places))
+        read = reading(newest, self._windows, self.layout.device, self.layout.dtype)
+        return ShelfStep(shelf, start, start + rows, sources, cells, read)
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.layout.device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -79,9 +80,15 @@ def _device(name: str) -> str:
     return name
 
 
-def save_policy(model: PreTrainedModel, tokenizer_folder: Path | str, path: Path | str) -> None:
+def save_policy(
+    model: PreTrainedModel,
+    tokenizer_folder: Path | str,
+    path: Path | str,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder; an older one there is replaced.
 
+    `parameters`, by name, take the place of the model's own: of a model that is divided over several processes.
     The folder appears whole: it is written beside its place and renamed.
     """
     with whole_folder(Path(path)) as folder:
@@ -90,7 +97,7 @@ def save_policy(model: PreTrainedModel, tokenizer_folder: Path | str, path: Path
             if file.is_file() and file.name not in keep_out(str(tokenizer_folder), [file.name]):
                 shutil.copyfile(file, folder / file.name)
         with quiet_transformers():
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
 
 
 @contextmanager

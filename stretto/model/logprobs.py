@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
+from stretto.model.chosen import chosen_logprobs
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
-#: Logits alive at once (64 MiB in float32).
-CHUNK_LOGITS = 1 << 24
+#: Logits alive at once: 64 MiB in float32; on a GPU, whose products want more rows, 1 GiB.
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ def pack_tokens(
     `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
     nothing within a prompt may be wanted then.
 
-    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`.
+    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`; without
+    any sequence the row is one filler token, so that a forward can be run by whoever has nothing to compute.
 
     Raises:
         ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
     """
+    if not sequences:
+        sequences, wanted, prompts = [[0]], [()], None
     borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
     wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
     own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, borrowed, strict=True))
@@ -104,7 +108,7 @@ def token_logprobs(
     sampling: Sampling,
     *,
     entropy: bool = False,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
 ) -> TokenLogprobs:
     """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
 
@@ -115,19 +119,37 @@ def token_logprobs(
     its logarithm infinite, and no gradient could ever bring the token back. Of the gradient the set is no part.
 
     The model must have been loaded with the packed attention (`stretto.model.packed`) and have passed `check_policy`.
+
+    The output matrix, too, runs over a `round_length` of rows: every number of wanted tokens would be a shape of its
+    own otherwise, for which oneDNN makes, and keeps, two megabytes of code.
     """
-    hidden_TW = hidden_states(model, packed)
-    hidden_NW = hidden_TW.index_select(0, packed.before)
-    targets_N = packed.input_ids[0].index_select(0, packed.wanted)
+    wanted = len(packed.wanted)
+    before, at = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, packed.wanted))
+    logprobs_N, entropy_N = _all_logprobs(
+        model,
+        hidden_states(model, packed).index_select(0, before),
+        packed.input_ids[0].index_select(0, at),
+        sampling,
+        entropy,
+        chunk_logits,
+    )
+    return TokenLogprobs(logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None)
+
+
+def _all_logprobs(
+    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Chunk by chunk, where one does not hold all of them."""
+    chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
-        return TokenLogprobs(*_head_logprobs(model, hidden_NW, targets_N, sampling, entropy))
+        return _head_logprobs(model, hidden_NW, targets_N, sampling, entropy)
     chunks = [
         checkpoint(_head_logprobs, model, hidden, targets, sampling, entropy, use_reentrant=False)
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
-    return TokenLogprobs(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
 
 def check_policy(model: PreTrainedModel) -> None:
@@ -166,13 +188,9 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 def _head_logprobs(
     model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits_NV = model.get_output_embeddings()(hidden_NW).float()
+    logits_NV = model.get_output_embeddings()(hidden_NW)
     if sampling.temperature != 1.0:
-        logits_NV = logits_NV / sampling.temperature
+        logits_NV = logits_NV.float() / sampling.temperature
     if sampling.filtered:
-        logits_NV = truncate(logits_NV, Truncation.of(sampling), targets_N)
-    if not entropy:
-        return -functional.cross_entropy(logits_NV, targets_N, reduction="none"), None
-    logprobs_NV = logits_NV.log_softmax(-1)
-    chosen_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
-    return chosen_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        logits_NV = truncate(logits_NV.float(), Truncation.of(sampling), targets_N)
+    return chosen_logprobs(logits_NV, targets_N, entropy=entropy)

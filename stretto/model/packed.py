@@ -10,6 +10,7 @@ Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query h
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +26,9 @@ from stretto.model.layout import Packing
 
 #: The name under which transformers finds the packed path (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"
+
+#: Older versions of torch want as many key/value heads as query heads.
+_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 #: Attention over buckets of these lengths, with so many rows, is quicker as two products.
 LENGTHS_BY_PRODUCTS = range(16, 65)
@@ -142,10 +146,10 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
     """Whether two products take less time than one fused kernel; measured without gradients, as an engine works."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
-    return short and computes_by_products(query_BHLD) and not torch.is_grad_enabled()
+    return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
 
 
-def computes_by_products(tensor: Tensor) -> bool:
+def _computes_by_products(tensor: Tensor) -> bool:
     """Whether small products are quick for such tensors: float32 on the processor.
 
     There the fused kernel spends more on starting each row and head than on what it computes.
@@ -180,6 +184,10 @@ def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Pa
 def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Flash attention over the packed row itself; CUDA and half precision only."""
     boundaries = packing.boundaries()
+    shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
+    if shared > 1 and not _SHARES_HEADS:
+        key_TKD, value_TKD = (x.repeat_interleave(shared, dim=1) for x in (key_TKD, value_TKD))
+    grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
     return cast(
         Tensor,
         varlen.varlen_attn(
@@ -192,7 +200,7 @@ def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packi
             packing.longest,
             scale=rule.scaling,
             window_size=(-1 if rule.window is None else rule.window - 1, 0),
-            enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+            **grouped,
         ),
     )
 

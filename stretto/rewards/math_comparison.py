@@ -7,12 +7,15 @@ that writes the question back as ``x > 5`` would be right too often).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 
-from stretto.rewards.math_relations import as_asked, as_interval, is_naming, same_relation
+from stretto.rewards.math_relations import as_asked, as_interval, as_one, as_points, is_naming, names, same_relation
 from stretto.rewards.math_scalars import Opinion, any_of, same_scalar
 from stretto.rewards.math_structure import (
     Choice,
+    Clock,
     Dots,
     Listing,
     Matrix,
@@ -32,6 +35,7 @@ def same(gold: Node, answer: Node) -> Opinion:
     Raises:
         Undecided: its numbers are too large.
     """
+    gold, answer = _simplest(gold), _simplest(answer)
     if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
         return same(gold, answer.sides[-1])
     match gold, answer:
@@ -56,6 +60,12 @@ def same(gold: Node, answer: Node) -> Opinion:
             return _matched(gold.parts, answer.parts)
         case Matrix(), Matrix():
             return _same_matrix(gold, answer)
+        case (Matrix() as matrix, Listing() as listing) | (Listing() as listing, Matrix() as matrix):
+            return _same_vector(matrix, listing)
+        case Clock(), Clock():
+            return gold == answer
+        case (Clock() as clock, Ratio() as time) | (Ratio() as time, Clock() as clock):
+            return _is_time(clock, time)
         case Ratio(), Ratio():
             return _same_ratio(gold, answer)
         case Scalar(), Scalar():
@@ -75,21 +85,29 @@ def same(gold: Node, answer: Node) -> Opinion:
     return False
 
 
+def _simplest(given: Node) -> Node:
+    one = as_one(given)
+    return as_points(one) or one if isinstance(one, Listing) and not one.opening else one
+
+
 def _same_words(gold: Node, answer: Node) -> Opinion:
+    """The same letters. Of a formula only a product of letters is a text: ``ab - c`` is none."""
+    if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
+        return False
     first, second = letters(gold), letters(answer)
     if not first or not second:
         return None
-    if first == second or _NUMERALS.get(first, first) == _NUMERALS.get(second, second):
+    if first == second:
         return True
-    told = [node.text for node in (gold, answer) if isinstance(node, Words)]
-    return None if any(letter.isdigit() for text in told for letter in text) else False
+    is_product = len(first) < 5 and sorted(first) == sorted(second) and _is_lower(gold) and _is_lower(answer)
+    return None if is_product else False  # xyz and zyx
 
 
-_COUNTED = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty"
-)
-_NUMERALS = {name: str(value) for value, name in enumerate(_COUNTED.split())}
+def _is_lower(node: Node) -> bool:
+    return isinstance(node, Words) and node.text.islower() and node.text.isalpha()
+
+
+_LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 
 # Lists, tuples, sets, intervals.
@@ -101,10 +119,18 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
         return False if not gold.items or not answer.items else _same_distinct(gold, answer)
     has_dots = any(isinstance(item, Dots) for item in (*gold.items, *answer.items))
     if gold.ordered or has_dots:
-        if answer.ordered and len(gold.items) == 2 and (gold.opening, gold.closing) != (answer.opening, answer.closing):
-            return False
-        return _in_order(*pairs)
-    return _in_order(*pairs) if answer.ordered else _matched(*pairs)
+        return False if _differ_in_ends(gold, answer) else _in_order(*pairs)
+    if answer.ordered:
+        return False if _differ_in_ends(answer, gold) else _in_order(*pairs)
+    if names(gold) is not None and not any(isinstance(item, Relation) for item in answer.items):
+        return _in_order(*pairs)  # a = 1, b = 2 may be answered by 1, 2
+    return _matched(*pairs)
+
+
+def _differ_in_ends(one: Listing, other: Listing) -> bool:
+    """Two items in brackets may be an interval; only ``(a, b)`` is a pair as well, whose brackets may be left out."""
+    ends = (one.opening, one.closing), (other.opening, other.closing)
+    return len(one.items) == 2 and (ends[0] != ends[1] if other.ordered else ends[0] != ("(", ")"))
 
 
 def _same_distinct(gold: Listing, answer: Listing) -> Opinion:
@@ -157,17 +183,39 @@ def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
     return _in_order(*cells)
 
 
+def _same_vector(matrix: Matrix, listing: Listing) -> Opinion:
+    """One column, or one row, against a tuple; a matrix against a list of its rows."""
+    if not listing.ordered:
+        return None
+    if len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows):
+        cells = [cell for row in matrix.rows for cell in row]
+        return len(cells) == len(listing.items) and listing.closing in ")]" and _in_order(cells, listing.items)
+    rows = [item.items for item in listing.items if isinstance(item, Listing) and item.ordered]
+    return len(rows) == len(listing.items) and _same_matrix(matrix, Matrix(tuple(rows)))
+
+
+def _is_time(clock: Clock, time: Ratio) -> bool:
+    """Is a time of day without "am" and "pm", in twelve hours or in twenty-four, that one?"""
+    parts = [int(part.latex) for part in time.parts if isinstance(part, Scalar) and part.latex.isdigit()]
+    if len(parts) != len(time.parts) or len(parts) != 2:
+        return False
+    minutes = 60 * parts[0] + parts[1]
+    return minutes == clock.minutes + 720 * (clock.half == "p") or (
+        minutes < 780 and minutes % 720 == clock.minutes and parts[0] > 0
+    )
+
+
 def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
     if len(gold.parts) != len(answer.parts):
         return False
     found = _in_order(gold.parts, answer.parts)
     if found is not False or any(_is_clock(part) for ratio in (gold, answer) for part in ratio.parts[1:]):
         return found
-    if len(gold.parts) != 2:
-        return False
-    (one, two), (three, four) = gold.parts, answer.parts
-    quotient = _quotient(three, four)
-    return False if quotient is None else _same_quotient(one, two, quotient)
+    opinions: list[Opinion] = []
+    for (one, two), (three, four) in zip(pairwise(gold.parts), pairwise(answer.parts), strict=True):
+        quotient = _quotient(three, four)
+        opinions.append(False if quotient is None else _same_quotient(one, two, quotient))
+    return False if False in opinions else None if None in opinions else True
 
 
 def _is_clock(part: Node) -> bool:

@@ -83,6 +83,15 @@ def within(expression: sympy.Basic, centre: Fraction, distance: Fraction) -> boo
         return bool(abs(approximate(found) - approximate(centre)) <= approximate(distance))
 
 
+def is_positive(expression: sympy.Basic) -> bool:
+    """Is the real value of an expression without symbols greater than zero?"""
+    with mpmath.workdps(_DIGITS):
+        try:
+            return bool(mpmath.re(approximate(value(expression, Point()))) > 0)
+        except Unsupported:
+            return False
+
+
 def _same_function(one: sympy.Basic, other: sympy.Basic, symbols: list[str]) -> bool | None:
     agreed = 0
     with mpmath.workdps(_DIGITS):

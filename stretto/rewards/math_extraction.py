@@ -17,12 +17,15 @@ What is denied ("not 42", "42 is wrong") is no answer: the one before it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from stretto.rewards.math_boxes import boxed, last_box
+from stretto.rewards.math_denial import denied, is_denying
+from stretto.rewards.math_forms import without_declaration
 from stretto.rewards.math_limits import LONGEST_TAIL
-from stretto.rewards.math_units import without_unit
+from stretto.rewards.math_units import KNOWN, compound, without_unit
+from stretto.rewards.math_words import DATE, MAGNITUDES
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,8 @@ _TEMPLATE_END = re.compile(
     r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
 )
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
-_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
-_JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
-_CORRECTED = re.compile(r"\b(?:wait|actually|instead|rather|correct|sorry|mistake|wrong|hmm|no|not)\b", re.IGNORECASE)
+_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
 _ANSWER = re.compile(
     r"(?:\banswer|\b(?:correct|right) (?:option|choice))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
@@ -57,25 +57,41 @@ _FORMULA = re.compile(
 )
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
 _NUMBER = re.compile(
-    r"(?<![0-9A-Za-z_^{\\.,])[-−+]?[$€£¥]?(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
-    r"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|percent(?:age)?\b))?(?![0-9])"
+    r"(?<![0-9A-Za-z_^{\\.,])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?[$€£¥]?"
+    r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
+    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
+)
+_UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
+_SPOKEN = (
+    DATE,
+    re.compile(r"[0-9]{1,2}(?::[0-9]{2})?\s*[ap]\.?\s?m\b\.?", re.IGNORECASE),
+    re.compile(r"(?<![0-9.:])[0-9.]*[0-9](?::[0-9.]*[0-9])+(?![0-9.:]*[0-9])"),
+    re.compile(rf"[0-9.]*[0-9]\s*(?:{_UNITS}),?\s+(?:and\s+)?[0-9.]*[0-9]\s*(?:{_UNITS})(?![a-zA-Z])"),
 )
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
-_DENIED_BEFORE = re.compile(
-    r"(?:\bnot\b|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b|\binstead of\b|\\neq?|≠|!=)"
-    r"[^.,;:\n!?0-9$]{0,24}$",
-    re.IGNORECASE,
-)
-_DENIED_AFTER = re.compile(
-    r"^[\s$.)}*]{0,3}\s*(?:(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible)\b|isn't|wasn't)",
-    re.IGNORECASE,
-)
 _LABEL = re.compile(r"^(?:[A-Za-z$\\][^=.\n]*?\s)?(?:is|are|equals|be)\s*:?\s+(?=\S)")
 _LONGEST_WHOLE = 300
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
+_STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
+_GENERIC = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:it|this|that|the (?:statement|claim|answer|result|day))\s+(?:is|will be|was)\s+",
+    re.IGNORECASE,
+)
+_BOUND = re.compile(
+    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)\s+(\S.*)",
+    re.IGNORECASE,
+)
+_NOTATION = re.compile(
+    r"\\(?:text|mbox|mathrm|operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}"
+    r"|\\(?:begin|end)\s*\{[a-zA-Z*]+\}(?:\{[lcr|]*\})?|\\[a-zA-Z]+"
+)
+_SHORT_WORDS = frozenset(
+    "is it of the at to we so if no by an as be do he in me my up us but not for get has was are had his her him its our "
+    "out who why how all any can did now own per she too use via yes you am pm go oh ok let say see two one six ten".split()
+)
 _WHOLE_WORDS = re.compile(
-    r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs)(?![A-Za-z])"
+    r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
 )
 
 
@@ -84,7 +100,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
     text = completion[-LONGEST_TAIL:]
     if len(question := prompt.strip()) >= 12:
         text = text.replace(question, "\n")
-    text = _EMPTY_BOX.sub("", text)
+    text = _DECORATION.sub("", _EMPTY_BOX.sub("", text))
     head, found, tail = text.rpartition("</think>")
     if found and _TEMPLATE_END.sub("", tail).strip():
         text = tail
@@ -97,19 +113,44 @@ def without_frame(completion: str, prompt: str = "") -> str:
 def final_answer(text: str) -> Piece | None:
     """The final answer of a text without frame, or None where there is none."""
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
-        inner = tagged[-1]
-        return boxed(inner) or Piece(_told(inner) if "\n" in inner.strip() else inner.strip(), certain=True)
+        return _untagged(tagged[-1].strip())
     box = boxed(text)
     final = _marked(text, _FINAL)
-    if box is not None and (final is None or _last_box(text) > final[0]):
-        return box
+    if box is not None and (final is None or last_box(text) > final[0]):
+        return Piece(box, certain=True)
     marked = final or _marked(text, _ANSWER)
     if marked is not None:
         return marked[1]
-    whole = text.strip()
-    if is_short(whole) and (is_formula(without_unit(whole.rstrip("."))[0]) or _FEW_WORDS.fullmatch(whole)):
-        return Piece(whole, certain=True)
-    return _last(text)
+    return _whole(text.strip()) or _last(text)
+
+
+def _untagged(inner: str) -> Piece:
+    """What stands between tags is the answer, or has it."""
+    if (whole := _whole(inner)) is not None:
+        return whole
+    return final_answer(inner) or Piece(_told(inner) if "\n" in inner else inner, certain=True)
+
+
+def _whole(text: str) -> Piece | None:
+    """A text that is an answer from its first letter to its last."""
+    if not is_short(text):
+        return None
+    if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
+        return Piece(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
+    if _FEW_WORDS.fullmatch(text):
+        stance = _STANCE.fullmatch(text)
+        if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
+            return Piece(text[found.end() :] if (found := _GENERIC.match(text)) else text, certain=True)
+        return Piece(stance[1], certain=True)
+    return None
+
+
+def _is_spoken(text: str) -> bool:
+    """A date, a time, "2 hours 30 minutes", "at least 5"."""
+    bound = _BOUND.fullmatch(text.rstrip("."))
+    if bound is not None:
+        return is_formula(without_unit(bound[1])[0])
+    return any(form.fullmatch(text) or form.fullmatch(text.rstrip(".")) for form in _SPOKEN) or bool(compound(text))
 
 
 def is_short(text: str) -> bool:
@@ -124,68 +165,13 @@ def is_formula(text: str) -> bool:
     inner = list(_FORMULA.finditer(text))
     if inner and inner[0].end() - inner[0].start() == len(text.rstrip(". ")):
         return True
-    bare = re.sub(r"\\(?:text|mbox|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
-    bare = _WHOLE_WORDS.sub(" ", bare)
-    return not inner and re.search(r"[A-Za-z]{2,}", bare) is None
+    bare = _WHOLE_WORDS.sub(" ", _NOTATION.sub(" ", without_declaration(text)))
+    return not inner and all(_are_symbols(letters) for letters in re.findall(r"[A-Za-z]{2,}", bare))
 
 
-# Boxes.
-
-
-def boxed(text: str) -> Piece | None:
-    r"""The last box with content, and those that belong to one list with it.
-
-    >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}.")
-    Piece(text='3,4,5', certain=True)
-    """
-    found = [box for box in _boxes(text) if box[2].strip()]
-    if not found:
-        bare = _BARE_BOX.findall(text)
-        return Piece(bare[-1], certain=True) if bare else None
-    kept = [found[-1]]
-    for box in reversed(found[:-1]):
-        if not _belong_together(text[box[1] : kept[0][0]]):
-            break
-        kept.insert(0, box)
-    contents = [content.strip().replace("$", "") for _, _, content in kept]
-    distinct = [content for at, content in enumerate(contents) if content not in contents[:at]]
-    return Piece(",".join(distinct), certain=True)
-
-
-def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each outermost box; one that is never closed goes to the end of its line."""
-    at = 0
-    while (found := _BOX.search(text, at)) is not None:
-        end = _brace_end(text, found.end())
-        if end < 0:
-            line = text[found.end() + 1 :].split("\n")[0]
-            if not _BOX.search(line):
-                yield found.start(), len(text), line.rstrip("$. ")
-            return
-        yield found.start(), end + 1, text[found.end() + 1 : end]
-        at = end + 1
-
-
-def _brace_end(text: str, start: int) -> int:
-    level = 0
-    for at in range(start, len(text)):
-        if text[at] == "{" and text[at - 1] != "\\":
-            level += 1
-        elif text[at] == "}" and text[at - 1] != "\\":
-            level -= 1
-            if level == 0:
-                return at
-    return -1
-
-
-def _belong_together(between: str) -> bool:
-    if _CORRECTED.search(between):
-        return False
-    return len(between) < 10 or (len(between) < 70 and _JOINED.search(between) is not None)
-
-
-def _last_box(text: str) -> int:
-    return max(found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text))
+def _are_symbols(letters: str) -> bool:
+    """Letters that are a product, or the name of a line, ``abc``, ``AB``, and no word."""
+    return len(letters) <= (4 if letters.isupper() else 3) and letters.lower() not in _SHORT_WORDS
 
 
 # Marked answers.
@@ -195,7 +181,8 @@ def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, Piece] | None:
     """The last marked answer that is not denied, and where it begins."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
-        if not rest.strip() or re.search(r"\bnot\b|n't\b", found[0]):
+        lead = text[max(0, found.start() - 40) : found.end()]
+        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
             continue
         if re.match(r"(?:not|never)\b", rest):
             _, but, rest = _sentence(rest).partition(" but ")
@@ -208,12 +195,12 @@ def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, Piece] | None:
 def _piece_of(rest: str) -> Piece:
     """The formulas at the beginning, or what the sentence says."""
     if (inner := boxed(_sentence(rest))) is not None:
-        return inner
+        return Piece(inner, certain=True)
     first = _FORMULA.match(rest)
     if first is not None:
         return Piece(",".join(_formulas(rest, first)), certain=True)
     told = _told(rest)
-    if (is_short(told) and is_formula(without_unit(told)[0])) or not re.search("[0-9]", told):
+    if (is_short(told) and is_formula(without_unit(told)[0])) or _is_spoken(told) or not re.search("[0-9]", told):
         return Piece(told, certain=False)
     return _last(told) or Piece(told, certain=False)
 
@@ -256,17 +243,24 @@ def _last(text: str) -> Piece | None:
     ]
     formulas = [(start, end) for start, end, _ in spans]
     spans += [
+        (found.start(), found.end(), found[0])
+        for form in _SPOKEN
+        for found in form.finditer(text)
+        if not any(start <= found.start() < end for start, end, _ in spans)
+    ]
+    taken = [(start, end) for start, end, _ in spans]
+    spans += [
         (found.start(), found.end(), _COMMA_DECIMAL.sub(r"\1.\2", found[0]))
         for found in _NUMBER.finditer(text)
-        if not any(start <= found.start() < end for start, end in formulas)
+        if not any(start <= found.start() < end for start, end in taken)
     ]
-    denied = False
+    refused = False
     for position, (start, end, content) in enumerate(ordered := sorted(spans, reverse=True)):
-        if _DENIED_BEFORE.search(text[max(0, start - 60) : start]) or _DENIED_AFTER.search(text[end : end + 40]):
-            denied = True
+        if denied(text, start, end):
+            refused = True
             continue
         return Piece(_with_neighbours(text, ordered[position:], content), certain=(start, end) in formulas)
-    return Piece("", certain=True) if denied else None
+    return Piece("", certain=True) if refused else None
 
 
 def _with_neighbours(text: str, spans: list[tuple[int, int, str]], content: str) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
 from stretto.rewards.math_equality import same_value
+from stretto.rewards.math_forms import reformed
 from stretto.rewards.math_limits import check_piece, check_symbolic
 from stretto.rewards.math_scalars import expression
 from stretto.rewards.math_spelling import closing_at, spelled
 from stretto.rewards.math_structure import (
     Choice,
+    Clock,
     Dots,
     Listing,
     Matrix,
@@ -29,21 +32,27 @@ from stretto.rewards.math_structure import (
     Words,
 )
 from stretto.rewards.math_units import without_unit
+from stretto.rewards.math_words import MAGNITUDES
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
-_MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
 _CHOICE = re.compile(
-    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).](?=\s))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL
+    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL
 )
 _REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
 _NOT_READ = re.compile(
     r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}"
 )
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
-_INTRODUCED = re.compile(r"^\\text\{[^{}]*(?:[:=]|\bis)\s*\}\s*(?=[^\s])")
+_INTRODUCED = re.compile(
+    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+)
+_CLOCK = re.compile(r"([01]?[0-9])(?::([0-5][0-9]))?\s*([ap])\s?\.?\s?m\b\.?", re.IGNORECASE)
+_MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
+_HEAD = re.compile(r"\s*[a-zA-Z](?:\s*\\in[^:|]*)?\s*:")
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
@@ -57,7 +66,7 @@ def read(piece: str) -> Node:
         Unreadable: it has no form that is known here.
     """
     check_piece(piece)
-    return node(spelled(piece))
+    return node(reformed(spelled(piece)))
 
 
 def node(text: str) -> Node:
@@ -71,6 +80,8 @@ def node(text: str) -> Node:
         return Listing("{", "}", ())
     if text in _REALS:
         return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
+    if (clock := _CLOCK.fullmatch(_unwrapped(text))) is not None and int(clock[1]) <= 12:
+        return Clock(int(clock[1]) % 12 * 60 + int(clock[2] or 0), clock[3].lower())
     if (chosen := _CHOICE.fullmatch(text)) is not None:
         return Choice(chosen[1] or chosen[2] or chosen[3], node(chosen[4]))
     if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
@@ -110,9 +121,19 @@ def _words(text: str) -> Words | None:
     if (found := _TEXT.fullmatch(text)) is not None:
         return Words(found[1])
     bare = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-    if _PLAIN_WORDS.fullmatch(bare) and any(len(word) > 2 for word in re.split(r"[ ,]+", bare)) and "\\" not in bare:
+    if _PLAIN_WORDS.fullmatch(bare) and (bare.lower() == "no" or _has_word(bare)):
         return Words(bare)
     return None
+
+
+def _has_word(bare: str) -> bool:
+    """Words, and no product or difference of letters?"""
+    longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
+    return longest > 3 or (longest == 3 and "-" not in bare)
+
+
+def _unwrapped(text: str) -> str:
+    return " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
 
 
 def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
@@ -159,11 +180,11 @@ def _made(sides: list[str], signs: list[str]) -> Node:
     elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
         return node(sides[0])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]
-    if not sides[0].strip():
+    if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv"):
         sides, signs = sides[1:], signs[1:]
         if not signs:
             return node(sides[0])
-    if not all(side.strip() for side in sides):
+    if not all(side.strip() for side in sides[1:]):
         raise Unreadable("a relation without a side")
     return Relation((*[_side(side) for side in sides[:-1]], node(sides[-1])), tuple(signs))
 
@@ -185,6 +206,8 @@ def _bracketed(text: str) -> Node | None:
     bar = re.search(r"\\mid(?![a-z])|(?<!\\)\|", inner) if is_set else None
     if bar is not None and "|" not in inner[bar.end() :]:
         return node(inner[bar.end() :])
+    if is_set and (head := _HEAD.match(inner)) is not None:
+        return node(inner[head.end() :])
     items = split(inner, ",;")
     if is_set:
         return _list("{", "}", items) if inner.strip() else Listing("{", "}", ())
@@ -196,8 +219,13 @@ def _bracketed(text: str) -> Node | None:
 
 
 def _scalar(text: str) -> Scalar:
+    scale = Fraction(1)
+    if (magnitude := _MAGNITUDE.search(text)) is not None:
+        scale = Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
+        text = re.sub(r"\\text\{\s*\}", "", text[: magnitude.start()] + text[magnitude.end() :])
     body, unit = without_unit(text)
-    percent = body.endswith("%")
+    if body.endswith("%"):
+        scale = Fraction(1, 100)
     body = _outer(body.rstrip("% "))
     if r"^\circ" in body:
         body = _DEGREES.sub(r"{(\1\\cdot\\pi/180)}" if _TRIGONOMETRIC.search(body) else r"\1", body)
@@ -205,7 +233,7 @@ def _scalar(text: str) -> Scalar:
         body = re.sub(r"[ ,]", "", body)
     if not body or "%" in body or _NOT_READ.search(body):
         raise Unreadable(f"cannot read {text!r}")
-    return Scalar(body, percent, unit)
+    return Scalar(body, scale, unit)
 
 
 def split(text: str, separators: str) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import sympy
 from sympy.core.function import AppliedUndef
 
-from stretto.rewards.math_equality import proportional, same_value
+from stretto.rewards.math_equality import is_positive, proportional, same_value
 from stretto.rewards.math_scalars import Opinion, expression, times
 from stretto.rewards.math_structure import Listing, Node, Ratio, Relation, Scalar, Union, Unreadable, Words
 
@@ -76,7 +76,10 @@ def _same_definition(gold: Relation, answer: Relation) -> Opinion:
         return None
     if len(call.args) != len(other_call.args):
         return None
-    return same_value(value, other_value, dict(zip(map(str, other_call.args), map(str, call.args), strict=True)))
+    renamed = dict(zip(map(str, other_call.args), map(str, call.args), strict=True))
+    if {str(symbol) for symbol in other_value.free_symbols} & (set(renamed.values()) - set(renamed)):
+        return False  # f(y) = 2x is a constant, and no other name for f(x) = 2x
+    return same_value(value, other_value, renamed)
 
 
 def _name(side: Node) -> str | None:
@@ -140,7 +143,7 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 def as_asked(gold: Relation) -> Node | None:
     """What a gold relation may be answered with besides itself: the value that it names, or the range that it says."""
     if is_naming(gold):
-        return gold.sides[-1] if _name(gold.sides[0]) is not None else None
+        return gold.sides[-1] if _name(gold.sides[0]) is not None or _is_number(gold.sides[0]) else None
     if gold.signs == (r"\neq",):
         low, high = Scalar(r"-\infty"), Scalar(r"\infty")
         return Union((Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))))
@@ -170,6 +173,53 @@ def as_interval(relation: Relation) -> Listing | None:
     if not _is_number(sides[0]) or _is_number(sides[1]) or not _is_number(sides[2]):
         return None
     return Listing("[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")", (sides[0], sides[2]))
+
+
+def as_one(given: Node) -> Node:
+    """Two half-lines of one variable that meet, ``x > 1`` and ``x < 2``, as the interval in which both hold."""
+    if not isinstance(given, Listing) or given.opening or len(given.items) != 2:
+        return given
+    halves = [item for item in given.items if isinstance(item, Relation) and len(item.sides) == 2]
+    variables = {_name(side) for half in halves for side in half.sides if not _is_number(side)}
+    ranges = [found for half in halves if (found := as_interval(half)) is not None]
+    if len(ranges) != 2 or len(variables) != 1 or None in variables:
+        return given
+    ranges.sort(key=lambda one: one.opening == "(" and one.items[0] == Scalar(r"-\infty"))
+    (low, endless), (start, high) = ranges[0].items, ranges[1].items
+    if endless != Scalar(r"\infty") or start != Scalar(r"-\infty") or not _below(low, high):
+        return given
+    signs = tuple(r"\le" if closed else "<" for closed in (ranges[0].opening == "[", ranges[1].closing == "]"))
+    return Relation((low, Scalar(str(*variables)), high), signs)
+
+
+def _below(low: Node, high: Node) -> bool:
+    """Is a number less than another one?"""
+    difference = _difference(high, low)
+    return difference is not None and is_positive(difference)
+
+
+def names(listing: Listing) -> list[str] | None:
+    """The different letters that ``a = 1, b = 2`` gives values to, in their order; None where it is something else."""
+    found = [_name(item.sides[0]) if isinstance(item, Relation) and is_naming(item) else None for item in listing.items]
+    letters = [name.partition("_")[0] for name in found if name is not None]
+    return letters if len(letters) == len(found) == len(set(letters)) else None
+
+
+def as_points(listing: Listing) -> Relation | None:
+    """``p = 2, q = 3, p = 3, q = 2`` as ``(p, q) = (2, 3), (3, 2)``; None where no names come again in that order."""
+    relations = [item for item in listing.items if isinstance(item, Relation) and is_naming(item)]
+    called = [_name(relation.sides[0]) for relation in relations]
+    size = len(set(called))
+    if len(relations) != len(listing.items) or size < 2 or len(called) == size or None in called:
+        return None
+    if len(called) % size or called != called[:size] * (len(called) // size):
+        return None
+    points = [
+        Listing("(", ")", tuple(relation.sides[-1] for relation in relations[at : at + size]))
+        for at in range(0, len(relations), size)
+    ]
+    name = Listing("(", ")", tuple(relation.sides[0] for relation in relations[:size]))
+    return Relation((name, Listing("", "", tuple(points))), ("=",))
 
 
 def _is_number(side: Node) -> bool:

@@ -16,6 +16,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
 from stretto.rewards.math_equality import same_value, within
 from stretto.rewards.math_structure import Scalar, Unreadable
+from stretto.rewards.math_units import ratio
 
 Opinion = bool | None
 
@@ -25,7 +26,7 @@ _DECIMAL = re.compile(r"([+-]?)\s*([0-9]+)(?:\.([0-9]*))?")
 _FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{\s*(-?[0-9]+)\s*\}\{\s*(-?[0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))")
 _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _REPEATING = re.compile(
-    r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots)"
+    r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots|(?<=\.)([0-9]{2,6})\6\s*\\ldots)"
 )
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
@@ -51,7 +52,7 @@ def number(latex: str) -> Number | None:
         value = Fraction(int(found[2] + digits), 10 ** len(digits))
         return Number(-value if found[1] == "-" else value, len(digits))
     if (found := _REPEATING.fullmatch(latex)) is not None:
-        start, block = found[3], found[4] or found[5]
+        start, block = found[3], found[4] or found[5] or found[6]
         value = Fraction(
             int(found[2] + start + block) - int(found[2] + start), 10 ** len(start) * (10 ** len(block) - 1)
         )
@@ -87,21 +88,32 @@ def expression(latex: str) -> sympy.Basic:
 
 
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
-    """Two expressions. A unit that only one of them has says nothing; a percent sign may be a unit, or a hundredth."""
+    """Two expressions. A unit that only one of them has says nothing; a word that scales only one of them ("percent",
+    "million") may be a unit that the question has named, or a factor."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
-        return False
-    if gold.percent == answer.percent:
-        return _same_latex(gold.latex, answer.latex, 1)
-    hundred = (1, 100) if gold.percent else (1, sympy.Rational(1, 100))
-    return any_of(_same_latex(gold.latex, answer.latex, factor) for factor in hundred)
+        measured = ratio(answer.unit, gold.unit)
+        return measured is not None and _same_latex(gold.latex, answer.latex, _factor(measured))
+    if "degree" in (gold.unit, answer.unit) and gold.unit != answer.unit:
+        (_, turned), (_, other) = sorted([(gold.unit, gold.latex), (answer.unit, answer.latex)], reverse=True)
+        if r"\pi" in other and r"\pi" not in turned:
+            return _same_latex(turned, other, 180 / sympy.pi)
+    scales = gold.scale, answer.scale
+    factors = [answer.scale / gold.scale]
+    if scales[0] != scales[1] and 1 in scales:
+        factors.append(Fraction(1))
+    return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
 
 
-def _same_latex(gold: str, answer: str, factor: sympy.Rational | int) -> Opinion:
+def _factor(exact: Fraction) -> sympy.Rational:
+    return sympy.Rational(exact.numerator, exact.denominator)
+
+
+def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
     """Is gold = factor · answer?"""
     if gold == answer and factor == 1:
         return True
     first, second = number(gold), number(answer)
-    if first is not None and second is not None:
+    if first is not None and second is not None and factor.is_Rational:
         return _same_numbers(first, second, factor)
     try:
         one, other = expression(gold), times(factor, expression(answer))
@@ -115,7 +127,7 @@ def _same_latex(gold: str, answer: str, factor: sympy.Rational | int) -> Opinion
     return found if found is not None else (True if one == other else None)
 
 
-def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational | int) -> bool:
+def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:
     from_answer = answer.value * factor.numerator / factor.denominator
     if gold.value == from_answer:
         return True
@@ -161,6 +173,6 @@ def any_of(opinions: Iterable[Opinion]) -> Opinion:
     return True if True in found else None if None in found else False
 
 
-def times(factor: sympy.Rational | int, found: sympy.Basic) -> sympy.Basic:
+def times(factor: sympy.Expr | int, found: sympy.Basic) -> sympy.Basic:
     """A product that sympy does not compute: a power in it may be too large to be."""
     return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)

@@ -36,8 +36,8 @@ _LETTERS: Final = str.maketrans(
         "…": r"\ldots ",
         "∅": r"\emptyset ",
         "％": "%",
-        "²": "^{2}",
-        "³": "^{3}",
+        **{sign: f"^{{{power}}}" for power, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        **{sign: f"_{{{place}}}" for place, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
         "½": r"\frac{1}{2}",
         "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}",
@@ -51,12 +51,28 @@ _LETTERS: Final = str.maketrans(
         "\u2009": " ",
         "\u202f": " ",
         "‘": "'",
-        **dict.fromkeys("€£¥₹₽₩₿¢", ""),
+        "’": "'",
+        **dict.fromkeys("€£¥₹₽₩₿", ""),
+        "¢": r"\text{ cents}",
     }
 )
-_RADICAL = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9a-zA-Z]+))")
+_RADICAL = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|([0-9]+|[a-zA-Z]))")
+_RADICALS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha|beta"
+
+
+
+def _russian(found: re.Match[str]) -> str:
+    """``\\arctg``, ``\\ctg``: tangent and cotangent as they are called where many olympiads come from."""
+    arc, co = found[1] or found[3], found[2] or found[4]
+    return f"\\{arc or ''}{'cot' if co else 'tan'} "
+
+
+def _french(found: re.Match[str]) -> str:
+    """``]0,1[`` is ``(0,1)``."""
+    return {"[": "[", "]": "("}[found[1]] + found[2] + {"[": ")", "]": "]"}[found[3]]
+
 
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -68,6 +84,12 @@ _REPLACED: Final = tuple(
         (r"\\!", ""),
         (r"\{,\}", ","),
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
+        (r"\\(?:hspace|vspace|phantom|vphantom|hphantom|tag|label)\s*\*?\s*\{[^{}]*\}", ""),
+        (r"\\(?:textcolor|color)\s*\{[^{}]*\}", ""),
+        (r"\\(?:underline|boldsymbol|bm|pmb|vec|hat)\s*(?=\{)", ""),
+        (r"\\(?:vec|hat|bold)\s*([a-zA-Z])", r"\1"),
+        (r"\\(?:bf|bfseries|boldmath|large|Large|LARGE|huge|Huge|small|tiny|normalsize)(?![a-zA-Z])", ""),
+        (r"\\math(?:bf|it|rm|sf)\s*\{\s*([ijk])\s*\}(?=\s*(?:[-+]|$))", r"\1 "),
         (r"\\(?:l|r)?brack(?![a-z])", lambda found: "[" if "l" in found[0][:3] else "]"),
         (r"\\lbrace(?![a-z])", r"\\{"),
         (r"\\rbrace(?![a-z])", r"\\}"),
@@ -80,6 +102,17 @@ _REPLACED: Final = tuple(
         ),
         (r"\\rm\s+([a-zA-Z]+)", r"\\text{\1}"),
         (r"\\text\s*\{\s*\}", ""),
+        (r"\\text\s+\{", r"\\text{"),
+        (rf"\\text\s*\{{\s*({_NAMES})\s*\}}", r"\\\1 "),
+        (r"\\?(?:text\s*\{\s*(arc)?(c)?tg\s*\}|(?<=\\)(arc)?(c)?tg(?![a-z]))", _russian),
+        (r"\\lg(?![a-z])", r"\\log_{10}"),
+        (r"\\log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
+        (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
+        (r"\\text\{([^{}]*)\}\s*/\s*\\text\{\s*([^{}]*)\}", r"\\text{\1/\2}"),
+        (r"(?<![A-Za-z0-9}\\])C\s*_\s*\{?([0-9a-z]+)\}?\s*\^\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
+        (r"\{?\}?[_^]\s*\{?([0-9a-z]+)\}?\s*C\s*_\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
+        (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
+        (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
@@ -98,6 +131,7 @@ _REPLACED: Final = tuple(
         (r"\\(?:overline|widehat|overleftrightarrow|overrightarrow)\s*\{\s*([A-Z]{2})\s*\}", r"\1"),
         (r"\\(?:varnothing|empty)(?![a-z])", r"\\emptyset "),
         (r"\\degree(?:s)?(?![a-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\{\s*o\s*\}", r"^\\circ "),
+        (r"\\\$\s*([0-9][0-9.,]*)(?!\s*\\text)$", r"\1\\text{ dollars}"),
         (r"\\\$", ""),
         (r"\\(?:euro|pounds|yen)(?![a-z])(?:\{\})?", ""),
         (r"\\%", "%"),
@@ -117,13 +151,15 @@ _REPLACED: Final = tuple(
         (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
         (r"(?<![0-9])\.(?=[0-9])", "0."),
         (r"(?<=[0-9])\s*(?:percent(?:age)?|pct)(?![a-z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}", "%"),
+        (r"^\s*(?:minus|negative)\s+(?=[0-9\\(])", "-"),
         (r"\s+", " "),
     )
 )
 _CALLS: Final = (("sqrt", r"\sqrt{", "}"), ("exp", "e^{", "}"), ("abs", "|", "|"), ("frac", r"\frac{", "}"))
 _EDGES = " \t\n,;:"
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~")
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\})\s*(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|')\s*(?=[0-9]{3}(?![0-9]))")
+_SUM_OF_MONEY = re.compile(r"^\s*\$\s*([0-9][0-9.,]*)(?=[^$]*$)")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
 
@@ -133,11 +169,11 @@ def spelled(text: str) -> str:
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
     """
-    text = _THOUSANDS.sub(",", text.translate(_LETTERS))
+    text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))
     text = unwrapped(_SPACING.sub(" ", text))
-    if "matrix" not in text and "array" not in text and "cases" not in text:
+    if r"\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
-    text = _RADICAL.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+    text = _RADICAL.sub(lambda found: f"{_RADICALS[found[1]]}{{{found[2] or found[3]}}}", text)
     for name, opening, closing in _CALLS:
         text = _without_call(text, name, opening, closing)
     text = _exponents(text)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from stretto.rewards.math_spelling import compact
 
 _COMMANDS = re.compile(r"\\[a-zA-Z]+")
+_ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[a-z]{2})", re.IGNORECASE)
 
 
 class Unreadable(Exception):
@@ -16,10 +18,10 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Scalar:
-    """One expression, with what stood behind it."""
+    """One expression, with what stood behind it: a word that scales it (percent, million), and a unit."""
 
     latex: str
-    percent: bool = False
+    scale: Fraction = Fraction(1)
     unit: str = ""
 
 
@@ -85,13 +87,21 @@ class Ratio:
     parts: tuple[Node, ...]
 
 
-Node = Scalar | Words | Choice | Dots | Listing | Relation | Union | Matrix | Ratio
+@dataclass(frozen=True)
+class Clock:
+    """A time of day with its half: minutes since midnight or noon, and "a" or "p"."""
+
+    minutes: int
+    half: str
+
+
+Node = Scalar | Words | Choice | Dots | Listing | Relation | Union | Matrix | Ratio | Clock
 
 
 def letters(given: Node | str) -> str:
     """The letters and digits of a text answer, for comparing texts."""
     text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
-    return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(text)).lower())
+    return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(_ARTICLE.sub("", text))).lower())
 
 
 def _source(given: Node) -> str:

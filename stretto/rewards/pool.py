@@ -13,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RewardFunctionError, RoleDied, RoleError, StrettoError
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, RoleError, described
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
+from stretto.rewards.facts import Facts
 from stretto.rewards.judging import undecided
 from stretto.rewards.loading import PLACE
 from stretto.rewards.process import WorkerProcess
@@ -45,16 +46,23 @@ class RewardPool:
             [verdict] = await pool.score([ScoreItem(prompt="3+8=", completion="11", answer="11")])
     """
 
-    def __init__(self, config: RewardsConfig, *, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardsConfig,
+        *,
+        log: Path | None = None,
+        on_change: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """`on_change` is told when a worker comes back with other `facts` than those on record."""
         self.busy_seconds = 0.0  # seconds of all workers together
-        self.facts: dict[str, str] = {}  # what the reward wants recorded with the run
+        self._facts, self._on_change = Facts(), on_change
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
         self._queue: deque[Chunk] = deque()
         self._calls: set[Call] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spans: list[Span] = []
-        self._failure: StrettoError | None = None
+        self._failure: BaseException | None = None
         self._requests = 0
         self._seconds_per_item = 0.0
         self._undecided_in_a_row = 0
@@ -62,6 +70,11 @@ class RewardPool:
     @property
     def workers(self) -> int:
         return len(self._slots)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What the reward wants recorded with the run."""
+        return self._facts.known
 
     async def start(self) -> None:
         """Start all workers.
@@ -136,7 +149,8 @@ class RewardPool:
         assert slot.process is not None
         await slot.process.start(self._config, self._log)
         slot.ready = True
-        self.facts = slot.process.facts
+        for sentence in self._facts.hear(slot.name, slot.process.facts):
+            self._on_change(sentence)
         self._dispatch()
 
     async def _watch(self) -> None:
@@ -176,7 +190,7 @@ class RewardPool:
                 return await self._start(slot)
             except RewardFunctionError as error:
                 return self._fail(error)
-            except RoleError as error:
+            except (RoleError, OSError) as error:  # OSError: no room for another process, for the moment
                 if not tries_left:
                     return self._fail(error)
                 await asyncio.sleep(0.2)
@@ -243,7 +257,9 @@ class RewardPool:
                 remedy = "mend the reward, or allow more with rewards.max_consecutive_undecided"
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 
-    def _fail(self, error: StrettoError) -> None:
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, OSError):
+            error = RoleDied(ROLE, f"cannot be started: {described(error)}", str(self._log or ""))
         self._failure = self._failure or error
         for call in self._calls:
             if not call.done.done():
@@ -252,7 +268,13 @@ class RewardPool:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the work behind the calls: what it fails of, they fail of."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
 
 class _Slot:

@@ -56,6 +56,9 @@ class WorkerProcess:
                 parent=os.getpid(),
             )
             self._process = _spawn(settings, log)
+        except OSError:
+            ours.close()
+            raise
         finally:
             theirs.close()
             os.close(descriptor)

@@ -35,7 +35,7 @@ class FileSeal(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """What a whole checkpoint holds. Example: ``Manifest(step=40, files={"model.safetensors": FileSeal(...)})``"""
+    """What a whole checkpoint holds. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
 
     step: int
     files: dict[str, FileSeal]
@@ -63,16 +63,20 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder, self._keep = folder, keep
 
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint, whether there is one or not."""
+        return self._folder / f"step-{step:06d}"
+
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a folder, seal it, and switch to it; on any error nothing has changed.
 
         Raises:
-            StoreError: the folder cannot be written (disk full, read-only); names the path.
+            StoreError: the folder cannot be written (disk full, read-only, vanished); names the path.
         """
-        final = self._folder / f"step-{step:06d}"
+        final = self.path(step)
         part = self._folder / f".{final.name}.part"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)  # never its parent: a run folder that vanished is no place for one
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             write(part)
@@ -103,7 +107,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             if at_most is not None and step > at_most:
                 continue
-            path = self._folder / f"step-{step:06d}"
+            path = self.path(step)
             try:
                 verify(path)
             except StoreError as error:
@@ -117,14 +121,14 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """The run goes on from `step`: later checkpoints, which are broken, keep their bytes and lose their names."""
         for later in (number for number in self.steps() if number > step):
-            path = self._folder / f"step-{later:06d}"
+            path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
     def _prune(self) -> None:
         for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self._folder / f"step-{step:06d}", ignore_errors=True)
+            shutil.rmtree(self.path(step), ignore_errors=True)
 
 
 def verify(path: Path) -> Manifest:

@@ -89,13 +89,16 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
         A_t = delta_t + gamma lam A_(t+1),    delta_t = r_t + gamma V_(t+1) - V_t
 
-    `values[t]` is the value of the state in which token t was sampled; after the last token there is nothing.
+    `values[t]` is the value of the state in which token t was sampled. After the last token there is nothing, or, of
+    an answer that was cut off, the state whose value is one more entry of `values` (arXiv 1712.00378, section 3).
 
     >>> gae([0.0, 0.0, 1.0], [0.5, 0.5, 0.5], gamma=1.0, lam=0.5)   # delta = 0, 0, 0.5
     [0.125, 0.25, 0.5]
+    >>> gae([0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 2.0], gamma=1.0, lam=0.5)   # delta = 0, 0, 2.5
+    [0.625, 1.25, 2.5]
     """
     advantages = [0.0] * len(rewards)
-    advantage = value_after = 0.0
+    advantage, value_after = 0.0, sum(values[len(rewards) :])
     for t in reversed(range(len(rewards))):
         advantage = rewards[t] + gamma * value_after - values[t] + gamma * lam * advantage
         value_after = values[t]

@@ -16,6 +16,7 @@ from stretto.trainer.config import CriticConfig
 from stretto.trainer.corrections import Correction
 from stretto.trainer.estimators import GAE, Estimator, GroupNormalised, named
 from stretto.trainer.losses import Objective
+from stretto.trainer.penalties import Divergence
 from stretto.trainer.proximal import Anchor
 from stretto.trainer.second_moment import second_moment
 from stretto.trainer.shaping import Shaping
@@ -158,7 +159,10 @@ class Reference(_Section):
     """A penalty for leaving a reference policy, whose weights are in the trainer's memory as well."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy || reference)")
-    weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="what the divergence weighs in the loss")
+    weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="what the divergence weighs")
+    into: Literal["loss", "reward"] = Field(
+        "loss", description="loss: a term of its own; reward: each token's reward is lowered, before the advantages"
+    )
     path: str | None = Field(None, description="Hugging Face folder; none: the policy that the run starts from")
 
 
@@ -178,6 +182,11 @@ class AlgorithmConfig(_Section):
     entropy: bool = Field(False, description="measure the policy's entropy (costs time, changes nothing)")
     entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False, description="what the mean entropy adds to J")
 
+    def divergence(self, into: Literal["loss", "reward"]) -> Divergence | None:
+        """The estimator of the divergence from the reference policy, if that is where it belongs."""
+        reference = self.reference
+        return getattr(penalties, reference.estimator) if reference is not None and reference.into == into else None
+
     @property
     def critic(self) -> CriticConfig | None:
         """The critic that the advantages need, if they need one."""
@@ -196,13 +205,12 @@ class AlgorithmConfig(_Section):
 
 def objective(config: AlgorithmConfig) -> Objective:
     """The loss that the recipe composes."""
-    reference = config.reference
     return Objective(
         surrogate=_surrogate(config.loss),
         correction=_correction(config.correction),
         selection=partial(second_moment, threshold=config.loss.threshold) if isinstance(config.loss, M2PO) else None,
-        divergence=getattr(penalties, reference.estimator) if reference else None,
-        divergence_weight=reference.weight if reference else 0.0,
+        divergence=config.divergence("loss"),
+        divergence_weight=config.reference.weight if config.reference else 0.0,
         entropy_bonus=config.entropy_bonus,
     )
 

@@ -1,24 +1,41 @@
-"""A trainer on disk: everything that decides what it does next.
+"""A trainer on disk: everything that decides what it does next (it draws no random numbers).
 
-    model.safetensors   parameters by name (float32)
-    optimizer.pt        AdamW's moments and steps, torch's random state
-    trainer.json        version, bad steps in a row
-    critic/             the same three of a critic, where there is one
+    shard-00001-...safetensors   the part of rank 0: parameters, AdamW's two moments and its step counts, by name
+    shard-00002-...safetensors   the part of rank 1, and so on
+    trainer.json                 version, bad steps in a row
+    critic/                      the same of a critic, where there is one
 
-Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.checkpoints`.
+Written and read by torch's distributed checkpoints in their safetensors form: whatever number of ranks has written a
+checkpoint, any number can go on from it, and nothing in it is a pickle. Whoever keeps checkpoints forces them to disk,
+seals them and switches them in: `store.checkpoints`.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import StoreError
 from stretto.trainer.stepper import Stepper
+
+_POSITION = "trainer.json"
+_PARAMETER, _STEPS = "parameter", "steps"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
+
+#: What torch and safetensors raise when a file is not what it should be, or cannot be written.
+_ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,56 +46,102 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save(folder: Path, stepper: Stepper, version: int) -> None:
-    """Write the three files into `folder`.
+    """Write this rank's part into `folder`; all ranks call it.
 
     Raises:
         StoreError: the folder cannot be written (disk full, read-only).
     """
-    tensors = {name: parameter.detach().contiguous() for name, parameter in stepper.trained.named_parameters()}
-    state = {"optimizer": stepper.optimizer.state_dict(), "random": _random_state(stepper)}
     position = TrainerPosition(version=version, bad_steps_in_a_row=stepper.bad_steps_in_a_row)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors")
-        torch.save(state, folder / "optimizer.pt")
-        (folder / "trainer.json").write_bytes(msgspec.json.encode(position))
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have words of their own for it
+        with _alone_is_fine():
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            state_dict_saver.save(_state(stepper), storage_writer=writer)
+        if stepper.ranks.rank == 0:
+            (folder / _POSITION).write_bytes(msgspec.json.encode(position))
+    except _ERRORS as error:
         raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
 
 def load(folder: Path, stepper: Stepper) -> int:
-    """Put the parameters and their optimizer where the checkpoint stands; returns the version.
+    """Put the parameters and their optimizer where the checkpoint stands; returns the version. All ranks call it.
 
     Raises:
         StoreError: the folder is not whole, or is of another model; nothing has changed.
     """
-    device = stepper.device
+    reader, ours = HuggingFaceStorageReader(str(folder)), _state(stepper)
     try:
-        position = msgspec.json.decode((folder / "trainer.json").read_bytes(), type=TrainerPosition)
-        tensors = load_file(folder / "model.safetensors", device=str(device))
-        state = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
+        position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
+        theirs = reader.read_metadata().state_dict_metadata
+        _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in ours.items()})
+        found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
+        with _alone_is_fine():
+            state_dict_loader.load(found, storage_reader=reader)
+    except (*_ERRORS, msgspec.MsgspecError) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {error}") from error
-    parameters = dict(stepper.trained.named_parameters())
-    theirs, ours = ({name: tuple(t.shape) for name, t in some.items()} for some in (tensors, parameters))
-    if theirs != ours:
-        differing = sorted(dict(theirs.items() ^ ours.items()))
-        raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {', '.join(differing)}")
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    stepper.optimizer.load_state_dict(state["optimizer"])
-    _set_random_state(stepper, state["random"])
+        for name, tensor in ours.items():
+            tensor.copy_(found[name])
+    for steps, (_, parameter) in zip(found[_STEPS], _trained(stepper), strict=True):
+        stepper.optimizer.state[parameter]["step"].copy_(steps)
     stepper.bad_steps_in_a_row = position.bad_steps_in_a_row
     return position.version
 
 
-def _random_state(stepper: Stepper) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(stepper.device)] if stepper.device.type == "cuda" else states
+def _trained(stepper: Stepper) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in stepper.trained.named_parameters() if parameter.requires_grad]
 
 
-def _set_random_state(stepper: Stepper, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0].cpu())
-    if len(states) > 1 and stepper.device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), stepper.device)
+def _state(stepper: Stepper) -> dict[str, Tensor]:
+    """Everything by name. An optimizer that has not made a step is given the moments that it would begin with."""
+    state, counts = dict[str, Tensor](), list[Tensor]()
+    for name, parameter in _trained(stepper):
+        own = stepper.optimizer.state[parameter]
+        if not own:
+            own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            own.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
+        state[f"{_PARAMETER}.{name}"] = parameter.detach()
+        state |= {f"{moment}.{name}": own[moment] for moment in _MOMENTS}
+        counts.append(own["step"])
+    return state | {_STEPS: torch.stack(counts)}
+
+
+def check(folder: Path, policy: nn.Module) -> None:
+    """Whether a trainer of `policy` can go on from a checkpoint; nothing but names and shapes is read.
+
+    Raises:
+        StoreError: it is not whole, or of another model or format.
+    """
+    trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
+    wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *_MOMENTS) for name, p in trained.items()}
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except _ERRORS as error:
+        raise StoreError(f"checkpoint {folder} cannot be read: {error}") from error
+    _refuse_another_model(folder, found, wanted | {_STEPS: torch.Size([len(trained)])})
+
+
+def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Mapping[str, torch.Size]) -> None:
+    """Every tensor is there, whole, in our shape, and none else."""
+    if not any(folder.glob("shard-*.safetensors")):
+        raise StoreError(f"checkpoint {folder} is of another format: it has no shards")
+    found = {name: _whole_shape(meta) for name, meta in theirs.items()}
+    if found != wanted:
+        names = {name.removeprefix(f"{_PARAMETER}.") for name in dict(found.items() ^ wanted.items())}
+        differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *_MOMENTS))))
+        raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {differing}")
+
+
+def _whole_shape(meta: object) -> torch.Size:
+    """The shape of a tensor on disk; of one that lacks a shard, a shape that none has."""
+    assert isinstance(meta, TensorStorageMetadata), type(meta)
+    held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
+    return meta.size if held == math.prod(meta.size) else torch.Size([0, 0, 0, 0, 0])
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """A process that is no rank of many need not be told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

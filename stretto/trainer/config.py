@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -26,11 +26,33 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     micro_batch_tokens: PositiveInt = Field(4096, description="tokens in one forward (Algorithm 1's capacity)")
     min_micro_batches: PositiveInt = Field(1, description="micro-batches at least (Algorithm 1's k_min)")
     max_bad_steps: PositiveInt = Field(5, description="optimizer steps in a row with a NaN or infinite gradient")
-    threads: PositiveInt = Field(1, description="torch threads of the process")
+    activation_checkpointing: bool = Field(
+        False, description="keep a layer's input for the backward pass and compute the rest again: less memory, slower"
+    )
+    threads: PositiveInt = Field(1, description="torch threads of each process")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model is trained")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the forward pass; parameters and optimizer stay in float32"
     )
+
+
+def _as_tuple(value: object) -> object:
+    """TOML has lists; what is not one is left to be refused."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """`[trainer.lora]`: adapters of low rank are trained, the policy stays as it is."""
+
+    rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
+    alpha: PositiveInt = Field(32, description="what the adapters weigh")
+    target_modules: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        (), description='linear layers by the last part of their name, such as "q_proj"; none: all of them'
+    )
+
+    def targets(self, layer: str) -> bool:
+        """Does the linear layer of this name get an adapter?"""
+        return not self.target_modules or layer.rsplit(".", 1)[-1] in self.target_modules
 
 
 class TrainerConfig(OptimizerConfig):
@@ -38,6 +60,8 @@ class TrainerConfig(OptimizerConfig):
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
+    ranks: PositiveInt = Field(1, description="processes that train together, each with a part of every parameter")
+    lora: LoraConfig | None = Field(None, description="train adapters in place of the parameters")
     keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(
         1, description="policies kept in the run folder: the newest so many, or all"
     )
@@ -49,6 +73,9 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     learning_rate: float = Field(1e-4, gt=0, description="the highest learning rate; schedule as the policy's")
     clip: float = Field(0.2, gt=0, description="a value may move so far from the one before the step")
+    truncated: Literal["end", "bootstrap"] = Field(
+        "end", description="an answer that was cut off ends there, or is worth what the critic says of its last state"
+    )
 
 
 class PreferenceConfig(OptimizerConfig):

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.core.records import Batch
-from stretto.model.logprobs import PackedTokens, hidden_states, pack_tokens
+from stretto.core.records import Batch, StopReason, Trajectory
+from stretto.model.layers import checkpoint_activations
+from stretto.model.logprobs import PackedTokens, hidden_states
 from stretto.model.onednn import use_onednn
+from stretto.trainer.asking import ask
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.minibatch import Minibatch
-from stretto.trainer.packing import micro_batches
+from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.stepper import OptimizerStep, Stepper, learning_rate
 
 
@@ -41,44 +43,33 @@ class Critic(Stepper):
     loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
+    ) -> None:
         """`model` is the policy at the start, loaded with the packed attention, for the critic alone."""
-        model.eval()
-        use_onednn(model)
-        head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        body = model.base_model  # without the matrix to the vocabulary
-        assert isinstance(body, PreTrainedModel), type(body)
-        self._body, self._head, self._clip = body, head, settings.clip
+        self._values, self._steps = StateValues(model, config), config.steps
+        self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
-        super().__init__(nn.ModuleDict({"body": body, "head": head}), optimizer)
-        self._steps, self._half = config.steps, config.dtype != "float32"
+        super().__init__(self._values, optimizer, ranks)
 
     def values(self, packed: PackedTokens) -> Tensor:
         """V of the state in which each wanted token was sampled, [N], float32."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._half):
-            hidden_NW = hidden_states(self._body, packed).index_select(0, packed.before)
-        return self._head(hidden_NW.float()).squeeze(-1)  # type: ignore[no-any-return]
+        return self._values(packed)  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def answer_values(self, batch: Batch) -> dict[str, list[float]]:
-        """V before each token of each answer of the batch, masked ones too, by the trajectory's id."""
-        answers = [
-            (t.id, group.prompt.token_ids, t.completion.token_ids) for group in batch.groups for t in group.trajectories
-        ]
-        lengths = [len(prompt) + len(answer) for _, prompt, answer in answers]
-        found: dict[str, list[float]] = {}
-        for pack in micro_batches(lengths, self.config.micro_batch_tokens):
-            together = [answers[i] for i in pack]
-            wanted = [range(len(prompt), len(prompt) + len(answer)) for _, prompt, answer in together]
-            packed = pack_tokens([prompt + answer for _, prompt, answer in together], wanted, self.device)
-            parts = self.values(packed).split([len(places) for places in wanted])
-            found |= {name: part.tolist() for (name, _, _), part in zip(together, parts, strict=True)}
-        return found
+        """V before each token of each answer of the batch, masked ones too, by the trajectory's id; and, where the
+        recipe wants it, one more of an answer that was cut off: V after its last token."""
+        return ask(batch, self.config.micro_batch_tokens, self.device, self.values, self._goes_on, self.ranks)
 
-    def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[float, OptimizerStep]:
-        """One optimizer step towards the returns of a minibatch; its loss, averaged like the policy's.
+    def _goes_on(self, trajectory: Trajectory) -> bool:
+        """Whether what would have followed the answer is worth something."""
+        completion = trajectory.completion
+        cut_off = completion.stop_reason is StopReason.LENGTH and len(completion.token_ids) > 0
+        return cut_off and self._truncated == "bootstrap"
+
+    def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
+        """One optimizer step towards the returns of a minibatch; the loss of this rank's share, averaged like the
+        policy's.
 
         Raises:
             TrainingDiverged: too many gradients in a row were not finite.
@@ -90,7 +81,30 @@ class Critic(Stepper):
             loss.backward()
             losses.append(loss.detach())
         rate = learning_rate(self.config, version, self._steps)
-        return float(torch.stack(losses).sum()), self.step(rate, step)
+        return torch.stack(losses).sum(), self.step(rate, step)
+
+
+class StateValues(nn.Module):
+    """Packed tokens in, values out. The body is that of `model`, without the matrix to the vocabulary."""
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+        super().__init__()
+        model.eval()
+        use_onednn(model)
+        if config.activation_checkpointing:
+            checkpoint_activations(model)
+        assert isinstance(model.base_model, PreTrainedModel), type(model.base_model)
+        self.body = model.base_model
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._half = config.dtype != "float32"
+
+    def forward(self, packed: PackedTokens) -> Tensor:
+        """V of the state in which each wanted token was sampled, [N], float32."""
+        with torch.autocast(self.body.device.type, dtype=torch.bfloat16, enabled=self._half):
+            hidden_NW = hidden_states(self.body, packed).index_select(0, packed.before)
+        return hidden_NW.float() @ self.head.weight[0] + self.head.bias
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, assert_never
@@ -108,12 +109,19 @@ class Answer:
     reward: float  # shaped
     tokens: int
     trained: Sequence[int]  # places within the answer of its loss tokens, ascending
-    values: Sequence[float] = ()  # what a critic said of the state before each token; empty without one
+    values: Sequence[float] = ()  # what a critic said of the state before each token (`advantages.gae`); or empty
+    penalties: Sequence[float] = ()  # what each token costs, in the unit of the reward; empty: nothing
 
     @property
     def rewards(self) -> list[float]:
-        """Token by token: the whole reward is at the end."""
-        return [0.0] * (self.tokens - 1) + [self.reward] if self.tokens else []
+        """Token by token: the reward is at the end, each token's cost where it stands."""
+        costs = [-penalty for penalty in self.penalties] or [0.0] * self.tokens
+        return [*costs[:-1], costs[-1] + self.reward] if costs else []
+
+    @property
+    def total(self) -> float:
+        """The reward of the whole answer, less what its tokens cost."""
+        return self.reward - math.fsum(self.penalties)
 
 
 def advantages_of(estimator: Estimator, groups: Sequence[Sequence[Answer]]) -> list[list[list[float]]]:
@@ -123,7 +131,7 @@ def advantages_of(estimator: Estimator, groups: Sequence[Sequence[Answer]]) -> l
             found = [[generalised(estimator, answer) for answer in group] for group in groups]
             return _normalised(found, estimator.eps) if estimator.normalised else found
         case ReinforcePP():
-            returns = [[advantages.terminal(a.reward, a.tokens, a.trained, estimator.gamma) for a in g] for g in groups]
+            returns = [[_discounted(answer, estimator.gamma) for answer in group] for group in groups]
             return _normalised(returns, estimator.eps)
         case _:
             scores = _scores(estimator, groups)
@@ -137,7 +145,7 @@ def _scores(
     estimator: GroupNormalised | GroupMean | LeaveOneOut | LitePPO | Batch | ReinforcePPBaseline | RawReward,
     groups: Sequence[Sequence[Answer]],
 ) -> list[list[float]]:
-    rewards = [[answer.reward for answer in group] for group in groups]
+    rewards = [[answer.total for answer in group] for group in groups]
     tokens = [[len(answer.trained) for answer in group] for group in groups]
     match estimator:
         case GroupNormalised():
@@ -161,8 +169,16 @@ def _scores(
 def generalised(estimator: GAE, answer: Answer) -> list[float]:
     """The advantage of each loss token of one answer, before any normalisation."""
     if not answer.values:
-        return advantages.terminal(answer.reward, answer.tokens, answer.trained, estimator.gamma * estimator.lam)
+        return _discounted(answer, estimator.gamma * estimator.lam)
     found = advantages.gae(answer.rewards, answer.values, estimator.gamma, estimator.lam)
+    return [found[t] for t in answer.trained]
+
+
+def _discounted(answer: Answer, decay: float) -> list[float]:
+    """The rewards from each loss token on, each as many times `decay` as it is tokens away."""
+    if not answer.penalties:
+        return advantages.terminal(answer.reward, answer.tokens, answer.trained, decay)
+    found = advantages.gae(answer.rewards, [0.0] * answer.tokens, decay, lam=1.0)
     return [found[t] for t in answer.trained]
 
 

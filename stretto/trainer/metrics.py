@@ -1,4 +1,7 @@
-"""The measurements of one training step, gathered micro-batch by micro-batch. Formulas: docs/metrics.md."""
+"""The measurements of one training step, gathered micro-batch by micro-batch on each rank, added up at its end.
+
+Formulas: docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from stretto.trainer.critic import explained_variance
 from stretto.trainer.losses import DIAGNOSTICS, Loss
+from stretto.trainer.ranks import Ranks
 from stretto.trainer.stepper import OptimizerStep
 
 _NAMES = {
@@ -20,6 +24,7 @@ _NAMES = {
     "behavior_weight": "behavior_weight_mean",
     "kl_behavior": "kl_behavior",
 }
+_SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "agreeing", "value_loss")
 
 
 class Meter:
@@ -30,33 +35,28 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._sums: list[Tensor] = []
-        self._tokens = 0
-        self._entropy: list[Tensor] = []
-        self._kl_reference: list[Tensor] = []
-        self._error: list[Tensor] = []
-        self._agreeing: list[Tensor] = []
+        self._sums: dict[str, list[Tensor]] = {name: [] for name in _SUMS}
         self._steps: list[OptimizerStep] = []
-        self._value_losses: list[float] = []
         self._critic_steps: list[OptimizerStep] = []
         self._explained = math.nan
+        self._penalised: float | None = None
 
     def learned(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
         """A micro-batch of `tokens` loss tokens has been through the loss."""
-        self._losses.append(loss.value.detach())
-        self._sums.append(loss.sums)
-        self._tokens += tokens
+        self._sums["loss"].append(loss.value.detach())
+        self._sums["tokens"].append(loss.sums.new_tensor(tokens))
+        for name, diagnostic in zip(DIAGNOSTICS, loss.sums, strict=True):
+            self._sums[name].append(diagnostic)
         if loss.kl_reference is not None:
-            self._kl_reference.append(loss.kl_reference)
+            self._sums["kl_reference"].append(loss.kl_reference)
         if entropy is not None:
-            self._entropy.append(entropy.detach().sum())
+            self._sums["entropy"].append(entropy.detach().sum())
 
     def agreed(self, behavior_logprobs: Tensor, proximal_logprobs: Tensor, on_policy: Tensor) -> None:
         """Compare trainer and engine where both speak of the same version."""
         difference = (behavior_logprobs - proximal_logprobs).abs()
-        self._error.append(difference.masked_fill(~on_policy, 0.0).sum())
-        self._agreeing.append(on_policy.sum())
+        self._sums["error"].append(difference.masked_fill(~on_policy, 0.0).sum())
+        self._sums["agreeing"].append(on_policy.sum())
 
     def stepped(self, step: OptimizerStep) -> None:
         self._steps.append(step)
@@ -65,31 +65,37 @@ class Meter:
         """What a critic has said of the batch before the step, and what it should have said."""
         self._explained = explained_variance(values, returns)
 
-    def fitted(self, loss: float, step: OptimizerStep) -> None:
-        """The critic has taken a step."""
-        self._value_losses.append(loss)
+    def penalised(self, divergence: float) -> None:
+        """The mean divergence from the reference policy by which the rewards were lowered."""
+        self._penalised = divergence
+
+    def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
+        """The critic has taken a step; its loss over this rank's share."""
+        self._sums["value_loss"].append(loss)
         self._critic_steps.append(step)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Of the whole step; every rank calls this, and has the same answer."""
         steps = [*self._steps, *self._critic_steps]
         measured: dict[str, float] = {"bad_steps": float(sum(not step.taken for step in steps))}
         if norms := [step.grad_norm for step in self._steps if step.taken]:
             measured["grad_norm"] = fmean(norms)
-        if self._tokens:
-            measured["loss"] = _total(self._losses) / len(self._steps)
-            sums = torch.stack(self._sums).sum(0).tolist()
-            measured |= {_NAMES[name]: total / self._tokens for name, total in zip(DIAGNOSTICS, sums, strict=True)}
-        if self._entropy:
-            measured["entropy"] = _total(self._entropy) / self._tokens
-        if self._value_losses:
-            measured["value_loss"] = fmean(self._value_losses)
+        sums = self._totals(ranks)
+        if tokens := sums["tokens"]:
+            measured["loss"] = sums["loss"] / len(self._steps)
+            measured |= {_NAMES[name]: sums[name] / tokens for name in DIAGNOSTICS}
+            measured |= {name: sums[name] / tokens for name in ("entropy", "kl_reference") if self._sums[name]}
+        if self._critic_steps:
+            measured["value_loss"] = sums["value_loss"] / len(self._critic_steps)
             measured["explained_variance"] = self._explained
-        if self._kl_reference:
-            measured["kl_reference"] = _total(self._kl_reference) / self._tokens
-        if agreeing := _total(self._agreeing):
-            measured["behavior_logprob_error"] = _total(self._error) / agreeing
+        if self._penalised is not None:
+            measured["kl_reference"] = self._penalised
+        if sums["agreeing"]:
+            measured["behavior_logprob_error"] = sums["error"] / sums["agreeing"]
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
-
-def _total(values: list[Tensor]) -> float:
-    return float(torch.stack(values).sum()) if values else 0.0
+    def _totals(self, ranks: Ranks) -> dict[str, float]:
+        """The sums over all ranks, by name."""
+        own = [float(torch.stack(values).sum()) if values else 0.0 for values in self._sums.values()]
+        totals = ranks.total(torch.tensor(own, dtype=torch.float64))
+        return dict(zip(self._sums, totals.tolist(), strict=True))

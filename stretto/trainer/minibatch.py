@@ -1,4 +1,5 @@
-"""Rows as tensors: the answers of one optimizer step, divided into what goes through the model together.
+"""Rows as tensors: the answers of one optimizer step, divided over the ranks and into what goes through the model
+together.
 
 Axes: N loss token, S sequence.
 """
@@ -15,7 +16,8 @@ from torch import Tensor
 from stretto.model.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.aggregation import Aggregation, coefficients
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.packing import micro_batches
+from stretto.trainer.packing import shares
+from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.rows import Row
 from stretto.trainer.tokens import Sequences
 
@@ -36,20 +38,29 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Rows of one optimizer step."""
+    """Rows of one optimizer step, and what one rank computes of them."""
 
-    micro_batches: tuple[MicroBatch, ...]
-    loss_tokens: int
-    answers: tuple[str, ...]  # ids of its trajectories
+    micro_batches: tuple[MicroBatch, ...]  # of this rank; every rank has as many
+    loss_tokens: int  # of all ranks
+    answers: tuple[str, ...]  # ids of its trajectories, of all ranks
 
 
 def minibatch(
-    rows: Sequence[Row], config: OptimizerConfig, aggregation: Aggregation, longest: int, device: torch.device
+    rows: Sequence[Row],
+    config: OptimizerConfig,
+    aggregation: Aggregation,
+    longest: int,
+    device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> Minibatch:
-    """Pack the rows of one optimizer step; `longest` is the most tokens that an answer may have."""
+    """Pack this rank's rows of one optimizer step; `longest` is the most tokens that an answer may have.
+
+    What a token weighs is known from the rows of all ranks, so the ranks' losses add up to the exact mean.
+    """
     lengths = [len(row.loss_positions) for row in rows]
     scales = coefficients(aggregation, lengths, longest)
-    packs = micro_batches([len(row.token_ids) for row in rows], config.micro_batch_tokens, config.min_micro_batches)
+    tokens = [len(row.token_ids) for row in rows]
+    packs = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)[ranks.rank]
     return Minibatch(
         micro_batches=tuple(_micro_batch([rows[i] for i in pack], [scales[i] for i in pack], device) for pack in packs),
         loss_tokens=sum(lengths),

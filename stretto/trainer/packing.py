@@ -1,10 +1,12 @@
-"""Which sequences are computed together: minibatches for the optimizer, micro-batches for the memory.
+"""Which sequences are computed together: minibatches for the optimizer, shares for the ranks, micro-batches for the
+memory.
 
 Pure functions from lengths (tokens) to lists of indices.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -47,3 +49,40 @@ def minibatches(lengths: Sequence[int], count: int) -> list[list[int]]:
         parts[lightest].append(index)
         totals[lightest] += lengths[index]
     return [sorted(part) for part in parts]
+
+
+def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """`count` parts, their token totals as near to each other as largest differencing brings them; some may be empty.
+
+    Karmarkar and Karp, 1982: begin with one division per sequence, in which that sequence is all of one part; as long
+    as there are two, lay the two whose parts differ most over each other, the heaviest part of one on the lightest of
+    the other. The totals never differ by more than the longest sequence. Indices within a part are ascending.
+
+    >>> balanced([8, 7, 6, 5, 4], 2)   # 8 + 6 and 7 + 5 + 4: nearer than `minibatches` comes
+    [[0, 2], [1, 3, 4]]
+    """
+    empty: list[tuple[int, list[int]]] = [(0, [])] * (count - 1)
+    divisions = [(-length, index, [*empty, (length, [index])]) for index, length in enumerate(lengths)]
+    heapq.heapify(divisions)  # smallest first: minus the difference; then the index, so that the order is one
+    while len(divisions) > 1:
+        (_, index, first), (_, _, second) = heapq.heappop(divisions), heapq.heappop(divisions)
+        laid = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        laid.sort(key=lambda part: part[0])
+        heapq.heappush(divisions, (laid[0][0] - laid[-1][0], index, laid))
+    parts = divisions[0][2] if divisions else [*empty, (0, [])]
+    return [sorted(part) for _, part in parts]
+
+
+def shares(lengths: Sequence[int], capacity: int, fewest: int, ranks: int) -> list[list[list[int]]]:
+    """The micro-batches of each rank: equally many, since every forward is one of all ranks together. A rank that has
+    too few gets empty ones.
+
+    >>> shares([5, 9, 3, 4], capacity=10, fewest=1, ranks=2)   # 9 | nothing and 5, 4 | 3
+    [[[1], []], [[0, 3], [2]]]
+    """
+    own = [
+        [[part[i] for i in pack] for pack in micro_batches([lengths[i] for i in part], capacity, fewest)]
+        for part in balanced(lengths, ranks)
+    ]
+    most = max(map(len, own))
+    return [packs + [[]] * (most - len(packs)) for packs in own]

@@ -6,9 +6,12 @@ A row is prompt + answer. Its loss tokens are the answer's tokens that are young
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+
+import torch
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch, Completion, Prompt, Trajectory
@@ -16,8 +19,10 @@ from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.estimators import GAE, Answer, Estimator, advantages_of, generalised
 from stretto.trainer.shaping import shaped
 
-#: The values of a run without a critic.
-NO_CRITIC: Mapping[str, Sequence[float]] = MappingProxyType({})
+#: What a model said of each token of each answer, by the trajectory's id (`asking.py`).
+Said = Mapping[str, Sequence[float]]
+#: Nobody was asked.
+NOTHING: Said = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,28 @@ class Rows:
 
     rows: tuple[Row, ...]
     masked_tokens: int  # answer tokens too old to be trained on
-    reward_mean: float  # over all trajectories of the batch
+    reward_mean: float  # over all trajectories of the batch, as given: neither shaped nor lowered
+    kl_reference: float | None = None  # mean over all answer tokens, where it is part of the reward
 
 
 def rows_of(
-    batch: Batch, config: AlgorithmConfig, longest: int, values: Mapping[str, Sequence[float]] = NO_CRITIC
+    batch: Batch, config: AlgorithmConfig, longest: int, values: Said = NOTHING, reference_logprobs: Said = NOTHING
 ) -> Rows:
     """Advantages over the whole batch, then one row for each answer that has loss tokens.
 
     `longest` is the most tokens that an answer may have (``sampling.max_tokens``); `values` is what a critic says of
-    the state before each token of each answer, by the trajectory's id.
+    the state before each token of each answer, `reference_logprobs` what the reference policy says of each token,
+    where the divergence from it is part of the reward.
 
     Raises:
         BoundViolated: a token has no log-probability or version, or was sampled by a version not published yet.
     """
     members = [[(group.prompt, trajectory) for trajectory in group.trajectories] for group in batch.groups]
-    answers = [[_answer(trajectory, batch, config, longest, values) for _, trajectory in group] for group in members]
+    divergences = _divergences(batch, config, reference_logprobs)
+    answers = [
+        [_answer(trajectory, batch, config, longest, values, divergences) for _, trajectory in group]
+        for group in members
+    ]
     scores = advantages_of(config.advantages, answers)
     rows = [
         _row(*member, answer, score, batch.version, config.advantages)
@@ -74,15 +85,34 @@ def rows_of(
         rows=tuple(rows),
         masked_tokens=tokens - sum(len(row.loss_positions) for row in rows),
         reward_mean=sum(rewards) / len(rewards) if rewards else 0.0,
+        kl_reference=sum(map(math.fsum, divergences.values())) / tokens if divergences and tokens else None,
     )
 
 
+def _divergences(batch: Batch, config: AlgorithmConfig, reference_logprobs: Said) -> Said:
+    """What the policy that sampled each token diverges there from the reference, where the reward is lowered by it."""
+    estimator = config.divergence("reward")
+    if estimator is None:
+        return NOTHING
+    completions = {t.id: t.completion for group in batch.groups for t in group.trajectories}
+    return {
+        name: estimator(torch.tensor(completion.behavior_logprobs), torch.tensor(reference_logprobs[name])).tolist()
+        for name, completion in completions.items()
+    }
+
+
 def _answer(
-    trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int, values: Mapping[str, Sequence[float]]
+    trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int, values: Said, divergences: Said
 ) -> Answer:
     tokens = len(trajectory.completion.token_ids)
-    reward = shaped(trajectory.reward, tokens, longest, config.shaping)
-    return Answer(reward, tokens, _trainable(trajectory.completion, batch), values.get(trajectory.id, ()))
+    weight = config.reference.weight if config.reference is not None else 0.0
+    return Answer(
+        reward=shaped(trajectory.reward, tokens, longest, config.shaping),
+        tokens=tokens,
+        trained=_trainable(trajectory.completion, batch),
+        values=values.get(trajectory.id, ()),
+        penalties=[weight * divergence for divergence in divergences.get(trajectory.id, ())],
+    )
 
 
 def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.core.errors import TrainingDiverged
+from stretto.model.layers import decoder_layers
 from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,16 @@ class OptimizerStep:
 
 
 class Stepper:
-    """AdamW over the parameters of `trained` that need a gradient.
+    """AdamW over the parameters of `trained` that need a gradient, divided over the ranks.
 
     A step whose gradient is not finite is not taken and is counted; `max_bad_steps` of them in a row end the training.
     """
 
-    def __init__(self, trained: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, trained: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> None:
+        ranks.divide(trained, decoder_layers(trained))
         self.trained = trained
         self.config = config
+        self.ranks = ranks
         self.bad_steps_in_a_row = 0
         self.optimizer = _adamw(trained, config)
 
@@ -39,10 +43,12 @@ class Stepper:
     def step(self, learning_rate: float, training_step: int) -> OptimizerStep:
         """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient.
 
+        The gradient is the sum of what all ranks have accumulated, so they all take the step or none does.
+
         Raises:
             TrainingDiverged: this was the last bad step in a row that the recipe allows.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._parameters(), self.config.max_grad_norm))
+        norm = float(self.ranks.whole(nn.utils.clip_grad_norm_(self._parameters(), self.config.max_grad_norm)))
         taken = math.isfinite(norm)
         if taken:
             for group in self.optimizer.param_groups:

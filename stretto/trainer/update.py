@@ -16,7 +16,7 @@ Axes: T packed token, N loss token.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
 from stretto.trainer import checkpoint
+from stretto.trainer.adapters import adapted_layers, merged, plain_parameters
 from stretto.trainer.algorithm import AlgorithmConfig, objective
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -36,8 +37,9 @@ from stretto.trainer.metrics import Meter
 from stretto.trainer.minibatch import MicroBatch, Minibatch, minibatch
 from stretto.trainer.packing import minibatches
 from stretto.trainer.proximal import interpolated
-from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rows import NO_CRITIC, Row, rows_of
+from stretto.trainer.ranks import ALONE, Ranks
+from stretto.trainer.reference import Reference, WithoutAdapters
+from stretto.trainer.rows import NOTHING, Row, rows_of
 from stretto.trainer.stepper import learning_rate
 from stretto.trainer.tokens import Tokens
 from stretto.weights.mailbox import Publisher
@@ -61,20 +63,29 @@ class Trainer:
         sampling: Sampling = UNCHANGED,
         *,
         version: int = 0,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
         critic: Critic | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by;
-        `reference` and `critic` are given exactly where the algorithm has one.
+        `reference` and `critic` are given exactly where the algorithm has one, but the policy at the start is no
+        reference that a model with adapters must be given; of several ranks each has a trainer, and all call the same
+        methods with the same arguments.
         """
+        self.learner = Learner(model, config, sampling, ranks)
+        self._ranks, self._adapted = ranks, adapted_layers(model)
+        if algorithm.reference is not None and algorithm.reference.path is None and self._adapted:
+            reference = WithoutAdapters(self.learner)
         if (algorithm.reference is None) != (reference is None):
             raise ValueError("algorithm.reference needs a reference policy, and nothing else does")
         if (algorithm.critic is None) != (critic is None):
             raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
-        self.learner = Learner(model, config, sampling)
         self.version = version
         self._config, self._algorithm = config, algorithm
-        self._objective, self._reference, self._critic = objective(algorithm), reference, critic
+        self._objective, self._critic = objective(algorithm), critic
+        in_reward = algorithm.divergence("reward") is not None
+        self._reference = None if in_reward else reference
+        self._in_reward = reference if in_reward else None
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
@@ -90,8 +101,11 @@ class Trainer:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
         meter = Meter()
         began = time.monotonic()
-        values = self._critic.answer_values(batch) if self._critic else NO_CRITIC
-        rows = rows_of(batch, self._algorithm, self._longest, values)
+        values = self._critic.answer_values(batch) if self._critic else NOTHING
+        reference = self._in_reward.answer_logprobs(batch) if self._in_reward else NOTHING
+        rows = rows_of(batch, self._algorithm, self._longest, values, reference)
+        if rows.kl_reference is not None:
+            meter.penalised(rows.kl_reference)
         if self._critic is not None:
             meter.judged([v for row in rows.rows for v in row.values], [r for row in rows.rows for r in row.returns])
         parts = self._minibatches(rows.rows)
@@ -118,15 +132,24 @@ class Trainer:
             version=self.version,
             trained_tokens=trained,
             masked_tokens=rows.masked_tokens,
-            metrics=meter.metrics() | facts,
+            metrics=meter.metrics(self._ranks) | facts,
             skipped=tuple(skipped),
         )
 
     def publish(self, publisher: Publisher) -> None:
         """Hand the policy out as `version`."""
         began = time.monotonic()
-        publisher.publish(self.version, self.learner.model.named_parameters())
+        publisher.publish(self.version, plain_parameters(self.learner.model), self._gathered)
         self._span("publish", began)
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy by name, one parameter at a time; adapters are part of it."""
+        for name, parameter in plain_parameters(self.learner.model):
+            yield name, self._gathered(name, parameter)
+
+    def _gathered(self, name: str, parameter: Tensor) -> Tensor:
+        whole = self._ranks.whole(parameter.detach())
+        return merged(self._adapted[name], whole, self._ranks) if name in self._adapted else whole
 
     def save_checkpoint(self, folder: Path) -> None:
         """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""
@@ -154,7 +177,10 @@ class Trainer:
     def _minibatches(self, rows: Sequence[Row]) -> list[Minibatch]:
         parts = minibatches([len(row.token_ids) for row in rows], self._config.minibatches)
         config, aggregation, device = self._config, self._algorithm.aggregation, self.learner.model.device
-        return [minibatch([rows[i] for i in part], config, aggregation, self._longest, device) for part in parts]
+        return [
+            minibatch([rows[i] for i in part], config, aggregation, self._longest, device, self._ranks)
+            for part in parts
+        ]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Those of the later minibatches, if the loss is anchored there; the first one's training forward gives its."""
@@ -204,7 +230,10 @@ class Trainer:
             return [None] * len(part.micro_batches)
         pairs = zip(self._evaluated(part), part.micro_batches, strict=True)
         ratios = [logprobs - micro.behavior_logprobs for logprobs, micro in pairs]
-        kept = self._objective.selection(torch.cat(ratios), torch.cat([m.advantages for m in part.micro_batches]))
+        own = torch.cat(ratios)
+        everyones, start = self._ranks.joined(own)
+        advantages, _ = self._ranks.joined(torch.cat([micro.advantages for micro in part.micro_batches]))
+        kept = self._objective.selection(everyones, advantages)[start : start + len(own)]
         return list(kept.split([len(ratio) for ratio in ratios]))
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:

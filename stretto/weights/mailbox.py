@@ -6,18 +6,38 @@ One file per medium implements these two protocols; `shared_memory` is the one f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
+
+#: What is published in place of a tensor of that name; it has the tensor's shape and dtype.
+Gather = Callable[[str, Tensor], Tensor]
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """The gathering of a process that has everything."""
+    return tensor
 
 
 class Publisher(Protocol):
     """The trainer's end."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Make `version` the newest. When this returns, every subscriber can load it, whole."""
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+        """Make `version` the newest. When this returns, every subscriber can load it, whole.
+
+        `gather` is called for one tensor after the other, in order: no more than one is gathered at a time.
+        """
         ...
+
+
+class Onlooker:
+    """The publisher of a rank that publishes nothing, but has a part of what another one does."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+        """Be there when each tensor is gathered."""
+        for name, tensor in tensors:
+            gather(name, tensor)
 
 
 class Subscriber(Protocol):

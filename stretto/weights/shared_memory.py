@@ -23,6 +23,7 @@ from torch import Tensor
 
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights import publication
+from stretto.weights.mailbox import Gather, as_it_is
 
 _SHARED = Path("/dev/shm")
 _KEPT = 2
@@ -59,8 +60,9 @@ class SharedMemoryPublisher:
         folder.mkdir(parents=True, exist_ok=True)
         _prefix(run)
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write, check, switch. Versions above `version` are of an earlier life (a resumed run) and are unlinked.
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+        """Write, check, switch; `gather` makes each tensor when it is written. Versions above `version` are of an
+        earlier life (a resumed run) and are unlinked.
 
         Raises:
             TornPublication: what was read back is not what was written; nothing was switched.
@@ -72,7 +74,7 @@ class SharedMemoryPublisher:
         path = _path(self._run, self._folder, version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            _write(partial, version, dict(tensors))
+            _write(partial, version, dict(tensors), gather)
             _check(partial, version)
             _unlink(file for number, file in _versions(self._run, self._folder) if number > version)
             partial.replace(path)
@@ -106,7 +108,8 @@ class SharedMemorySubscriber:
         try:
             raw = _map(_path(self._run, self._folder, version))
         except FileNotFoundError:
-            raise WireError(f"version {version} is not published; the newest is {self.newest()}") from None
+            found = f"the newest there is {self.newest()}"
+            raise WireError(f"{self._folder}: version {version} is not published; {found}") from None
         return publication.read(raw, version).tensors
 
 
@@ -127,12 +130,13 @@ def _versions(run: str, folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(number), path) for number, path in files if number.isdecimal())
 
 
-def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
+def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather) -> None:
     manifest = publication.plan(version, tensors)
     checksum = xxhash.xxh3_64()
     with open(path, "wb", buffering=0, opener=_private) as file:
         file.seek(len(publication.header(manifest)))
-        for chunk in publication.chunks(manifest, tensors.values()):
+        gathered = (gather(name, tensor) for name, tensor in tensors.items())
+        for chunk in publication.chunks(manifest, gathered):
             checksum.update(chunk)
             _write_all(file.fileno(), chunk)
         file.seek(0)

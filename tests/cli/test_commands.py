@@ -1,7 +1,7 @@
 """What the other commands do when all is well, and how a run deals with rewards that are not.
 
-- `sft` writes a folder that transformers loads; `eval` of one folder gives one accuracy; `inspect` and `export` read
-  any run.
+- `sft` and `dpo` write a folder that transformers loads; `eval` of one folder gives one accuracy; `inspect` and
+  `export` read any run.
 - An undecided answer is failed with its reason and is never a zero; rewards that decide nothing end the run.
 - recipes/from_hf.toml trains a Hugging Face folder of any make on questions from a file.
 """
@@ -82,6 +82,17 @@ def test_sft_writes_a_folder_and_eval_measures_it_twice_alike(door: Door, tmp_pa
     assert measured[0] == measured[1] > 0
     assert accuracy(door("eval", out, "--task", TINY, "--json", "rewards.function=exact_match")) < measured[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "policy.log"]
+
+
+def test_dpo_writes_a_folder_and_says_how_it_went(door: Door, llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "policy"
+    small = ["preferences.steps=2", "preferences.batch_size=4", "preferences.learning_rate=1e-3"]
+    ended = door("dpo", ROOT / "recipes" / "dpo.toml", out, f"model.path={llama}", *small)
+    assert ended.code == 0, ended.err
+    assert "preferences 2/2" in ended.out
+    assert "accuracy" in ended.out
+    assert f"policy written to {out}" in ended.out
+    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 
 
 def test_eval_asks_all_rows_of_a_file_and_says_it_in_words(door: Door, llama: Path) -> None:

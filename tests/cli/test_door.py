@@ -20,7 +20,7 @@ from stretto.model.build import BuildConfig, build_policy
 from tests.launch.running import TINY, Ended, Laboratory, with_sections
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["train", "sft", "eval", "serve", "inspect", "export"]
+COMMANDS = ["train", "sft", "dpo", "eval", "serve", "inspect", "export"]
 HEAVY = ["torch", "transformers", "matplotlib", "numpy", "asyncio", "rich.table"]  # pydantic is typer's own
 HELP_SECONDS = 0.6  # of processor time; the promise is 0.3 on a quiet machine
 

@@ -33,6 +33,8 @@ class Lesson:
     steps: int = 300
     loss: float = 0.31
     seconds: float = 12.0
+    phase: str = "warm start"
+    accuracy: float | None = None
 
 
 def metrics(step: int) -> StepMetrics:

@@ -41,10 +41,6 @@ class Engines:
             await asyncio.sleep(self.chance.random() * 0.2)
             self.on_load(self.version)
 
-    async def supervise(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(1000)
-
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         begun = request.begun or (Begun(),) * len(request.seeds)
         answers = [(list(some.token_ids), list(some.versions)) for some in begun]

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import msgspec
 import xxhash
@@ -117,10 +117,6 @@ class Toys:
     version: int
     refused: int = 0
 
-    async def supervise(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(1000)
-
     async def train(self, batch: Batch) -> Update:
         await asyncio.sleep(self.chance.expovariate(1 / self.world.schedule.step_seconds))
         assert batch.version == self.version
@@ -151,7 +147,7 @@ class Toys:
 
     def check(self) -> None: ...
 
-    async def look(self) -> list[Span]:
+    async def look(self, patience: float | None) -> list[Span]:
         return []
 
 

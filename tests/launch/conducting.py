@@ -56,6 +56,7 @@ class ToyFleet:
     published: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[str] = field(default_factory=list)
     cut_off: int = 0
+    written_for: list[int] = field(default_factory=list)  # how many answers, each time that it was asked
 
     def listen(self, on_load: Callable[[int], None]) -> None:
         self.on_load = on_load
@@ -86,6 +87,7 @@ class ToyFleet:
 
     async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
         """One token of the first answer to each group, once."""
+        self.written_for.append(len(known))
         return [
             WrittenTokens(request=id, member=0, token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
             for id, counts in known.items()
@@ -102,11 +104,7 @@ class ToyFleet:
             self.published.clear()
             self.on_load(self.version)
 
-    async def supervise(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(60)
-
-    async def look(self) -> list[Span]:
+    async def look(self, patience: float | None) -> list[Span]:
         return [Span(role="engine-0", name="generate", start=0.0, end=1.0)]
 
 
@@ -119,10 +117,6 @@ class ToyTrainer:
     ill_at: int = 3
     batches: list[Batch] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
-
-    async def supervise(self) -> NoReturn:
-        await asyncio.Event().wait()  # it never ends
-        raise AssertionError
 
     async def train(self, batch: Batch) -> Update:
         await asyncio.sleep(self.seconds)

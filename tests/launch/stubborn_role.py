@@ -8,21 +8,25 @@ import time
 
 import msgspec
 
+from stretto.core.lifeline import keep_beating
 from stretto.core.records import Record
 
 
 class StubbornSpec(Record, frozen=True):
-    """Ignore SIGTERM or not; then end with `code` after `seconds`."""
+    """Ignore SIGTERM or not, give signs of life or not; then end with `code` after `seconds`."""
 
     ignores: bool = False
     seconds: float = 60.0
     code: int = 0
+    beats: bool = False
 
 
 def main() -> int:
     spec = msgspec.json.decode(sys.argv[1], type=StubbornSpec)
     if spec.ignores:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if spec.beats:
+        keep_beating()
     print("up", flush=True)
     time.sleep(spec.seconds)
     return spec.code

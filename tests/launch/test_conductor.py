@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -170,6 +171,20 @@ def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, monk
         stage.play(deadlines={"still": 0.2})
 
 
+def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.launch.conductor._LOOK_SECONDS", 0.02)
+    stage.fleet.seconds = 20
+
+    async def look(patience: float | None) -> list[Span]:
+        await asyncio.sleep(600 if patience is None else patience)
+        return []
+
+    monkeypatch.setattr(stage.fleet, "look", look)
+    with pytest.raises(NothingMoves):
+        stage.play(deadlines={"still": 0.2})
+    assert len(stage.fleet.written_for) > 3, "the journal goes on"
+
+
 def test_a_long_step_of_a_trainer_that_works_is_no_standstill(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.launch.conductor._LOOK_SECONDS", 0.02)
     stage.trainer.seconds = 0.5
@@ -193,7 +208,7 @@ def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkey
     stage.fleet.seconds = 20
     on_file: list[int] = []
 
-    async def look() -> list[Span]:
+    async def look(patience: float | None) -> list[Span]:
         on_file.append(inspect_run(stage.folder.path).trajectories.in_flight)
         return []
 

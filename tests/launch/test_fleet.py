@@ -27,7 +27,7 @@ from stretto.launch.engine_role import EngineSpec
 from stretto.launch.fleet import Fleet
 from stretto.launch.stopping import beside
 from tests.launch.running import children
-from tests.launch.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, UNFINISHED
+from tests.launch.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, UNFINISHED
 
 T = TypeVar("T")
 Work = Callable[[Fleet], Awaitable[T]]
@@ -195,6 +195,20 @@ def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder:
     assert in_fleet(folder, work, count=1) == 1.0
 
 
+def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> None:
+    async def work(fleet: Fleet) -> list[float]:
+        await answers(fleet, request("0"))
+        (process,) = children()
+        os.kill(process, signal.SIGSTOP)
+        await fleet.look(0.05)
+        before = fleet.counted(lambda health: health.generated)
+        os.kill(process, signal.SIGCONT)
+        await fleet.look()  # the same question, and its answer
+        return [before, fleet.counted(lambda health: health.generated)]
+
+    assert in_fleet(folder, work, count=1) == [0, 2]
+
+
 def test_while_one_engine_is_away_the_other_answers_everything(folder: Path) -> None:
     async def work(fleet: Fleet) -> int:
         with pytest.raises(EngineLost):
@@ -216,6 +230,19 @@ def test_an_engine_that_hangs_up_and_is_well_gets_work_again(folder: Path) -> No
 
     assert in_fleet(folder, work, count=1) == 2
     assert said == []
+
+
+def test_an_engine_that_nobody_can_reach_is_replaced_though_its_process_goes_on(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: Fleet) -> int:
+        fleet.report_to(said.append)
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", TURN_DEAF))
+        return len(await answers(fleet, request("1")))
+
+    assert in_fleet(folder, work, count=1, hung=0.3) == 2
+    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:

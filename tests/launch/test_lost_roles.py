@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Laboratory, assert_the_law, exported, said, steps_done, wait_for_step
+from stretto.store.spans import read_spans
+from tests.launch.running import (
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    steps_done,
+    wait_for_step,
+    wait_until,
+)
 
 
 def test_a_killed_engine_and_reward_worker_are_replaced(laboratory: Laboratory, tmp_path: Path) -> None:
@@ -34,6 +44,22 @@ def test_a_killed_engine_and_reward_worker_are_replaced(laboratory: Laboratory, 
     trajectories = exported(laboratory, run_dir)
     assert {t["state"] for t in trajectories} <= {"trained", "buffered", "in_flight"}
     assert all(t["group"].endswith(".0") for t in trajectories), "no prompt was asked twice"
+
+
+def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=100000", "engine.count=2") as command:
+        wait_until(lambda: "accuracy of version 0" in said(run_dir), "the first evaluation", command)
+        (lost,) = command.processes('"engine-0"')
+        os.kill(lost, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for_step(command, 1)  # the other engine has gone on
+        wait_until(lambda: worked_since(run_dir, "engine-0", killed), "work of the new engine", command)
+
+
+def worked_since(run_dir: Path, role: str, moment: float) -> bool:
+    """Does the timeline show work of a role after a moment (`time.monotonic`)?"""
+    return any(span.role == role and span.start > moment for span in read_spans(run_dir / "spans.jsonl"))
 
 
 def test_a_killed_trainer_is_replaced_and_stands_where_the_other_stood(laboratory: Laboratory, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from stretto.core.errors import RoleDied
 from stretto.launch.process import RoleProcess, describe_exit, environment
 from tests.launch.stubborn_role import StubbornSpec
 
@@ -32,9 +34,9 @@ def test_how_a_process_ended_is_a_sentence(code: int, sentence: str) -> None:
     assert describe_exit(code) == sentence
 
 
-def played(folder: Path, spec: StubbornSpec, work: Work) -> str:
+def played(folder: Path, spec: StubbornSpec, work: Work, hung: float = math.inf) -> str:
     async def main() -> str:
-        role = RoleProcess("stubborn", "tests.launch.stubborn_role", folder / "log.txt")
+        role = RoleProcess("stubborn", "tests.launch.stubborn_role", folder / "log.txt", hung)
         await role.start(spec, threads=1)
         assert role.running
         try:
@@ -80,6 +82,56 @@ def test_a_role_in_a_session_of_its_own_hears_no_ctrl_c_of_the_terminal(tmp_path
         return await role.last_words()
 
     assert played(tmp_path, StubbornSpec(), session) == "was killed by SIGKILL (out of memory?)"
+
+
+def test_a_role_that_hangs_is_killed_whether_or_not_anybody_waits_for_its_end(tmp_path: Path) -> None:
+    async def hang(role: RoleProcess) -> str:
+        await asyncio.sleep(0.5)  # its first sign of life has come
+        os.kill(role.pid, signal.SIGSTOP)
+        while role.running:
+            await asyncio.sleep(0.05)
+        return await role.last_words()
+
+    assert played(tmp_path, StubbornSpec(beats=True), hang, hung=1.5) == "gave no sign of life for 2 s and was killed"
+
+
+def test_a_pause_of_the_conductor_is_not_held_against_a_role(tmp_path: Path) -> None:
+    async def pause_of_all(role: RoleProcess) -> str:
+        supervision = asyncio.create_task(role.ended())
+        await asyncio.sleep(0.5)
+        os.kill(role.pid, signal.SIGSTOP)
+        time.sleep(2.5)  # nobody runs, as on a machine that was suspended
+        await asyncio.sleep(0.1)  # the conductor is a little earlier again than the role
+        os.kill(role.pid, signal.SIGCONT)
+        await asyncio.sleep(1.0)
+        assert role.running
+        supervision.cancel()
+        return "well"
+
+    assert played(tmp_path, StubbornSpec(beats=True), pause_of_all, hung=2.0) == "well"
+
+
+def test_whoever_stops_a_role_that_is_being_started_waits_until_it_can(tmp_path: Path) -> None:
+    async def main() -> str:
+        role = RoleProcess("stubborn", "tests.launch.stubborn_role", tmp_path / "log.txt")
+        starting = asyncio.create_task(role.start(StubbornSpec(), threads=1))
+        await asyncio.sleep(0)
+        await role.stop(0.1)
+        await starting
+        assert not role.running
+        return await role.ended()
+
+    assert asyncio.run(main()).startswith("was killed by SIG")
+
+
+def test_a_role_that_cannot_be_started_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+
+    async def main() -> None:
+        await RoleProcess("stubborn", "tests.launch.stubborn_role", tmp_path / "log.txt").start(StubbornSpec(), 1)
+
+    with pytest.raises(RoleDied, match=r"stubborn cannot be started: /nowhere/python: No such file"):
+        asyncio.run(main())
 
 
 def test_a_role_that_was_never_started_can_be_stopped(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stretto.launch.run import record_facts
+from stretto.launch.roles import record_facts
 from stretto.store.run_folder import RunFolder
 
 

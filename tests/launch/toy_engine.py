@@ -1,8 +1,8 @@
 """An engine of another make: ``python -m tests.launch.toy_engine SPEC``. Speaks the wire, holds no model.
 
 It answers every seed with one token of the version it serves. The prompt tells it to misbehave: 1 dies in
-mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers. The file ``SPEC.model`` holds the newest version,
-or "broken", with which no engine starts.
+mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more. The file
+``SPEC.model`` holds the newest version, or "broken", with which no engine starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.wire import EngineHealth, UpdateReply, UpdateRequest
 
-DIE, HANG_UP, STAY_SILENT, ANSWER = 1, 2, 3, 4
+DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF = 1, 2, 3, 4, 5
 UNFINISHED = 3  # tokens, it says, always
 
 
@@ -34,15 +34,17 @@ class ToySpec(msgspec.Struct):
 class ToyEngine:
     """One connection, one exchange after the other."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, socket: Path) -> None:
         self.version = version
         self.generated = 0
+        self.socket = socket
+        self.deaf = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             body = await self._reply(head.split()[1].decode(), await reader.readexactly(length))
-            if body is None:
+            if body is None or self.deaf:
                 writer.close()
                 return
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
@@ -66,6 +68,10 @@ class ToyEngine:
                 return None
             case 3:
                 await asyncio.sleep(600)
+            case 5:
+                self.deaf = True
+                self.socket.unlink()
+                return None
         self.generated += len(request.seeds)
         return b"".join(
             frame(
@@ -92,8 +98,9 @@ class ToyEngine:
 async def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
     die_with_parent(spec.parent)
-    engine = ToyEngine(int(Path(spec.model).read_text()))
-    server = await asyncio.start_unix_server(engine.serve, spec.address.removeprefix("unix:"))
+    socket = spec.address.removeprefix("unix:")
+    engine = ToyEngine(int(Path(spec.model).read_text()), Path(socket))
+    server = await asyncio.start_unix_server(engine.serve, socket)
     await server.serve_forever()
 
 

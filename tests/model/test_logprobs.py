@@ -1,6 +1,6 @@
 """Promises: log-probabilities are those of the plain transformers module, at any temperature, behind any filters and
-in any chunking; positions that are not wanted cost no logits; a model that changes its logits after the output matrix
-is refused.
+in any chunking; positions that are not wanted cost no logits, but for a filler to a length that repeats; a model that
+changes its logits after the output matrix is refused.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         chosen.append(logprobs.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0])
         entropies.append(torch.distributions.Categorical(logits=logprobs).entropy())
     return torch.cat(chosen), torch.cat(entropies)
+
+
+def test_the_output_matrix_sees_few_lengths_however_many_tokens_are_wanted() -> None:
+    model, rows = build(), set[int]()
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: rows.add(len(logits)))
+    for wanted in (129, 131, 135, 136, 137, 143):
+        sequence = [at % 17 for at in range(wanted + 1)]
+        assert len(token_logprobs(model, pack_tokens([sequence]), drawn()).logprobs) == wanted
+    assert rows == {136, 144}
 
 
 def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequences_alone() -> None:

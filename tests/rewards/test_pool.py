@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,6 +233,38 @@ def test_a_worker_that_cannot_be_brought_back_ends_the_run(config: Make, tmp_pat
 
     with pytest.raises(RoleDied, match="rewards-0 ended while starting: exit status 7"):
         scored(config(), work)
+
+
+def test_a_worker_that_comes_back_is_refused_as_at_the_start(config: Make, tmp_path: Path) -> None:
+    async def work(pool: RewardPool) -> None:
+        (tmp_path / "pool_rewards.py").write_text("import nothing_of_the_kind")
+        await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RewardFunctionError, match="nothing_of_the_kind"):
+        scored(config(), work)
+
+
+def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(pool: RewardPool) -> None:
+        monkeypatch.setattr("sys.executable", "/nowhere/python")
+        await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RoleDied, match=r"rewards cannot be started: /nowhere/python: No such file"):
+        scored(config(patience=5.0), work)
+
+
+def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Path) -> None:
+    """The worker's log cannot be opened any more: an error that no place of the pool expects."""
+
+    async def main() -> None:
+        pool = RewardPool(config(patience=5.0), log=tmp_path / "logs" / "rewards.txt")
+        (tmp_path / "logs").mkdir()
+        async with pool:
+            shutil.rmtree(tmp_path / "logs")
+            await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RoleDied, match=r"rewards cannot be started: .*rewards\.txt: No such file"):
+        run(main())
 
 
 def test_closing_leaves_no_process_and_answers_whoever_waits(config: Make) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
-from stretto.model.packed import PACKED_ATTENTION
+from tests.trainer.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -16,22 +16,4 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def build() -> Callable[[], PreTrainedModel]:
-    """A tiny Qwen3 with the packed attention; each call gives the same parameters in new tensors."""
-
-    def tiny() -> PreTrainedModel:
-        torch.manual_seed(7)
-        config = Qwen3Config(
-            vocab_size=13,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-        )
-        model: PreTrainedModel = Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION)
-        return model
-
     return tiny

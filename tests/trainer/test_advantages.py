@@ -79,6 +79,11 @@ def test_lite_ppo_centres_by_the_group_and_scales_by_the_batch() -> None:
         assert group == pytest.approx([-1 / math.sqrt(7.25), 1 / math.sqrt(7.25)])
 
 
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6))
+def test_over_a_batch_of_one_group_lite_ppo_is_grpo(rewards: list[float]) -> None:
+    assert lite_ppo([rewards], eps=1e-6) == group_normalised([rewards], eps=1e-6)
+
+
 def test_a_group_without_difference_is_zero_among_others_and_alone() -> None:
     assert lite_ppo([[2.0], [1.0, 1.0], [0.0, 4.0]], eps=0.0)[:2] == [[0.0], [0.0, 0.0]]
     assert lite_ppo([[0.1, 0.1], [0.1]], eps=0.0) == [[0.0, 0.0], [0.0]]
@@ -133,3 +138,23 @@ def test_with_lambda_1_gae_is_the_discounted_return_minus_the_value(rewards: lis
     values = [r / 2 + 1 for r in rewards]
     returns = [math.fsum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
     assert gae(rewards, values, gamma, lam=1.0) == pytest.approx([g - v for g, v in zip(returns, values, strict=True)])
+
+
+def test_an_answer_that_was_cut_off_goes_on_with_the_value_of_its_last_state_by_hand() -> None:
+    # as above, and delta_2 = 4 + 0.5 * 6 - 3 = 4; A_2 = 4; A_1 = -0.5 + 1; A_0 = 1 + 0.125
+    assert gae([1.0, 0.0, 4.0], [1.0, 2.0, 3.0, 6.0], gamma=0.5, lam=0.5) == [1.125, 0.5, 4.0]
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=8), st.floats(-5, 5), st.floats(0, 1))
+def test_a_value_after_the_last_token_is_a_reward_that_comes_one_token_later(
+    rewards: list[float], after: float, gamma: float
+) -> None:
+    values = [r / 2 + 1 for r in rewards]
+    longer = gae([*rewards, after], [*values, after], gamma, lam=0.9)  # the last advantage is 0
+    assert gae(rewards, [*values, after], gamma, lam=0.9) == pytest.approx(longer[:-1], abs=1e-9)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
+def test_a_last_state_that_is_worth_nothing_is_the_end(rewards: list[float]) -> None:
+    values = [r / 2 + 1 for r in rewards]
+    assert gae(rewards, [*values, 0.0], 0.9, 0.8) == gae(rewards, values, 0.9, 0.8)

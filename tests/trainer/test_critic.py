@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Sampling
+from stretto.core.records import Batch, Sampling, StopReason, Trajectory
 from stretto.model.logprobs import hidden_states, pack_tokens
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import CriticConfig, TrainerConfig
@@ -39,8 +40,8 @@ def knowing(build: Build, config: TrainerConfig = CONFIG) -> Critic:
     """A critic whose head is no longer zero."""
     critic = Critic(build(), config, SETTINGS)
     with torch.no_grad():
-        critic._head.weight.copy_(torch.linspace(-0.5, 0.5, 16))
-        critic._head.bias.fill_(0.3)
+        critic._values.head.weight.copy_(torch.linspace(-0.5, 0.5, 16))
+        critic._values.head.bias.fill_(0.3)
     return critic
 
 
@@ -86,7 +87,7 @@ def test_values_are_those_of_each_answer_alone(build: Build, tokens: int) -> Non
     for group in given.groups:
         for t in group.trajectories:
             ids = group.prompt.token_ids + t.completion.token_ids
-            expected = plain_values(critic._body, critic._head, ids)[len(group.prompt.token_ids) - 1 : -1]
+            expected = plain_values(critic._values.body, critic._values.head, ids)[len(group.prompt.token_ids) - 1 : -1]
             assert found[t.id] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
@@ -113,7 +114,7 @@ def test_a_fit_is_its_equation_written_out(build: Build, tokens: int) -> None:
         part = minibatch(rows, config, "token_mean", LONGEST, torch.device("cpu"))
         seen, stepped = critic.fit(part, 0, version=0)
         assert stepped.taken
-        assert seen == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert float(seen) == pytest.approx(float(loss.detach()), rel=1e-5)
     assert_same(critic.trained, plain, tolerance=2e-5)  # type: ignore[arg-type]
 
 
@@ -192,3 +193,66 @@ def test_the_packing_changes_nothing(build: Build) -> None:
     seen = [trainer(build, tokens).train(batch(0)).metrics for tokens in (1, 10_000)]
     for name in ("loss", "value_loss", "explained_variance"):
         assert seen[0][name] == pytest.approx(seen[1][name], abs=1e-6)
+
+
+CUT_OFF = AlgorithmConfig(
+    advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS.model_copy(update={"truncated": "bootstrap"}))
+)
+
+
+def ended(given: Batch, which: int) -> Batch:
+    """The batch, with every answer cut off but those of this number, which end by themselves."""
+
+    def member(t: Trajectory) -> Trajectory:
+        ends = msgspec.structs.replace(t.completion, stop_reason=StopReason.STOP)
+        return msgspec.structs.replace(t, completion=ends) if t.completion.member == which else t
+
+    groups = [msgspec.structs.replace(g, trajectories=tuple(map(member, g.trajectories))) for g in given.groups]
+    return msgspec.structs.replace(given, groups=tuple(groups))
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 10_000])
+def test_only_answers_that_were_cut_off_have_a_value_after_their_last_token(build: Build, tokens: int) -> None:
+    given = ended(batch(0), which=1)
+    critic = knowing(build, CONFIG.model_copy(update={"micro_batch_tokens": tokens}))
+    plain = critic.answer_values(given)
+    critic._truncated = "bootstrap"
+    values = critic.answer_values(given)
+    for group in given.groups:
+        for t in group.trajectories:
+            ids = group.prompt.token_ids + t.completion.token_ids
+            alone = plain_values(critic._values.body, critic._values.head, ids)[
+                len(group.prompt.token_ids) - 1 :
+            ].tolist()
+            assert plain[t.id] == pytest.approx(alone[:-1], abs=1e-5)
+            assert values[t.id] == pytest.approx(alone[:-1] if t.completion.member == 1 else alone, abs=1e-5)
+
+
+def test_an_answer_that_was_cut_off_bootstraps_from_its_last_state(build: Build) -> None:
+    given, critic = ended(batch(0), which=1), knowing(build)
+    without = {row.id: row for row in rows_of(given, ALGORITHM, LONGEST, critic.answer_values(given)).rows}
+    critic._truncated = "bootstrap"
+    values = critic.answer_values(given)
+    for row in rows_of(given, CUT_OFF, LONGEST, values).rows:
+        length = len(row.advantages)
+        after = values[row.id][length] if len(values[row.id]) > length else 0.0
+        # the last delta grows by gamma V, and so does the advantage t tokens before by (gamma lam)^t of that
+        gains = [0.9 * after * 0.72 ** (length - 1 - t) for t in range(length)]
+        expected = [a + g for a, g in zip(without[row.id].advantages, gains, strict=True)]
+        assert row.advantages == pytest.approx(expected, abs=1e-5)
+        assert len(row.values) == len(row.returns) == length
+        assert (after == 0.0) == row.id.endswith("/1")
+
+
+def test_a_trainer_whose_critic_bootstraps_learns_something_else(build: Build) -> None:
+    bootstrapping = CUT_OFF.critic
+    assert bootstrapping is not None
+    trainers = [
+        Trainer(build(), CONFIG, algorithm, SAMPLING, critic=Critic(build(), CONFIG, settings))
+        for algorithm, settings in ((ALGORITHM, SETTINGS), (CUT_OFF, bootstrapping))
+    ]
+    for one in trainers:
+        for version in range(2):  # before its first step a critic says 0 of every state
+            one.train(batch(version))
+    weights = [next(iter(one.learner.model.parameters())) for one in trainers]
+    assert not torch.equal(*weights)

@@ -1,5 +1,5 @@
 """Promises: learning rates by hand; vectors do not decay; a gradient that is not finite changes nothing, is counted,
-and ends the training when it keeps coming; dropout is off.
+and ends the training when it keeps coming; dropout is off; activations that are computed again give the same gradients.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
@@ -91,3 +92,38 @@ def test_bfloat16_computes_close_by_and_keeps_parameters_in_float32(build: Build
     theirs.sum().backward()
     assert half.step(1e-3, training_step=0).taken
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+
+
+def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
+    """The parameters that AdamW moves are float32: what bfloat16 cannot tell apart today adds up."""
+    learner = Learner(build(), OptimizerConfig(dtype="bfloat16", weight_decay=0.0))
+    matrix = learner.model.get_output_embeddings().weight
+    with torch.no_grad():
+        matrix.copy_(matrix.bfloat16())
+    before, large = matrix.detach().clone(), matrix.detach().abs() > 0.01  # where bfloat16 has steps of 6e-5
+    for _ in range(8):
+        (-learner.logprobs(PACKED).logprobs.sum()).backward()
+        learner.step(1e-6, 0)
+        assert torch.equal(matrix.bfloat16()[large], before.bfloat16()[large])
+    assert float((matrix.detach() - before)[large].abs().max()) > 4e-6
+    states = [value for state in learner.optimizer.state.values() for value in state.values()]
+    assert {value.dtype for value in states} == {torch.float32}
+
+
+def test_activations_that_are_computed_again_take_less_memory_and_give_the_same_gradients(build: Build) -> None:
+    gradients, kept = list[list[Tensor | None]](), list[int]()
+    for again in (False, True):
+        learner, held = Learner(build(), OptimizerConfig(activation_checkpointing=again)), list[int]()
+
+        def hold(tensor: Tensor, held: list[int] = held) -> Tensor:
+            held.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            value = learner.logprobs(PACKED).logprobs.sum()
+        kept.append(sum(held))
+        value.backward()
+        gradients.append([p.grad for p in learner.model.parameters()])
+    for plain, again_computed in zip(*gradients, strict=True):
+        torch.testing.assert_close(again_computed, plain, rtol=0, atol=0)
+    assert kept[1] < kept[0] / 2

@@ -57,6 +57,8 @@ RECIPES: dict[str, Mapping[str, object]] = {
     "KPop": {"correction": {"kind": "kpop", "threshold": 0.05}},
     "geometric rejection": {"correction": {"kind": "sequence_mask", "low": 0.7, "high": 1.4}},
     "GAE": {"advantages": {"kind": "gae", "gamma": 0.9, "lam": 0.9}},
+    "KL by k1": {"reference": {"estimator": "k1", "weight": 0.5}},
+    "KL by k2": {"reference": {"estimator": "k2", "weight": 0.5}},
     "KL and entropy": {"reference": {"estimator": "k3", "weight": 0.5}, "entropy_bonus": 0.1},
 }
 
@@ -167,7 +169,8 @@ def written_out(config: AlgorithmConfig, part: Sequence[Known]) -> Tensor:
         total = total - sum((w * term for w, term in each), start=torch.zeros(())) / divisor
         if config.reference is not None:
             x = known.reference - known.policy
-            total = total + config.reference.weight * (x.exp() - 1 - x).sum() / divisor
+            divergence = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[config.reference.estimator]
+            total = total + config.reference.weight * divergence.sum() / divisor
         total = total - config.entropy_bonus * known.entropy.sum() / divisor
     return total
 

@@ -1,11 +1,13 @@
-"""Promises: Algorithm 1 as the paper has it, and minibatches of about equal weight; every sequence exactly once."""
+"""Promises: Algorithm 1 as the paper has it, minibatches and shares of ranks of about equal weight; every sequence
+exactly once; each rank has as many micro-batches as every other.
+"""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.packing import micro_batches, minibatches
+from stretto.trainer.packing import balanced, micro_batches, minibatches, shares
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -52,3 +54,42 @@ def test_minibatches_hold_each_sequence_once_and_differ_by_one_sequence_at_most(
     totals = [sum(lengths[i] for i in part) for part in parts]
     assert all(parts)
     assert not parts or max(totals) - min(totals) <= max(lengths)
+
+
+def test_largest_differencing_worked_by_hand_and_beside_the_greedy_way() -> None:
+    # 8 - 7 = 1, 6 - 5 = 1, then 4 - 1 = 3 (8 | 7 + 4), then 3 - 1 = 2 (8 + 6 | 7 + 4 + 5).
+    lengths = [8, 7, 6, 5, 4]
+    assert balanced(lengths, 2) == [[0, 2], [1, 3, 4]]
+    assert totals(lengths, balanced(lengths, 2)) == [14, 16]
+    assert totals(lengths, minibatches(lengths, 2)) == [17, 13]
+
+
+def totals(lengths: list[int], parts: list[list[int]]) -> list[int]:
+    return [sum(lengths[i] for i in part) for part in parts]
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_largest_differencing_holds_each_sequence_once_and_differs_by_one_at_most(lengths: list[int], n: int) -> None:
+    parts = balanced(lengths, n)
+    assert len(parts) == n
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    found = totals(lengths, parts)
+    assert max(found) - min(found) <= max(lengths, default=0)
+
+
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 6))
+def test_equal_sequences_are_divided_evenly(length: int, n: int, each: int) -> None:
+    assert totals([length] * n * each, balanced([length] * n * each, n)) == [length * each] * n
+
+
+@given(LENGTHS, st.integers(1, 100), st.integers(1, 3), st.integers(1, 6))
+def test_ranks_share_all_sequences_in_equally_many_micro_batches(
+    lengths: list[int], capacity: int, fewest: int, ranks: int
+) -> None:
+    shared = shares(lengths, capacity, fewest, ranks)
+    assert len(shared) == ranks
+    assert sorted(i for share in shared for pack in share for i in pack) == list(range(len(lengths)))
+    assert len({len(share) for share in shared}) == 1
+    assert all(sum(lengths[i] for i in pack) <= capacity or len(pack) == 1 for share in shared for pack in share)
+    assert shares(lengths, capacity, fewest, 1) == [micro_batches(lengths, capacity, fewest)]

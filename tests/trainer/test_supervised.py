@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.trainer.config import SupervisedConfig
+from stretto.trainer.rows import Row
 from stretto.trainer.supervised import Demonstration, Progress, fine_tune
+from tests.trainer.batches import adamw, assert_same, row_logprobs
 
 Build = Callable[[], PreTrainedModel]
 DEMONSTRATIONS = [
@@ -58,3 +60,25 @@ def test_the_same_seed_gives_the_same_model_and_another_one_another(build: Build
 def test_what_cannot_be_learned_from_is_refused(build: Build, bad: list[Demonstration]) -> None:
     with pytest.raises(ValueError, match="each with a prompt and an answer"):
         fine_tune(build(), bad, CONFIG, seed=1)
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 10_000])
+def test_a_step_is_the_cross_entropy_written_out(build: Build, tokens: int) -> None:
+    ours, plain = build(), build()
+    config = SupervisedConfig(
+        steps=1,
+        batch_size=4,
+        learning_rate=3e-3,
+        eps=1e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.7,
+        micro_batch_tokens=tokens,
+    )
+    shown = [Demonstration((2, 3), tuple(4 + (k + j) % 7 for j in range(k + 1))) for k in range(4)]
+    fine_tune(ours, shown, config, seed=1)
+    rows = [Row("", d.prompt_ids + d.answer_ids, 2, tuple(range(2, 2 + len(d.answer_ids))), (), (), ()) for d in shown]
+    optimizer = adamw(plain, 3e-3, 1e-3)
+    (-torch.cat([row_logprobs(plain, row)[0] for row in rows]).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)
+    optimizer.step()
+    assert_same(ours, plain, tolerance=1e-5)

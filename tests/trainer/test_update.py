@@ -260,7 +260,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_with_the_place(buil
         Trainer(build(), CONFIG, ALGORITHM).save_checkpoint(tmp_path / "file" / "v0")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer.json"])
+@pytest.mark.parametrize("name", ["shard-00001-model-00001-of-00001.safetensors", "trainer.json"])
 def test_a_torn_checkpoint_is_refused_and_changes_nothing(build: Build, tmp_path: Path, name: str) -> None:
     trainer = Trainer(build(), CONFIG, ALGORITHM)
     trainer.train(batch(0))

@@ -78,7 +78,7 @@ def test_the_newest_two_are_kept_and_a_loaded_one_outlives_its_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == [file_of(tmp_path, v).name for v in (2, 3)]
     assert subscriber.newest() == 3
     assert torch.equal(held["w0"], tensors()["w0"])
-    with pytest.raises(WireError, match="version 1 is not published; the newest is 3"):
+    with pytest.raises(WireError, match="version 1 is not published; the newest there is 3"):
         subscriber.load(1)
 
 

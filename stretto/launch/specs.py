@@ -1,0 +1,72 @@
+"""What the roles of a run are started with, and where they meet."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.launch.engine_role import EngineSpec
+from stretto.launch.plan import Plan
+from stretto.launch.recipe import Recipe
+from stretto.launch.trainer_role import TrainerSpec
+
+_LONGEST_SOCKET_FOLDER = 70
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where roles meet: a name and a folder for published weights, and a folder for sockets."""
+
+    mailbox: str
+    mailbox_folder: Path
+    sockets: Path
+
+
+def socket_folder() -> Path:
+    """A folder of its own whose path is short: a socket's has 107 bytes at most."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
+
+
+def in_rounds(recipe: Recipe) -> bool:
+    """Whether groups begin and end together, so that a run can be repeated bit for bit (`launch.rounds`)."""
+    batching = recipe.engine.batching
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0)
+
+
+def engine_specs(plan: Plan, model: Path, meeting: Meeting, *, published: bool = True) -> list[EngineSpec]:
+    """The engines of a run; `published` False: nothing ever is, the folder is served as it is."""
+    return [_engine_spec(plan, model, meeting, number, published) for number in range(plan.recipe.engine.count)]
+
+
+def _engine_spec(plan: Plan, model: Path, meeting: Meeting, number: int, published: bool) -> EngineSpec:
+    config = plan.recipe.engine
+    unix = config.transport == "unix"
+    return EngineSpec(
+        parent=os.getpid(),
+        name=f"engine-{number}",
+        address=f"unix:{meeting.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
+        model=str(model),
+        mailbox=meeting.mailbox,
+        mailbox_folder=str(meeting.mailbox_folder),
+        config=config.model_dump_json(),
+        threads=config.threads,
+        publication_seconds=plan.recipe.deadlines.start if published else 0.0,
+    )
+
+
+def trainer_spec(plan: Plan, model: Path, meeting: Meeting) -> TrainerSpec:
+    """The trainer of a run."""
+    recipe = plan.recipe
+    return TrainerSpec(
+        parent=os.getpid(),
+        model=str(model),
+        mailbox=meeting.mailbox,
+        mailbox_folder=str(meeting.mailbox_folder),
+        trainer=recipe.trainer.model_dump_json(),
+        algorithm=recipe.algorithm.model_dump_json(),
+        sampling=plan.sampling,
+        threads=recipe.trainer.threads,
+    )

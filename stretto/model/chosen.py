@@ -1,0 +1,78 @@
+"""log p of chosen tokens, and the entropy of what they were chosen from, with one [N, V] in memory.
+
+torch's own way (a log-softmax, then a gather) keeps the logits, their log-softmax, its gradient and theirs: four. Here
+the logits themselves become their gradient, block by block, and nothing else of that size is ever made:
+
+    d log p(c) / d z_j = [j = c] - p_j,      d H / d z_j = - p_j (log p_j + H)
+
+Axes: N chosen token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+#: Logits that are worked on at once: on the processor they stay in its cache.
+_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, chosen_N: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        logprobs_N = torch.empty(len(chosen_N), dtype=torch.float32, device=logits_NV.device)
+        sums_N, entropy_N = torch.empty_like(logprobs_N), torch.zeros_like(logprobs_N)
+        for rows in _blocks(logits_NV):
+            z = logits_NV[rows].float()
+            highest = z.amax(-1, keepdim=True)
+            below = z - highest  # at most 0
+            chosen = below.gather(1, chosen_N[rows, None])[:, 0]
+            weights = below.exp()
+            total = weights.sum(-1)
+            logprobs_N[rows] = chosen - total.log()
+            sums_N[rows] = highest[:, 0] + total.log()
+            if entropy:
+                entropy_N[rows] = total.log() - weights.mul_(below).sum(-1) / total
+        ctx.save_for_backward(logits_NV, chosen_N, sums_N, entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, None, None]:
+        logits_NV, chosen_N, sums_N, entropy_N = ctx.saved_tensors
+        if grad_N is None:
+            grad_N = torch.zeros_like(sums_N)
+        for rows in _blocks(logits_NV):
+            z = logits_NV[rows].float()  # of float32 the logits themselves
+            z.sub_(sums_N[rows, None])  # log p
+            if grad_entropy_N is None:
+                z.exp_().mul_(-grad_N[rows, None])
+            else:
+                p = z.exp()
+                z.clamp_(min=-1e4)  # tokens that may not be drawn: their p is 0
+                z.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_N[rows, None])
+                z.mul_(p).neg_()
+            z.scatter_add_(1, chosen_N[rows, None], grad_N[rows, None])
+            if logits_NV.dtype != torch.float32:
+                logits_NV[rows] = z.to(logits_NV.dtype)
+        return logits_NV, None, None
+
+
+def _blocks(logits_NV: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK.get(logits_NV.device.type, 1 << 20) // logits_NV.shape[1])
+    return (slice(first, first + rows) for first in range(0, len(logits_NV), rows))
+
+
+def chosen_logprobs(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits)[chosen], [N], and the entropy, [N], if it is wanted; float32, differentiable by the logits.
+
+    The backward pass overwrites the logits, so they must be used for nothing else; autograd refuses a second one.
+    """
+    logprobs_N, entropy_N = cast(
+        tuple[Tensor, Tensor],
+        _Chosen.apply(logits_NV, chosen_N, entropy),  # type: ignore[no-untyped-call]
+    )
+    return logprobs_N, entropy_N if entropy else None

@@ -1,0 +1,37 @@
+"""What is named without being the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
+
+from __future__ import annotations
+
+import re
+
+_BEFORE = re.compile(
+    r"(?:\bnot\b|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b|\binstead of\b|\\neq?|≠|!="
+    r"|\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\banything but\b|\bexcept\b|\bother than\b|\bfar from\b)"
+    r"[^.,;:\n!?0-9$]{0,24}\$?$",
+    re.IGNORECASE,
+)
+_BESIDE = re.compile(  # the number is another one, which this one only helps to tell
+    r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than|exceed(?:s|ing)?"
+    r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice"
+    r"|(?:square|cube|square root|cube root|root|opposite|reciprocal|negative|inverse|double|half) of)"
+    r"\s*[$(*{\\]{0,3}\s*$",
+    re.IGNORECASE,
+)
+_AFTER = re.compile(
+    r"^[\s$.)}*]{0,3}\s*(?:(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible)\b|isn't|wasn't"
+    r"|\s(?:squared|cubed|or so|or (?:maybe |perhaps )?not)\b)",
+    re.IGNORECASE,
+)
+_DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
+_SEEN = 60, 40  # characters before and behind
+
+
+def denied(text: str, start: int, end: int) -> bool:
+    """Is what stands from `start` to `end` said not to be the answer, or only used to say something about it?"""
+    before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
+    return any(found is not None for found in (_BEFORE.search(before), _BESIDE.search(before), _AFTER.search(after)))
+
+
+def is_denying(words: str) -> bool:
+    """Do words that lead to an answer deny it: "the answer is not", "I doubt that the answer is"?"""
+    return _DENYING.search(words) is not None

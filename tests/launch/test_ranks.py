@@ -1,0 +1,57 @@
+"""A trainer of several processes in a real run.
+
+- Two ranks train, publish, save and are resumed by one, without a difference to whoever looks at the run.
+- A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.
+- More ranks than there is work for, or GPUs, is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, steps_done, wait_for_step
+
+
+def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = ("trainer.steps=24", "trainer.ranks=2", "deadlines.hung=2", "trainer.keep_versions=1")
+    with laboratory.train(run_dir, *settings) as command:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            done = steps_done(run_dir)
+            wait_for_step(command, done + 2)
+            trainer, lost = command.role("trainer"), rank_of(command)
+            os.kill(lost, number)
+            wait_for_step(command, done + 5)
+            assert command.role("trainer") != trainer
+            assert rank_of(command) != lost
+        ended = command.end()
+        assert ended.code == 0, ended.err
+        command.assert_nothing_is_left()
+    assert "trainer lost rank 1, which was killed by SIGKILL" in said(run_dir)
+    assert "trainer lost rank 1, which gave no sign of life" in said(run_dir)
+    assert assert_the_law(run_dir).steps == 24
+    laboratory.trained(run_dir, "trainer.steps=26", "trainer.ranks=1", "trainer.keep_versions=1", "--resume")
+    assert assert_the_law(run_dir).steps == 26
+    assert (run_dir / "policy" / "v000026" / "model.safetensors").is_file()
+
+
+def rank_of(command: Command) -> int:
+    (pid,) = command.processes("stretto.launch.rank_role")
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        (("trainer.ranks=8",), ("trainer.ranks = 8", "trainer.minibatches = 2", "16 answers", "is 8")),
+        (("trainer.ranks=0",), ("trainer.ranks", "greater than or equal to 1")),
+    ],
+)
+def test_more_ranks_than_there_is_work_for_is_refused(
+    laboratory: Laboratory, tmp_path: Path, overrides: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
+    laboratory.run("train", TINY, *overrides, "--dry-run").refused(*texts)

@@ -1,0 +1,142 @@
+"""The trainer as the conductor sees it, with toy trainers in real processes.
+
+- One that dies or hangs is replaced, whatever it was doing, while it takes up the batches of its predecessor too.
+- Once it is told to stop, no other one is started, whatever dies and whoever waits for an answer.
+- It makes progress while it answers or computes; a step that hangs is no progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from stretto.core.errors import RoleDied
+from stretto.core.records import Batch, Sampling, Update
+from stretto.launch.config import DeadlinesConfig
+from stretto.launch.lineage import Lineage
+from stretto.launch.trainer_link import TrainerLink
+from stretto.launch.trainer_role import TrainerSpec
+from stretto.store.run_folder import RunFolder
+from tests.launch.running import children
+
+T = TypeVar("T")
+BATCH = Batch(step=1, version=0, groups=(), oldest_trainable=0)
+
+
+def linked(folder: Path, parts: list[str], work: Callable[[TrainerLink], Awaitable[T]], **deadlines: float) -> T:
+    """Start a trainer that plays the first of the parts (see `toy_trainer`), whose replacements play the others."""
+    (folder / "script").write_text("\n".join(parts))
+    spec = TrainerSpec(
+        parent=os.getpid(),
+        model=str(folder / "script"),
+        mailbox="toy",
+        mailbox_folder=str(folder),
+        trainer="{}",
+        algorithm="{}",
+        sampling=Sampling(max_tokens=4),
+        threads=1,
+    )
+    before = children()
+
+    async def main(run: RunFolder) -> T:
+        settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
+        link = TrainerLink(folder / "log.txt", settings, Lineage(run, 2), role="tests.launch.toy_trainer")
+        try:
+            await link.start(spec)
+            return await work(link)
+        finally:
+            await link.stop(0.1)
+
+    try:
+        with RunFolder.create(folder / "run") as run:
+            return asyncio.run(asyncio.wait_for(main(run), 60))
+    finally:
+        assert children() == before
+
+
+def still_to_play(folder: Path) -> list[str]:
+    return (folder / "script").read_text().splitlines()
+
+
+def test_a_trainer_that_dies_in_a_step_is_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        link.report_to(said.append)
+        return await link.train(BATCH)
+
+    assert linked(tmp_path, ["dies", "works"], work).step == 1
+    assert said == ["trainer ended with exit code 9: a new one is started at version 0"]
+
+
+def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        link.report_to(said.append)
+        return await link.train(BATCH)
+
+    assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
+    assert "gave no sign of life for 2 s and was killed" in said[1]
+
+
+def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> Update:
+        watch = asyncio.create_task(link.supervise())
+        link.process.kill()
+        while still_to_play(tmp_path):
+            await asyncio.sleep(0.01)
+        update = await link.train(BATCH)
+        watch.cancel()
+        return update
+
+    assert linked(tmp_path, ["works", "works"], work).step == 1
+
+
+@pytest.mark.parametrize("part", ["sleeps", "computes"])
+def test_an_order_that_outlives_the_stop_starts_no_other_trainer(tmp_path: Path, part: str) -> None:
+    async def work(link: TrainerLink) -> None:
+        order = asyncio.create_task(link.train(BATCH))
+        await asyncio.sleep(0.05)
+        await link.stop(0.1)
+        with pytest.raises(RoleDied):
+            await order
+
+    linked(tmp_path, [part, "works"], work)
+    assert still_to_play(tmp_path) == ["works"]
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.02, 0.1, 0.3])
+def test_a_stop_in_the_middle_of_a_replacement_leaves_no_process(tmp_path: Path, moment: float) -> None:
+    async def work(link: TrainerLink) -> None:
+        order = asyncio.create_task(link.train(BATCH))
+        while link.process.running:
+            await asyncio.sleep(0)
+        await asyncio.sleep(moment)
+        await link.stop(0.1)
+        with pytest.raises(RoleDied):
+            await order
+        assert not link.process.running
+
+    linked(tmp_path, ["dies", *["lingers"] * 3], work)
+
+
+def test_a_step_that_hangs_is_no_progress_and_one_that_computes_is(tmp_path: Path) -> None:
+    async def moved(link: TrainerLink, seconds: float) -> bool:
+        order = asyncio.create_task(link.train(BATCH))
+        await asyncio.sleep(0.1)
+        before, until = link.progress, time.monotonic() + seconds
+        while link.progress == before and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        order.cancel()
+        return link.progress != before
+
+    assert not linked(tmp_path, ["sleeps"], lambda link: moved(link, 1.5))
+    (tmp_path / "other").mkdir()
+    assert linked(tmp_path / "other", ["computes"], lambda link: moved(link, 30))

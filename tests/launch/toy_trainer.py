@@ -1,0 +1,90 @@
+"""A trainer of another make: ``python -m tests.launch.toy_trainer SPEC``. Speaks the wire, holds no model.
+
+The file ``SPEC.model`` has one line for each process that is started, what it is to do: "works"; "dies" in its first
+step; "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it; "lingers",
+which is to begin like one that works, and slowly. Whoever is started takes its line away.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.events import Span
+from stretto.core.lifeline import die_with_parent, keep_beating
+from stretto.core.records import Update
+from stretto.launch.channel import RoleEnd
+from stretto.launch.messages import (
+    TO_TRAINER,
+    Publish,
+    Published,
+    Ready,
+    SaveCheckpoint,
+    Saved,
+    Stop,
+    ToTrainer,
+    Train,
+    Trained,
+)
+
+
+class ToySpec(msgspec.Struct):
+    """What it needs of a `TrainerSpec`, whose module would import torch."""
+
+    parent: int
+    model: str
+    descriptor: int
+
+
+def take_a_line(script: Path) -> str:
+    first, *others = script.read_text().splitlines()
+    script.write_text("\n".join(others))
+    return first
+
+
+def step(part: str, version: int) -> Trained:
+    match part:
+        case "dies":
+            os._exit(9)
+        case "sleeps":
+            time.sleep(600)
+        case "computes":
+            while True:
+                pass
+    return Trained(
+        update=Update(step=version, version=version, trained_tokens=1, masked_tokens=0, metrics={}), spans=()
+    )
+
+
+def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
+    die_with_parent(spec.parent)
+    keep_beating()
+    part, version = take_a_line(Path(spec.model)), 0
+    if part == "hangs":
+        time.sleep(0.1)  # it gives a sign of life first
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if part == "lingers":
+        time.sleep(0.3)
+    channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
+    channel.send(Ready(version=version))
+    while (order := channel.receive()) is not None:
+        match order:
+            case Train():
+                version = order.batch.step
+                channel.send(step(part, version))
+            case Publish():
+                channel.send(Published(version=version))
+            case SaveCheckpoint():
+                channel.send(Saved(folder=order.folder, span=Span(role="trainer", name="checkpoint", start=0, end=1)))
+            case Stop():
+                return
+
+
+if __name__ == "__main__":
+    main()

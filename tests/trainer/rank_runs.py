@@ -1,0 +1,159 @@
+"""Trainings by 1, 2 and 4 ranks, real processes each: ``python -m tests.trainer.rank_runs FOLDER``.
+
+For every scenario ``FOLDER/COUNT-SCENARIO-RANK.pt`` holds what that rank saw. The processes
+are forked, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.records import Batch, Sampling
+from stretto.trainer.adapters import adapt
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.critic import Critic
+from stretto.trainer.ranks import ALONE, Ranks
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.rendezvous import join, open_store, reach_store
+from stretto.trainer.update import Trainer
+from tests.trainer.batches import LONGEST, batch
+from tests.trainer.tiny import tiny
+
+SAMPLING = Sampling(max_tokens=LONGEST)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, and how."""
+
+    steps: int = 2
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Sampling = SAMPLING
+    model: Callable[[], PreTrainedModel] = tiny
+    batch: Callable[[int], Batch] = batch
+
+
+def poisoned(version: int) -> Batch:
+    """In step 1 the first answer's ratio overflows."""
+    given = batch(version)
+    if version != 1:
+        return given
+    (first, *others), rest = given.groups[0].trajectories, given.groups[1:]
+    logprobs = tuple(-1e4 for _ in first.completion.behavior_logprobs)
+    completion = msgspec.structs.replace(first.completion, behavior_logprobs=logprobs)
+    bad = msgspec.structs.replace(first, completion=completion)
+    group = msgspec.structs.replace(given.groups[0], trajectories=(bad, *others))
+    return msgspec.structs.replace(given, groups=(group, *rest))
+
+
+SCENARIOS = {
+    "paper": Scenario(
+        steps=20, algorithm={"correction": {"kind": "mask", "high": 4.0}}, model=partial(tiny, tied=True)
+    ),
+    "few": Scenario(trainer={"minibatches": 12}),  # one answer in each: the other ranks have nothing to do
+    "small": Scenario(algorithm={"aggregation": "sequence_mean", "loss": "gspo"}, trainer={"micro_batch_tokens": 24}),
+    "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": 5e-3}}}),
+    "selection": Scenario(algorithm={"loss": {"kind": "m2po", "threshold": 0.5}, "advantages": "batch"}),
+    "reference": Scenario(algorithm={"reference": {"weight": 0.1}, "entropy": True, "entropy_bonus": 0.01}),
+    "penalised": Scenario(algorithm={"reference": {"weight": 0.1, "into": "reward"}, "advantages": "batch"}),
+    "adapters": Scenario(trainer={"lora": {"rank": 2}}, algorithm={"reference": {"weight": 0.1}}),
+    "checkpointed": Scenario(trainer={"activation_checkpointing": True}),
+    "poisoned": Scenario(algorithm={"loss": "ppo"}, batch=poisoned),
+}
+
+#: What each number of ranks trains; 1 rank trains all.
+PLAYED = {2: tuple(SCENARIOS), 4: ("paper", "few")}
+
+#: Ranks, the checkpoint that they go on from, and the one that they write two steps later, in this order.
+RESUMED = ((1, None, "1"), (2, "1", "1-2"), (2, None, "2"), (4, "2", "2-4"), (1, "2", "2-1"), (1, "1", "1-1"))
+
+
+def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
+    """The scenario's trainer at version 0."""
+    config = TrainerConfig.model_validate({"learning_rate": 3e-3, "minibatches": 2, **scenario.trainer})
+    algorithm = AlgorithmConfig.model_validate(scenario.algorithm)
+    model = scenario.model()
+    if config.lora is not None:
+        adapt(model, config.lora)
+    wanted = algorithm.reference is not None and config.lora is None
+    reference = ReferencePolicy(scenario.model(), config, scenario.sampling, ranks) if wanted else None
+    critic = Critic(scenario.model(), config, algorithm.critic, ranks) if algorithm.critic else None
+    return Trainer(model, config, algorithm, scenario.sampling, reference=reference, critic=critic, ranks=ranks)
+
+
+def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
+    """Train, and write down what this rank saw."""
+    trainer = trainer_of(scenario, ranks)
+    updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
+    weights = dict(trainer.whole_parameters())
+    facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
+    own = sum(ranks_own(p) for p in trainer.learner.model.parameters())
+    torch.save({"metrics": facts, "skipped": [u.skipped for u in updates], "weights": weights, "own": own}, file)
+
+
+def play_on(scenario: Scenario, ranks: Ranks, folder: Path, begun: str | None, name: str) -> None:
+    """Go on from the checkpoint `begun`, or begin; two steps; save the checkpoint `name`, and the weights."""
+    trainer = trainer_of(scenario, ranks)
+    if begun is not None:
+        trainer.load_checkpoint(folder / begun)
+    for _ in range(2):
+        trainer.train(scenario.batch(trainer.version))
+    trainer.save_checkpoint(folder / name)
+    weights = dict(trainer.whole_parameters())
+    if ranks.rank == 0:
+        torch.save({"weights": weights}, folder / f"{name}.pt")
+
+
+def ranks_own(parameter: torch.Tensor) -> int:
+    """Numbers of a parameter that this rank holds."""
+    local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return local.numel()
+
+
+def play_all(folder: Path, rank: int, count: int, port: int) -> None:
+    """As one rank of several."""
+    ranks = join(reach_store(port, count), rank, count, "cpu")
+    for name in PLAYED[count]:
+        play(SCENARIOS[name], ranks, folder / f"{count}-{name}-{rank}.pt")
+    for _, begun, name in (one for one in RESUMED if one[0] == count):
+        play_on(SCENARIOS["critic"], ranks, folder, begun, name)
+    torch.distributed.destroy_process_group()
+
+
+def play_alone(folder: Path, resumed: Sequence[tuple[int, str | None, str]]) -> None:
+    for _, begun, name in resumed:
+        play_on(SCENARIOS["critic"], ALONE, folder, begun, name)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    play_alone(folder, RESUMED[:1])
+    for count in PLAYED:
+        store = open_store(count)  # in the parent: all ranks are its children
+        forked = multiprocessing.get_context("fork")
+        processes = [forked.Process(target=play_all, args=(folder, rank, count, store.port)) for rank in range(count)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                sys.exit(f"{count} ranks: one ended with exit code {process.exitcode}")
+    play_alone(folder, RESUMED[-2:])
+    for name, scenario in SCENARIOS.items():
+        play(scenario, ALONE, folder / f"1-{name}-0.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

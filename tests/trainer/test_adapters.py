@@ -1,0 +1,119 @@
+"""Promises of adapters (LoRA): the start is the policy itself; nothing but the adapters is trained, and what is
+published is the policy that they come to, under its plain names; the policy at the start is there as reference without
+a second model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.errors import StoreError
+from stretto.model.logprobs import pack_tokens
+from stretto.trainer.adapters import adapt, save_adapters
+from stretto.trainer.algorithm import AlgorithmConfig, Reference
+from stretto.trainer.config import LoraConfig, TrainerConfig
+from stretto.trainer.learner import UNCHANGED, Learner
+from stretto.trainer.ranks import ALONE
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.update import Trainer
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from tests.trainer.batches import batch
+
+Build = Callable[[], PreTrainedModel]
+LORA = LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "down_proj"))
+CONFIG = TrainerConfig(learning_rate=3e-3, minibatches=2, lora=LORA)
+PACKED = pack_tokens([(1, 2, 3, 4), (5, 6)])
+
+
+def adapted(build: Build, algorithm: AlgorithmConfig | None = None) -> Trainer:
+    model = build()
+    adapt(model, LORA)
+    return Trainer(model, CONFIG, algorithm or AlgorithmConfig())
+
+
+def test_the_start_is_the_policy_itself(build: Build) -> None:
+    trainer = adapted(build)
+    plain = Learner(build(), CONFIG)
+    assert torch.equal(trainer.learner.logprobs(PACKED).logprobs, plain.logprobs(PACKED).logprobs)
+    for (name, ours), (theirs, parameter) in zip(
+        trainer.whole_parameters(), plain.model.named_parameters(), strict=True
+    ):
+        assert name == theirs
+        assert torch.equal(ours, parameter)
+
+
+def test_nothing_but_the_adapters_is_trained(build: Build) -> None:
+    trainer, start = adapted(build), dict(build().named_parameters())
+    for version in range(3):
+        trainer.train(batch(version))
+    moved = {name for name, parameter in trainer.whole_parameters() if not torch.equal(parameter, start[name])}
+    assert moved == {
+        f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    held = sum(p.numel() for group in trainer.learner.optimizer.param_groups for p in group["params"])
+    assert held == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # layers * (A and B of q_proj, 16 to 16; of down_proj, 24 to 16)
+
+
+def test_what_is_published_is_the_policy_that_was_trained(build: Build, tmp_path: Path) -> None:
+    """A plain model with the published parameters gives the log-probabilities of the adapted one."""
+    trainer = adapted(build)
+    for version in range(3):
+        trainer.train(batch(version))
+    trainer.publish(SharedMemoryPublisher("a", tmp_path))
+    published, plain = SharedMemorySubscriber("a", tmp_path).load(3), build()
+    assert not set(published) ^ {name for name, _ in plain.named_parameters()}
+    plain.load_state_dict(dict(published), strict=False)
+    ours, theirs = trainer.learner.logprobs(PACKED).logprobs, Learner(plain, CONFIG).logprobs(PACKED).logprobs
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: Build) -> None:
+    trainer = adapted(build, AlgorithmConfig(reference=Reference(weight=0.1)))
+    second = ReferencePolicy(build(), CONFIG, UNCHANGED)
+    kl = [trainer.train(batch(version)).metrics["kl_reference"] for version in range(3)]
+    assert kl[2] > 1e-6
+    assert trainer._reference is not None
+    assert torch.equal(trainer._reference.logprobs(PACKED), second.logprobs(PACKED))
+    assert not torch.equal(trainer.learner.logprobs(PACKED).logprobs, second.logprobs(PACKED))
+    assert trainer._reference.answer_logprobs(batch(0)) == second.answer_logprobs(batch(0))
+
+
+def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Path) -> None:
+    straight, first = adapted(build), adapted(build)
+    for version in range(4):
+        straight.train(batch(version))
+    for version in range(2):
+        first.train(batch(version))
+    first.save_checkpoint(tmp_path / "v2")
+    resumed = adapted(build)
+    resumed.load_checkpoint(tmp_path / "v2")
+    for version in range(2, 4):
+        resumed.train(batch(version))
+    for (_, ours), (_, theirs) in zip(resumed.whole_parameters(), straight.whole_parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*lora_A"):
+        Trainer(build(), CONFIG, AlgorithmConfig()).load_checkpoint(tmp_path / "v2")
+
+
+def test_peft_reads_what_is_saved_of_them(build: Build, tmp_path: Path) -> None:
+    trainer = adapted(build)
+    trainer.train(batch(0))
+    save_adapters(trainer.learner.model, LORA, ALONE, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").merge_and_unload()
+    found: dict[str, Tensor] = dict(theirs.named_parameters())
+    for name, parameter in trainer.whole_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-6, msg=name)
+
+
+def test_without_names_every_linear_layer_of_the_decoder_gets_one(build: Build) -> None:
+    model = build()
+    adapt(model, LoraConfig(rank=1))
+    trained = {name.split(".")[-4] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

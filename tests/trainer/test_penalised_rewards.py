@@ -1,0 +1,169 @@
+"""Promises of a divergence that is part of the reward: every estimator of advantages by hand; a weight of zero, and a
+reference that agrees, change nothing; as a reward k1 has the gradient of the divergence; a step is the equation written
+out, answer by answer, whatever the packing; the reference is asked once and is not in the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from transformers import PreTrainedModel
+
+from stretto.core.records import Sampling
+from stretto.trainer import penalties
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.estimators import Answer, Estimator, advantages_of
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.rows import rows_of
+from stretto.trainer.update import Trainer
+from tests.trainer.batches import LONGEST, assert_same, batch, row_logprobs
+
+Build = Callable[[], PreTrainedModel]
+ESTIMATORS: TypeAdapter[Estimator] = TypeAdapter(Estimator)
+CONFIG = TrainerConfig(learning_rate=3e-3, eps=1e-3, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
+SAMPLING = Sampling(max_tokens=LONGEST)
+#: Rewards 4 and 1; the first answer's tokens cost 1 and 2, the second one's single token gains a half.
+GROUP = [Answer(4.0, 2, range(2), (), (1.0, 2.0)), Answer(1.0, 1, range(1), (), (-0.5,))]
+#: Answer by answer 4 - 3 = 1 and 1 + 0.5 = 1.5; from each token on 1, 2 and 1.5.
+MEAN, DEVIATION = 1.5, math.sqrt(0.5 / 3)
+
+BY_HAND: Mapping[str, list[list[float]]] = {
+    "reward": [[1.0, 1.0], [1.5]],
+    "group_mean": [[-0.25, -0.25], [0.25]],
+    "leave_one_out": [[-0.5, -0.5], [0.5]],
+    "group": [[-1.0, -1.0], [1.0]],
+    "gae": [[1.0, 2.0], [1.5]],
+    "reinforce_pp": [[(1 - MEAN) / DEVIATION, (2 - MEAN) / DEVIATION], [0.0]],
+}
+
+
+def settings(into: str = "reward", estimator: str = "k1", weight: float = 0.5, **other: object) -> AlgorithmConfig:
+    reference = {"into": into, "estimator": estimator, "weight": weight}
+    return AlgorithmConfig.model_validate({"reference": reference} | other)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_every_estimator_takes_the_costs_off_by_hand(name: str) -> None:
+    (got,) = advantages_of(ESTIMATORS.validate_python(name), [GROUP])
+    for answer, expected in zip(got, BY_HAND[name], strict=True):
+        assert answer == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_discount_and_a_critic_see_the_costs_where_they_stand() -> None:
+    # rewards -1 and 2; decay 0.5 * 0.8: -1 + 0.4 * 2
+    (got,) = advantages_of(ESTIMATORS.validate_python({"kind": "gae", "gamma": 0.5, "lam": 0.8}), [GROUP[:1]])
+    assert got == [pytest.approx([-0.2, 2.0])]
+    # with values 1 and 3: delta_1 = 2 - 3, delta_0 = -1 + 0.5 * 3 - 1; A_0 = -0.5 + 0.4 * -1
+    judged = [Answer(4.0, 2, range(2), (1.0, 3.0), (1.0, 2.0))]
+    (got,) = advantages_of(ESTIMATORS.validate_python({"kind": "gae", "gamma": 0.5, "lam": 0.8}), [judged])
+    assert got == [pytest.approx([-0.9, -1.0])]
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=6), st.floats(-3, 3))
+def test_without_a_discount_the_first_token_is_worth_the_whole_answer(costs: list[float], reward: float) -> None:
+    answer = Answer(reward, len(costs), range(len(costs)), (), costs)
+    ((got,),) = advantages_of(ESTIMATORS.validate_python("gae"), [[answer]])
+    assert got[0] == pytest.approx(answer.total, abs=1e-9)
+    assert got[-1] == pytest.approx(reward - costs[-1], abs=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_reference_that_agrees_and_a_weight_of_zero_change_nothing(name: str, estimator: str) -> None:
+    given = batch(3)
+    agreeing = {t.id: t.completion.behavior_logprobs for g in given.groups for t in g.trajectories}
+    plain = rows_of(given, AlgorithmConfig.model_validate({"advantages": name}), LONGEST).rows
+    rows = rows_of(given, settings(estimator=estimator, advantages=name), LONGEST, reference_logprobs=agreeing).rows
+    assert [row.advantages for row in rows] == [pytest.approx(row.advantages) for row in plain]
+    far = {name: [x - 1 for x in logprobs] for name, logprobs in agreeing.items()}
+    rows = rows_of(given, settings(weight=0.0, advantages=name), LONGEST, reference_logprobs=far).rows
+    assert [row.advantages for row in rows] == [pytest.approx(row.advantages) for row in plain]
+
+
+@given(*[st.lists(st.floats(-3, 3), min_size=4, max_size=4)] * 2)
+def test_as_a_reward_k1_has_the_gradient_of_the_divergence(p: list[float], q: list[float]) -> None:
+    """REINFORCE with the reward -k1, in the mean over tokens that the policy itself sampled."""
+    reference, gradients = torch.tensor(q).log_softmax(0), []
+    for kind in ("divergence", "reward"):
+        logits = torch.tensor(p, requires_grad=True)
+        policy = logits.log_softmax(0)
+        sampled = policy.detach()
+        reward = -penalties.k1(sampled, reference)
+        values = {
+            "divergence": (policy.exp() * (policy - reference)).sum(),
+            "reward": -(sampled.exp() * reward * policy).sum(),
+        }
+        values[kind].backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
+
+
+def elsewhere(build: Build) -> PreTrainedModel:
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return model
+
+
+def trainer(build: Build, algorithm: AlgorithmConfig, tokens: int = 24) -> Trainer:
+    config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+    return Trainer(build(), config, algorithm, SAMPLING, reference=ReferencePolicy(elsewhere(build), config, SAMPLING))
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 10_000])
+def test_the_reference_says_of_each_answer_what_it_says_of_it_alone(build: Build, tokens: int) -> None:
+    given, config = batch(1), CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+    said = ReferencePolicy(elsewhere(build), config, SAMPLING).answer_logprobs(given)
+    rows = rows_of(given, AlgorithmConfig(), LONGEST).rows
+    assert set(said) == {row.id for row in rows}
+    for row in rows:
+        alone, _ = row_logprobs(elsewhere(build), row)
+        assert said[row.id] == pytest.approx(alone.tolist(), abs=1e-5)
+
+
+def by_hand(estimator: str, x: float) -> float:
+    """x = reference / policy."""
+    return {"k1": -math.log(x), "k2": math.log(x) ** 2 / 2, "k3": x - 1 - math.log(x)}[estimator]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_step_is_one_with_rewards_that_were_lowered_by_hand(build: Build, estimator: str) -> None:
+    given, algorithm = batch(0), settings(estimator=estimator, advantages="gae")
+    update = (one := trainer(build, algorithm)).train(given)
+    said = trainer(build, algorithm)._in_reward.answer_logprobs(given)  # type: ignore[union-attr]
+    divergences = {}
+    for t in (t for group in given.groups for t in group.trajectories):
+        x = [math.exp(r - b) for r, b in zip(said[t.id], t.completion.behavior_logprobs, strict=True)]
+        divergences[t.id] = [by_hand(estimator, ratio) for ratio in x]
+        expected = [t.reward - 0.5 * sum(divergences[t.id][k:]) for k in range(len(x))]
+        (row,) = (row for row in rows_of(given, algorithm, LONGEST, reference_logprobs=said).rows if row.id == t.id)
+        assert row.advantages == pytest.approx(expected, abs=1e-4)
+    tokens = [divergence for answer in divergences.values() for divergence in answer]
+    assert update.metrics["kl_reference"] == pytest.approx(sum(tokens) / len(tokens), rel=1e-4)
+    plain = Trainer(build(), CONFIG, settings(advantages="gae", weight=0.0), SAMPLING, reference=one._in_reward)
+    plain.train(given)
+    assert not torch.equal(*(next(iter(t.learner.model.parameters())) for t in (one, plain)))
+
+
+def test_the_packing_changes_nothing(build: Build) -> None:
+    updates = [trainer(build, settings(advantages="reinforce_pp"), tokens).train(batch(0)) for tokens in (1, 10_000)]
+    for name in ("loss", "grad_norm", "kl_reference"):
+        assert updates[0].metrics[name] == pytest.approx(updates[1].metrics[name], rel=1e-4, abs=1e-6)
+
+
+def test_it_is_no_term_of_the_loss(build: Build) -> None:
+    """With a weight of zero a step is the step without a reference, to the last bit."""
+    with_one = trainer(build, settings(weight=0.0))
+    without = Trainer(build(), CONFIG.model_copy(update={"micro_batch_tokens": 24}), AlgorithmConfig(), SAMPLING)
+    for one in (with_one, without):
+        one.train(batch(0))
+    assert_same(with_one.learner.model, without.learner.model)

@@ -1,0 +1,95 @@
+"""Promises of several ranks: 1, 2 and 4 of them give the same losses to 1e-5 over 20 steps, and the same weights to
+1e-4, with every kind of loss; each holds only its part; all of them measure and decide alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.core.errors import StoreError
+from stretto.trainer.ranks import ALONE
+from tests.trainer.rank_runs import PLAYED, SCENARIOS, trainer_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every rank of every training saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "error", "-m", "tests.trainer.rank_runs", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def seen(folder: Path, count: int, scenario: str, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / f"{count}-{scenario}-{rank}.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize(("count", "scenario"), [(count, name) for count, names in PLAYED.items() for name in names])
+def test_several_ranks_train_what_one_does(folder: Path, count: int, scenario: str) -> None:
+    one, several = seen(folder, 1, scenario), seen(folder, count, scenario)
+    assert len(one["metrics"]) == SCENARIOS[scenario].steps
+    for ours, theirs in zip(several["metrics"], one["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    for name, parameter in one["weights"].items():
+        torch.testing.assert_close(several["weights"][name], parameter, rtol=0, atol=1e-4, msg=name)
+    assert several["skipped"] == one["skipped"]
+
+
+@pytest.mark.parametrize(("count", "scenario"), [(count, name) for count, names in PLAYED.items() for name in names])
+def test_all_ranks_measure_and_decide_alike(folder: Path, count: int, scenario: str) -> None:
+    first, *others = (seen(folder, count, scenario, rank) for rank in range(count))
+    for other in others:
+        assert other["metrics"] == first["metrics"]
+        assert other["skipped"] == first["skipped"]
+        assert all(torch.equal(other["weights"][name], p) for name, p in first["weights"].items())
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(folder: Path) -> None:
+    for count in (1, 2):
+        found = seen(folder, count, "poisoned")
+        assert [update["bad_steps"] for update in found["metrics"]] == [0, 1]
+        assert [bool(names) for names in found["skipped"]] == [False, True]
+
+
+def test_each_rank_holds_its_part_of_the_parameters(folder: Path) -> None:
+    whole = seen(folder, 1, "few")["own"]
+    for count in PLAYED:
+        parts = [seen(folder, count, "few", rank)["own"] for rank in range(count)]
+        assert sum(parts) == whole
+        assert max(parts) < 1.4 * whole / count  # a row of a matrix is never divided, and 13 rows not evenly
+
+
+@pytest.mark.parametrize("name", ["1-2", "2-4", "2-1"])
+def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(folder: Path, name: str) -> None:
+    """Optimizer and critic included: `1-1` is one rank that goes on from its own."""
+    straight, other = (torch.load(folder / f"{path}.pt", weights_only=True)["weights"] for path in ("1-1", name))
+    for parameter, value in straight.items():
+        torch.testing.assert_close(other[parameter], value, rtol=0, atol=1e-4, msg=parameter)
+
+
+def test_each_rank_writes_its_part_of_a_checkpoint(folder: Path) -> None:
+    for name, count in (("1", 1), ("2", 2), ("2-4", 4)):
+        assert len(list((folder / name).glob("shard-*.safetensors"))) == count
+        assert len(list((folder / name / "critic").glob("shard-*.safetensors"))) == count
+
+
+def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: Path) -> None:
+    for missing in (1, 2, 3, 4):
+        torn = tmp_path / str(missing)
+        shutil.copytree(folder / "2-4", torn)
+        next(torn.glob(f"shard-{missing:05d}-*")).unlink()
+        with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*layers"):
+            trainer_of(SCENARIOS["paper"], ALONE).load_checkpoint(torn)
