@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
-from stretto.launch import run as launch
 from stretto.launch.stage import Silent
 from stretto.launch.train import prepare
 from stretto.store.inspection import inspect_run
@@ -70,14 +71,11 @@ class InMemory(Timed):
 
 def one_run(kind: type[Timed], seed: int, steps: int) -> dict[str, float]:
     """Train; seconds of reinforcement, of them inside of the ledger, and of the conductor's work (0 in memory)."""
-    Timed.seconds, plain = 0.0, launch.Ledger
-    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+    Timed.seconds = 0.0
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.launch.run.Ledger", kind)
         settings = (f"seed={seed}", f"trainer.steps={steps}", "evaluation.prompts=32")
-        launch.Ledger = kind  # type: ignore[misc]
-        try:
-            code = prepare(RECIPE, settings, path := Path(folder) / "run", resume=False).train(Silent())
-        finally:
-            launch.Ledger = plain  # type: ignore[misc]
+        code = prepare(RECIPE, settings, path := Path(folder) / "run", resume=False).train(Silent())
         if code != 0:
             raise RuntimeError(f"the run ended with {code}")
         seconds = read_metrics(path / "metrics.jsonl")[0][-1].rl_seconds
