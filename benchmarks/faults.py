@@ -1,33 +1,54 @@
 """Random kills: real runs whose roles, or all of them at once, are killed at random times; does any law break?
 
-    python -m benchmarks.faults --kills 200      the campaign
-    python -m benchmarks.faults --kills 5        a short slice
+    python -m benchmarks.faults                           the campaign: 200 kills, and 5 undisturbed runs
+    python -m benchmarks.faults --kills 5 --undisturbed 1 a short slice
+    python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
 
-Each run trains the tests' small recipe. A kill hits the conductor (the run is then resumed), the trainer, an engine or
-a reward worker (the run has to go on by itself), or all of them. After every end the checker decides from the records.
-The seconds to the next step are counted from the kill.
+A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine or a reward worker
+(the run has to go on by itself, unless its roles were starting: then it may end with an error that names the role, and
+is resumed), at any time: while the roles start, while another kill is being recovered from, in the
+middle of a step. A *hang* is a run that does no further step within 100 seconds. Whenever the conductor is gone, and at
+the end, the checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody
+disturbs say how accurate they are to be.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
+import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from benchmarks.report import Table, save
+from benchmarks.runs import RECIPE
 from stretto.dashboard.check import check_run
-from tests.launch.running import Command, Laboratory, steps_done, wait_for_step, wait_until
+from stretto.launch.plan import cache_folder
+from stretto.store.inspection import inspect_run
+from tests.launch.running import Command, Laboratory, said, steps_done, wait_until, with_no_fuss
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
-STEPS = 40
-SETTINGS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=7", "deadlines.trainer_restarts=50", "deadlines.hung=5")
+KILLS = 8  # of one run, at most: it may come to its end before
+SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
+SETTINGS = (
+    "trainer.steps=250",
+    "trainer.checkpoint_every=30",
+    "warm_start.threads=1",
+    "deadlines.trainer_restarts=100",
+    "deadlines.engine_restarts=100",
+    "deadlines.hung=5",
+)
+HANG = 100.0  # seconds
+_AFTER_START = 20.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
+_AFTER_KILL = 6.0
+_PATIENT = 0.6  # part of the lives in which the next kill waits until the run has recovered from the last one
 
 
 @dataclass(frozen=True)
@@ -35,9 +56,120 @@ class Kill:
     """What came of one kill."""
 
     fault: str
-    seconds: float  # from the kill to the next step, or to the end of the wait for it
-    survived: bool  # a further step was done
-    kept: bool  # the checker found every law kept
+    at_step: int
+    starting: bool  # since its conductor was started, the run had not done a step
+    seconds: float  # from the last kill before the next step to that step, or to the end of the wait for it
+    survived: bool  # a further step was done, or the run came to its end
+    ended: bool = False  # the run ended for it although its conductor was not hit, and was resumed
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run from its start to its end."""
+
+    number: int
+    seed: int
+    kills: tuple[Kill, ...]
+    checks: int  # that the checker made
+    broken: tuple[str, ...]  # laws that it found broken
+    final_accuracy: float | None  # held-out; None: it did not come to its end
+    seconds: float
+
+
+@dataclass
+class Blow:
+    """A kill whose next step has not come."""
+
+    fault: str
+    at_step: int
+    starting: bool
+    since: float
+    ended: bool = False
+
+    def over(self, survived: bool) -> Kill:
+        return Kill(
+            self.fault, self.at_step, self.starting, round(time.monotonic() - self.since, 2), survived, self.ended
+        )
+
+
+class Disturbed:
+    """One run, its killer and its checker."""
+
+    def __init__(self, laboratory: Laboratory, run_dir: Path, seed: int, chance: random.Random) -> None:
+        self._laboratory, self._run_dir = laboratory, run_dir
+        self._settings, self._chance = (*SETTINGS, f"seed={seed}"), chance
+        self._open: list[Blow] = []
+        self.kills: list[Kill] = []
+        self.checks = 0
+        self.broken: list[str] = []
+
+    def play(self, kills: int) -> float | None:
+        """Train to the end, killing on the way; the held-out accuracy at the end."""
+        over = False
+        while not over:
+            resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
+            with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=RECIPE) as command:
+                over = self._disturb(command, kills)
+                wait_until(lambda: not command.processes(), "the end of all roles")
+            self._check()
+        return inspect_run(self._run_dir).final_accuracy
+
+    def _disturb(self, command: Command, kills: int) -> bool:
+        """Kill until the conductor is gone or the run is at its end, which is when this is true."""
+        began, start = steps_done(self._run_dir), time.monotonic()
+        due, patient = start + self._chance.random() * _AFTER_START, self._chance.random() < _PATIENT
+        fault = self._chance.choice(FAULTS)
+        while command.process.poll() is None:
+            time.sleep(0.02)
+            self._settle()
+            if self._open and time.monotonic() - max(start, self._open[-1].since) > HANG:
+                print(f"a hang after the kill of {self._open[-1].fault}:\n{said(self._run_dir)[-3000:]}", flush=True)
+                self.kills += [blow.over(survived=False) for blow in self._open]
+                self._open = []
+                command.kill_all()
+                break
+            if self._open and patient:
+                due = time.monotonic() + self._chance.random() * _AFTER_KILL
+            if time.monotonic() < due or len(self.kills) + len(self._open) >= kills:
+                continue
+            if not (pids := victims(command, fault)):  # it has not been started yet
+                continue
+            for pid in pids:
+                with_no_fuss(pid)
+            done = steps_done(self._run_dir)
+            for blow in self._open:
+                blow.since = time.monotonic()
+            self._open.append(Blow(fault, done, done <= began, time.monotonic()))
+            fault = self._chance.choice(FAULTS)
+            due = time.monotonic() + self._chance.random() * _AFTER_KILL
+        return self._ended(command)
+
+    def _ended(self, command: Command) -> bool:
+        """The command is gone: it has come to its end, or was killed, or says what it ended for."""
+        ended = command.end(60)
+        self._settle()
+        if ended.code == 0:
+            self._settle(at_the_end=True)
+            return True
+        if ended.code > 0:
+            ended.says()
+            print(f"resumed: {ended.err.strip()}", flush=True)
+            for blow in self._open:
+                blow.ended = True
+        return False
+
+    def _settle(self, at_the_end: bool = False) -> None:
+        """Kills behind which the run has done another step are over."""
+        if self._open:
+            done = steps_done(self._run_dir)
+            over = [blow for blow in self._open if at_the_end or done > blow.at_step]
+            self.kills += [blow.over(survived=True) for blow in over]
+            self._open = [blow for blow in self._open if blow not in over]
+
+    def _check(self) -> None:
+        if (self._run_dir / "ledger.sqlite").exists():
+            self.checks += 1
+            self.broken += [f"{law}: {found[0]}" for law, found in check_run(self._run_dir).breaches.items() if found]
 
 
 def victims(command: Command, fault: str) -> list[int]:
@@ -52,56 +184,108 @@ def victims(command: Command, fault: str) -> list[int]:
     return command.processes(f"stretto.launch.{fault}_role")[:1]
 
 
-def one_kill(laboratory: Laboratory, run_dir: Path, fault: str, chance: random.Random) -> Kill:
-    """Train on until a random moment, kill, go on; a run whose conductor was killed goes on by being resumed."""
-    resume = ("--resume",) if run_dir.exists() else ()
-    with laboratory.train(run_dir, *SETTINGS, *resume) as command:
-        before = steps_done(run_dir)
-        wait_for_step(command, min(before + 1, STEPS - 3))
-        time.sleep(chance.random() * 0.3)
-        before, began = steps_done(run_dir), time.monotonic()
-        for pid in victims(command, fault):
-            os.kill(pid, signal.SIGKILL)
-        if fault not in ("conductor", "all"):
-            return _judged(command, run_dir, fault, before, began)
-        wait_until(lambda: not command.processes(), "the end of all roles")
-    with laboratory.train(run_dir, *SETTINGS, "--resume") as command:
-        return _judged(command, run_dir, fault, before, began)
+def one_run(records: Path, number: int, kills: int) -> Record:
+    """Run number `number`; its record, which is kept in the folder of records."""
+    path = _path(records, number, kills)
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    run_dir = path.with_suffix("")
+    shutil.rmtree(run_dir, ignore_errors=True)
+    seed, began = 1 + number % SEEDS, time.monotonic()
+    run = Disturbed(Laboratory(records, cache_folder()), run_dir, seed, random.Random(f"kills {number}"))
+    accuracy = run.play(kills)
+    seconds = round(time.monotonic() - began, 1)
+    record = Record(number, seed, tuple(run.kills), run.checks, tuple(run.broken), accuracy, seconds)
+    path.write_bytes(msgspec.json.encode(record))
+    if accuracy is not None and not run.broken and all(kill.survived for kill in run.kills):
+        shutil.rmtree(run_dir)  # others are kept to be looked at
+    print(record, flush=True)
+    return record
 
 
-def _judged(command: Command, run_dir: Path, fault: str, before: int, began: float) -> Kill:
-    """Wait for the next step, end the run, and look at its records."""
-    wait_until(lambda: steps_done(run_dir) > before or command.process.poll() is not None, "the next step")
-    seconds, survived = time.monotonic() - began, steps_done(run_dir) > before
-    command.kill_all()
-    wait_until(lambda: not command.processes(), "the end of all roles")
-    return Kill(fault, seconds, survived, check_run(run_dir).kept)
+def _path(records: Path, number: int, kills: int) -> Path:
+    return records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}.json"
+
+
+COLUMNS = ("killed", "kills", "while starting", "survived", "by a resume", "s to the next step", "longest")
+
+
+def rows(disturbed: Sequence[Record]) -> list[tuple[object, ...]]:
+    """What came of the kills of each role, and of all."""
+    found = [_row(fault, [k for r in disturbed for k in r.kills if k.fault == fault]) for fault in FAULTS]
+    return [row for row in found if row[1]] + [
+        _row("together", [kill for record in disturbed for kill in record.kills])
+    ]
+
+
+def _row(name: str, kills: Sequence[Kill]) -> tuple[object, ...]:
+    seconds = [kill.seconds for kill in kills] or [0.0]
+    resumed = sum(kill.ended or kill.fault in ("conductor", "all") for kill in kills)
+    counts = (len(kills), sum(kill.starting for kill in kills), sum(kill.survived for kill in kills), resumed)
+    return name, *counts, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
+
+
+def conclusion(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> str:
+    """What the runs came to, in two sentences."""
+    hangs = sum(not kill.survived for record in disturbed for kill in record.kills)
+    broken = [found for record in disturbed for found in record.broken]
+    return (
+        f"{len(disturbed)} runs, {sum(record.checks for record in disturbed)} looks of the checker: {hangs} hangs, "
+        f"{len(broken) or 'no'} broken laws{''.join(f'; {found}' for found in broken)}. Held-out accuracy at the end "
+        f"{_spread(disturbed)}, undisturbed {_spread(undisturbed)}."
+    )
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The committed result as docs/faults.md shows it."""
+    disturbed, undisturbed = (msgspec.convert(results[kind], list[Record]) for kind in ("disturbed", "undisturbed"))
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(disturbed)]
+    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"{table}\n\n{conclusion(disturbed, undisturbed)}"
+
+
+def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
+    """The table, and what the runs came to."""
+    table = Table(*COLUMNS)
+    for row in rows(disturbed):
+        table.add(*row)
+    table.show()
+    print(conclusion(disturbed, undisturbed))
+
+
+def _spread(records: Iterable[Record]) -> str:
+    found = [record.final_accuracy for record in records if record.final_accuracy is not None]
+    deviation = statistics.stdev(found) if len(found) > 1 else 0.0
+    return f"{statistics.mean(found):.3f} ± {deviation:.3f} ({len(found)} runs)" if found else "unknown"
+
+
+def campaign(records: Path, kills: int, undisturbed: int, most: int) -> tuple[list[Record], list[Record], bool]:
+    """Disturbed and undisturbed runs, at most so many of them new ones, and whether these are all that are wanted."""
+    calm, hit = list[Record](), list[Record]()
+    while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
+        found, kind = (calm, 0) if calm_wanted else (hit, KILLS)
+        if not _path(records, len(found), kind).exists():
+            if most == 0:
+                return hit, calm, False
+            most -= 1
+        found.append(one_run(records, len(found), kind))
+    return hit, calm, True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=200, help=f"in runs with up to {KILLS} each")
+    parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
+    parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
+    parser.add_argument("--most", type=int, default=10_000, help="new runs before it leaves off")
     arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
-    kills: list[Kill] = []
-    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
-        laboratory, run = Laboratory(Path(root), Path(root) / "cache"), 0
-        for number in range(arguments.kills):
-            run_dir = Path(root) / f"run-{run}"
-            kills.append(one_kill(laboratory, run_dir, FAULTS[number % len(FAULTS)], chance))
-            if steps_done(run_dir) >= STEPS - 10:
-                run += 1
-    by_fault: dict[str, list[Kill]] = defaultdict(list)
-    for kill in kills:
-        by_fault[kill.fault].append(kill)
-    table = Table("fault", "kills", "survived", "laws broken", "s to the next step", "worst")
-    for fault, those in by_fault.items():
-        seconds = [kill.seconds for kill in those]
-        survived, broken = sum(kill.survived for kill in those), sum(not kill.kept for kill in those)
-        table.add(fault, len(those), survived, broken, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}")
-    table.show()
-    save("faults", {"seed": arguments.seed, "kills": [asdict(kill) for kill in kills]})
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as temporary:
+        records = arguments.records or Path(temporary)
+        records.mkdir(parents=True, exist_ok=True)
+        disturbed, undisturbed, all_of_them = campaign(records, arguments.kills, arguments.undisturbed, arguments.most)
+    show(disturbed, undisturbed)
+    if all_of_them:
+        save("faults", {"settings": SETTINGS, "disturbed": disturbed, "undisturbed": undisturbed})
 
 
 if __name__ == "__main__":

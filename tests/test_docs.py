@@ -2,7 +2,7 @@
 
 - every place in the code (`file.py:name`, a path of the repository) exists, and so does every page that is linked;
 - every number that a run writes has its line in docs/metrics.md;
-- the table of docs/staleness.md is the one of the benchmark's committed result.
+- the tables of docs/staleness.md and docs/faults.md are those of the benchmarks' committed results.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.faults import summary as kills_summary
 from benchmarks.staleness import summary
 from benchmarks.summary import rows as summary_rows
 from stretto.store.inspection import Inspection
@@ -104,6 +105,12 @@ def test_the_table_of_staleness_is_the_committed_result() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
     assert summary(rows, group_size=1, sigma=1.2) in page
     assert summary(rows, group_size=8, sigma=1.2) in page
+
+
+def test_the_table_of_random_kills_is_the_committed_result() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
+    assert kills_summary(results) in page
 
 
 def test_the_results_in_the_readme_are_the_committed_ones() -> None:

@@ -26,6 +26,7 @@ from stretto.engine.wire import (
 Message = TypeVar("Message")
 
 _OK = 200
+_NAMED = 3  # requests that a message names
 
 
 class HttpEngine:
@@ -59,19 +60,22 @@ class HttpEngine:
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
         self._connections = Connections(name, address)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """Answers as they end, one per seed. Leaving the iteration early aborts the rest.
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """Answers as they end, one per seed of every request. Leaving the iteration early aborts the rest.
+
+        Requests that are sent together begin in the same step.
 
         Raises:
-            RefusedRequest: the engine will not serve it.
+            RefusedRequest: the engine will not serve one of them, and so none.
             EngineLost: it cannot be reached, is stopping, or ended before the last answer.
             DeadlineExceeded: no answer ended for `answer_seconds`.
         """
-        missing, unframer = len(request.seeds), Unframer()
+        missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
+        asked = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
         async with self._connections.one() as connection:
-            connection.send("POST", "/generate", msgspec.msgpack.encode(request))
+            connection.send("POST", "/generate", msgspec.msgpack.encode(requests))
             while True:
-                async with deadline(self._owner, f"the next answer to {request.id}", self._answer_seconds):
+                async with deadline(self._owner, f"the next answer to {asked}", self._answer_seconds):
                     part = await connection.read()
                     if connection.status != _OK:
                         raise refusal(part + await self._rest(connection))
@@ -81,7 +85,7 @@ class HttpEngine:
                 if not part:
                     break
         if missing:
-            raise EngineLost(self.name, f"ended {request.id} with {missing} answers missing")
+            raise EngineLost(self.name, f"ended {asked} with {missing} answers missing")
 
     async def update(self, version: int) -> int:
         """Let the engine load a published version; returns the version that it uses from then on.

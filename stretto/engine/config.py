@@ -31,10 +31,11 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         description="seconds that an engine goes on with the answers under way before it is interrupted again; of the "
         "versions published meanwhile it loads the newest; an engine without answers loads at once",
     )
-    batching: Literal["auto", "shared", "alone"] = Field(
+    batching: Literal["auto", "shared", "rounds"] = Field(
         "auto",
-        description="shared: answers of all requests are computed together; alone: one request at a time, so that no "
-        "number depends on what else was asked; auto: alone in synchronous runs (rollout.max_staleness = 0)",
+        description="shared: groups begin and end as they come; rounds: all that may start begin together and end "
+        "together, so that what is computed together depends on the weights and the questions alone; auto: rounds in "
+        "synchronous runs (rollout.max_staleness = 0)",
     )
     max_prefill_tokens: int = Field(
         4096, ge=1, description="tokens of prompts, or of interrupted answers, computed per step; whole sequences"

@@ -7,9 +7,10 @@ follow(request, listener) ─► listener ◄─ wrote(tokens), ended(completion
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
-from stretto.core.errors import EngineLost
+from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Written
@@ -46,7 +47,7 @@ class Listener(Protocol):
 
 
 class Stream:
-    """The answers of one open request on their way to the client, as frames."""
+    """The answers to requests that were sent together, on their way to the client as frames."""
 
     def __init__(self, answers: int) -> None:
         self.missing = answers
@@ -71,11 +72,11 @@ class Stream:
         self._wake.set()
 
     async def next(self) -> bytes:
-        """All frames since the last call, at least one; empty when broken. The client keeps the deadline."""
+        """All frames since the last call, at least one unless it broke. The client keeps the deadline."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()
-        return b"" if self.broken else chunk
+        return chunk
 
 
 class Generation:
@@ -92,15 +93,23 @@ class Generation:
     def open_requests(self) -> int:
         return len(self._listeners)
 
-    def open(self, request: GenerateRequest) -> Stream:
-        """Begin a request whose answers are wanted whole.
+    def open(self, requests: Sequence[GenerateRequest]) -> Stream:
+        """Begin requests whose answers are wanted whole; no step is made before the last of them has begun.
 
         Raises:
-            RefusedRequest: the engine will not serve it.
+            RefusedRequest: the engine will not serve one of them; none has begun.
             EngineLost: the server is stopping, or too many answers wait already.
         """
-        stream = Stream(len(request.seeds))
-        self.follow(request, stream, every_token=False)
+        stream = Stream(sum(len(request.seeds) for request in requests))
+        begun: list[str] = []
+        try:
+            for request in requests:
+                self.follow(request, stream, every_token=False)
+                begun.append(request.id)
+        except (RefusedRequest, EngineLost):
+            for id in begun:
+                self.close(id)
+            raise
         return stream
 
     def follow(self, request: GenerateRequest, listener: Listener, *, every_token: bool) -> None:

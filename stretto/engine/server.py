@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 import uvloop
@@ -79,7 +80,7 @@ class EngineApp:
     def __init__(self, generation: Generation, subscriber: Subscriber) -> None:
         self._generation = generation
         self._subscriber = subscriber
-        self._requests = msgspec.msgpack.Decoder(GenerateRequest)
+        self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
         routes = [
             Route("/generate", _Streaming(self.generate), methods=["POST"]),
             Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
@@ -95,14 +96,14 @@ class EngineApp:
         await self._router(scope, receive, send)
 
     async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream each answer as it ends; a client that goes away has its request aborted."""
+        """Stream each answer as it ends; a client that goes away has its requests aborted."""
         body = await read_body(scope, receive)
         if body is None:
             await _reply(send, *_TOO_LARGE)
             return
         try:
-            request = self._requests.decode(body)
-            stream = self._generation.open(request)
+            requests = self._requests.decode(body)
+            stream = self._generation.open(requests)
         except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
             await _reply(send, *_refusal(error))
             return
@@ -111,12 +112,13 @@ class EngineApp:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             while stream.missing or stream.ready:
                 chunk = await stream.next()
+                await send({"type": "http.response.body", "body": chunk, "more_body": stream.missing > 0})
                 if stream.broken:
                     return  # the server closes a connection whose response was not finished: the client notices
-                await send({"type": "http.response.body", "body": chunk, "more_body": stream.missing > 0})
         finally:
             watch.cancel()
-            self._generation.close(request.id)
+            for request in requests:
+                self._generation.close(request.id)
 
     def update_weights(self, body: bytes) -> UpdateReply:
         """Load a version between two steps."""

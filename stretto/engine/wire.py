@@ -1,6 +1,7 @@
 """What goes over the wire between an engine and its clients. No torch here: clients are light.
 
-    POST /generate         GenerateRequest   →  frames (`core.frames`) of one Completion each, as the answers finish
+    POST /generate         list of           →  frames (`core.frames`) of one Completion each, as the answers finish;
+                           GenerateRequest      all requests of the list begin in the same step
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
     POST /abort            AbortRequest      →  EngineHealth
     POST /written          WrittenRequest    →  list of WrittenTokens: how far unfinished answers have come

@@ -33,7 +33,7 @@ from stretto.launch.stopping import put_away
 from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.watchdog import Watchdog
 from stretto.rollout.controller import Controller, Ticket
-from stretto.rollout.workflow import SingleTurn
+from stretto.rollout.workflow import Workflow
 
 _LOOK_SECONDS = 1.0
 _SILENT_BATCHES = 4  # so many batches' worth of filtered groups, and none for a batch, are said aloud
@@ -47,7 +47,7 @@ class Players:
     many seconds for it (None: until all have replied)."""
 
     controller: Controller
-    workflow: SingleTurn
+    workflow: Workflow
     fleet: Fleet
     trainer: TrainerLink
     look: Callable[[float | None], Awaitable[list[Span]]]

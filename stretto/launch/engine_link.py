@@ -109,23 +109,24 @@ class EngineLink:
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """Its answers; while they are awaited, the request is `open`.
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """Its answers; while they are awaited, the requests are `open`.
 
         Raises:
-            EngineLost: it broke off; it is suspected then, unless it was told to give the request up.
+            EngineLost: it broke off; it is suspected then, unless it was told to give the requests up.
         """
-        self.open.add(request.id)
+        ids = {request.id for request in requests}
+        self.open |= ids
         try:
-            async for completion in self.client.generate(request):
+            async for completion in self.client.generate(*requests):
                 yield completion
         except EngineLost:
-            if request.id not in self._given_up:
+            if not ids & self._given_up:
                 self.suspected.set()
             raise
         finally:
-            self.open.discard(request.id)
-            self._given_up.discard(request.id)
+            self.open -= ids
+            self._given_up -= ids
 
     async def give_up(self) -> None:
         """Let it give up what it answers; when this returns, it has no request of ours, or does not reply."""

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
 
 import msgspec
 
 from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Record, Sampling, derive_seed
-from stretto.rollout.protocols import Detokenize, Generate, Score
+from stretto.rollout.protocols import Detokenize, Score
 
-_AT_ONCE = 256
+_TOGETHER = 64  # prompts that are asked together
+_AT_ONCE = 4  # such portions under way
 _LOSSES = 3
+_PREFIX = "evaluation."
+
+
+class GenerateTogether(Protocol):
+    """One answer to each of several prompts that are asked together, each as soon as it is whole."""
+
+    def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
 
 
 class Evaluation(Record, frozen=True):
@@ -52,15 +62,20 @@ class Evaluator:
     prompts: Sequence[Prompt]
     sampling: Sampling
     seed: int
-    generate: Generate
+    generate: GenerateTogether
     score: Score
     detokenize: Detokenize
     tally: Callable[[int], None] = lambda tokens: None
 
     async def __call__(self) -> Evaluation:
-        """Answer and judge every prompt; each wait inside has its own deadline."""
+        """Answer and judge every prompt; each wait inside has its own deadline.
+
+        Which prompts are asked together is always the same, so that engines which have nothing else to do come to the
+        same numbers each time.
+        """
         room = asyncio.Semaphore(_AT_ONCE)
-        answers = await asyncio.gather(*(self._answer(prompt, room) for prompt in self.prompts))
+        parts = [self.prompts[start : start + _TOGETHER] for start in range(0, len(self.prompts), _TOGETHER)]
+        answers = list(chain.from_iterable(await asyncio.gather(*(self._answer(part, room) for part in parts))))
         outcomes = [outcome for outcome, _, _ in answers]
         return Evaluation(
             version=max(version for _, version, _ in answers),
@@ -70,26 +85,34 @@ class Evaluator:
             tokens=sum(tokens for _, _, tokens in answers),
         )
 
-    async def _completion(self, request: GenerateRequest) -> Completion:
-        """An engine that is lost in mid-answer is replaced, and asked again."""
-        for _ in range(_LOSSES):
-            with contextlib.suppress(EngineLost):
-                return await self._asked(request)
-        return await self._asked(request)
+    async def _answer(self, prompts: Sequence[Prompt], room: asyncio.Semaphore) -> list[tuple[Outcome, int, int]]:
+        """Of each prompt the outcome, the newest version that sampled its answer, and how many tokens that has."""
+        async with room:
+            completions = await self._completions([self._request(prompt) for prompt in prompts])
+        return await asyncio.gather(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
 
-    async def _asked(self, request: GenerateRequest) -> Completion:
-        (completion,) = [completion async for completion in self.generate(request)]
-        return completion
-
-    async def _answer(self, prompt: Prompt, room: asyncio.Semaphore) -> tuple[Outcome, int, int]:
-        request = GenerateRequest(
-            id=f"evaluation.{prompt.id}",
+    def _request(self, prompt: Prompt) -> GenerateRequest:
+        return GenerateRequest(
+            id=f"{_PREFIX}{prompt.id}",
             prompt_token_ids=prompt.token_ids,
             seeds=(derive_seed(self.seed, prompt.id),),
             sampling=self.sampling,
         )
-        async with room:
-            completion = await self._completion(request)
+
+    async def _completions(self, requests: Sequence[GenerateRequest]) -> dict[str, Completion]:
+        """By prompt. An engine that is lost in mid-answer is replaced, and asked again."""
+        for _ in range(_LOSSES):
+            with contextlib.suppress(EngineLost):
+                return await self._asked(requests)
+        return await self._asked(requests)
+
+    async def _asked(self, requests: Sequence[GenerateRequest]) -> dict[str, Completion]:
+        found: dict[str, Completion] = {}
+        async for completion in self.generate(*requests):
             self.tally(len(completion.token_ids))
+            found[completion.request.removeprefix(_PREFIX)] = completion
+        return found
+
+    async def _judge(self, prompt: Prompt, completion: Completion) -> tuple[Outcome, int, int]:
         (verdict,) = await self.score(prompt.text, [self.detokenize(completion.token_ids)], prompt.answer)
         return verdict.outcome, completion.versions[-1], len(completion.token_ids)

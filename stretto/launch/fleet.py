@@ -42,7 +42,7 @@ class Fleet:
         alone: bool = False,
     ) -> None:
         """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
-        the engine's configuration, in seconds; `alone`: an engine answers one request at a time."""
+        the engine's configuration, in seconds; `alone`: an engine answers nothing but what it was given together."""
         self._engines = [EngineLink.to(spec, logs, deadlines, role) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
@@ -85,14 +85,14 @@ class Fleet:
         if engine.name in self._router.up:
             self._router.leave(engine.name)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """Answers from the least-loaded engine (satisfies `rollout.protocols.Generate`).
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """Answers from the least-loaded engine; requests that are given together begin there in the same step.
 
         Raises:
             EngineLost: the engine died meanwhile.
-            RefusedRequest: the engine will not serve it.
+            RefusedRequest: the engine will not serve them.
         """
-        answers = len(request.seeds)
+        answers = sum(len(request.seeds) for request in requests)
         while (name := self._router.start(answers)) is None:
             self._joined.clear()
             awaited, seconds = ("free", self._deadlines.answer) if self._router.up else ("up", self._deadlines.start)
@@ -101,9 +101,9 @@ class Fleet:
         (engine,) = (engine for engine in self._engines if engine.name == name)
         try:
             # An engine that takes answers over has to serve what sampled their last token: versions never fall.
-            if written := [version for begun in request.begun for version in begun.versions]:
+            if written := [version for request in requests for begun in request.begun for version in begun.versions]:
                 await engine.until_it_serves(max(written), self._deadlines.start)
-            async for completion in engine.generate(request):
+            async for completion in engine.generate(*requests):
                 yield completion
         except EngineLost:
             if engine.suspected.is_set():

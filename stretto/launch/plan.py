@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoConfig
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Prompt, Sampling
@@ -25,7 +24,8 @@ from stretto.launch.recipe import Recipe
 from stretto.launch.trainable import check_trainable
 from stretto.launch.trial import differing_verdicts
 from stretto.model.build import build_policy
-from stretto.model.folder import ModelFolder, inspect_model_folder, quiet_transformers
+from stretto.model.fitting import check_fit
+from stretto.model.folder import ModelFolder, inspect_model_folder
 from stretto.model.kinds import refuse_unsupported
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
@@ -163,12 +163,7 @@ def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None])
 
 def check_attention(base: ModelFolder) -> None:
     """The engine can serve the model, as far as its config tells."""
-    with quiet_transformers():
-        try:
-            config = AutoConfig.from_pretrained(base.path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelFolderError([Problem(str(base.path), f"cannot be loaded: {error}")]) from error
-    refuse_unsupported(config)
+    refuse_unsupported(check_fit(base))
 
 
 def is_free(port: int) -> bool:

@@ -17,7 +17,7 @@ from stretto.launch.fleet import Fleet
 from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recorder import Work
-from stretto.launch.specs import Meeting, engine_specs, is_alone, socket_folder, trainer_spec
+from stretto.launch.specs import Meeting, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.stopping import Stopped, together
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rewards.pool import RewardPool
@@ -103,7 +103,7 @@ async def roles(
         folder.logs,
         recipe.deadlines,
         load_interval=recipe.engine.load_interval,
-        alone=is_alone(recipe),
+        alone=in_rounds(recipe),
     )
 
     def changed(sentence: str) -> None:

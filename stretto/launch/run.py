@@ -21,14 +21,15 @@ from stretto.launch.plan import Plan
 from stretto.launch.recipe import Recipe
 from stretto.launch.recorder import Past, Recorder, RunClock
 from stretto.launch.roles import Roles, roles
+from stretto.launch.rounds import Rounds
 from stretto.launch.slow_reward import SlowReward
-from stretto.launch.specs import is_alone
+from stretto.launch.specs import in_rounds
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, beside
 from stretto.launch.warm_start import copy_policy, warm_start
 from stretto.rollout.controller import Controller, Standing
 from stretto.rollout.prompts import PromptStream
-from stretto.rollout.workflow import SingleTurn
+from stretto.rollout.workflow import SingleTurn, Workflow
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
@@ -120,7 +121,9 @@ async def _train(
     recipe = plan.recipe
     standing = ledger.get(STANDING, Standing) or Standing()
     stream = PromptStream(plan.training, recipe.seed, standing.position)
-    controller = Controller(recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version)
+    controller = Controller(
+        recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version, in_rounds(recipe)
+    )
     begun = restore(controller, standing, read_unfinished(folder.ledger))
     ledger.watch(STANDING, controller.standing)
     checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
@@ -137,8 +140,10 @@ async def _train(
         recorder.examined,
     )
     examiner = Examiner(evaluator, recorder, recipe.evaluation.every)
-    answers = Answers(crew.fleet, ledger, begun, whole=is_alone(recipe))
-    workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
+    rounds = Rounds(crew.fleet, lambda: controller.tickets, recipe.engine.count) if in_rounds(recipe) else None
+    answers = Answers(rounds or crew.fleet, ledger, begun, whole=rounds is not None)
+    workflow: Workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
+    workflow = workflow if rounds is None else rounds.together(workflow)
     players = Players(
         controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner, answers, crew.progress
     )

@@ -30,10 +30,10 @@ def socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
 
-def is_alone(recipe: Recipe) -> bool:
-    """Whether an engine answers one request at a time, so that a run can be repeated bit for bit."""
+def in_rounds(recipe: Recipe) -> bool:
+    """Whether groups begin and end together, so that a run can be repeated bit for bit (`launch.rounds`)."""
     batching = recipe.engine.batching
-    return batching == "alone" or (batching == "auto" and recipe.rollout.max_staleness == 0)
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0)
 
 
 def engine_specs(plan: Plan, model: Path, meeting: Meeting, *, published: bool = True) -> list[EngineSpec]:

@@ -41,8 +41,8 @@ def load_policy(
     ``"auto"`` is the GPU if there is one.
 
     Raises:
-        ModelFolderError: transformers cannot load the folder, or would make up some of its weights; or its attention is
-            of a kind that our paths do not compute (`stretto.model.kinds`).
+        ModelFolderError: transformers cannot load the folder, or would make up some of its weights; some are not
+            finite; or its attention is of a kind that our paths do not compute (`stretto.model.kinds`).
     """
     if not Path(path).is_dir():
         raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
@@ -59,10 +59,14 @@ def load_policy(
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelFolderError([Problem(str(path), f"cannot be loaded: {error}")]) from error
+        except Exception as error:  # a config can make the module of any model fail in any way
+            found = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ModelFolderError([Problem(str(path), f"cannot be loaded: {found}")]) from error
     if missing := sorted(report["missing_keys"]):
         found = f"lacks the weight {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise ModelFolderError([Problem(str(path), found, "copy or download the folder again")])
+    if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
+        found = f"{broken[0]} holds numbers that are not finite" + (f", and {len(broken) - 1} more" * (len(broken) > 1))
         raise ModelFolderError([Problem(str(path), found, "copy or download the folder again")])
     policy: PreTrainedModel = model.to(_device(device)).eval()
     if attention.startswith(OURS):

@@ -12,6 +12,7 @@ from typing import Any
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.headers import BrokenHeader, TensorHeader, read_headers
 
+_ADAPTER = "adapter_model.safetensors"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -101,10 +102,12 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)
+    if not isinstance(config, dict):
+        problems.append(Problem(f"{file}: text_config", f"{config!r}", "an object is needed"))
 
     def number(*keys: str) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
-        if isinstance(value, int) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         problems.append(Problem(f"{file}: {keys[-1]}", f"{value!r}", "a positive whole number is needed"))
         return 1
@@ -121,10 +124,15 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
         "context_length": number("max_position_embeddings"),
         "layers": number("num_hidden_layers"),
         "kv_heads": number("num_key_value_heads", "num_attention_heads"),
-        "head_dim": config.get("head_dim") or number("hidden_size") // heads,
+        "head_dim": number("hidden_size") // heads if config.get("head_dim") is None else number("head_dim"),
         "hidden_size": number("hidden_size"),
     }
     return shape if len(problems) == before else None
+
+
+def read_weights(folder: Path) -> dict[str, TensorHeader]:
+    """Names, shapes and kinds of the tensors of a folder without mistakes (`inspect_model_folder`)."""
+    return _weights(folder, [])[0]
 
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
@@ -133,13 +141,16 @@ def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHea
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
         listed = _read_json(index, problems).get("weight_map") or {}
-        files = [folder / name for name in sorted(set(listed.values()))]
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            problems.append(Problem(f"{index}: weight_map", "is no table of file names", "copy the file again"))
+            listed = {}
+        if outside := [name for name in listed.values() if Path(name).name != name]:
+            problems.append(Problem(str(index), f"lists {outside[0]!r}", "weights lie in the model's own folder"))
+        files = [folder / name for name in sorted(set(listed.values())) if Path(name).name == name]
     else:
-        listed, files = {}, sorted(folder.glob("*.safetensors"))
+        listed, files = {}, [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
     if not files:
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        found = "its weights are pickled, and loading a pickle runs its code" if pickled else "it holds no weights"
-        problems.append(Problem(str(folder), found, "save the model as safetensors"))
+        problems.append(_no_weights(folder))
     for file in files:
         try:
             tensors |= read_headers(file)
@@ -153,6 +164,15 @@ def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHea
     if missing := sorted(set(listed) - set(tensors)):
         problems.append(Problem(str(index), f"lists {missing[0]} and {len(missing) - 1} more that no file holds"))
     return tensors, sum(file.stat().st_size for file in files if file.exists())
+
+
+def _no_weights(folder: Path) -> Problem:
+    if (folder / _ADAPTER).exists():
+        found = "it holds no weights of its own: an adapter needs the model it was made for"
+        return Problem(str(folder), found, "merge the adapter into its model, and save that")
+    pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+    found = "its weights are pickled, and loading a pickle runs its code" if pickled else "it holds no weights"
+    return Problem(str(folder), found, "save the model as safetensors")
 
 
 def _check_vocabulary(
@@ -170,7 +190,9 @@ def _check_vocabulary(
         found = f"the tokenizer knows token {largest}, the embedding has {vocab_size} rows"
         problems.append(Problem(str(folder / "tokenizer.json"), found, "save the tokenizer of this model"))
     ends: tuple[object, ...] = eos_token_ids(folder)
-    wrong = [end for end in ends if not (isinstance(end, int) and 0 <= end < vocab_size)]
+    wrong = [end for end in ends if isinstance(end, bool) or not (isinstance(end, int) and 0 <= end < vocab_size)]
+    if (generation := folder / "generation_config.json").exists():
+        _read_json(generation, problems)
     if not ends:
         problems.append(Problem(str(folder), "no end-of-sequence token", "set eos_token_id in generation_config.json"))
     if wrong:
@@ -181,5 +203,8 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token to id from a tokenizer.json, added tokens included."""
     model = tokenizer.get("model")
     listed: Any = model.get("vocab", {}) if isinstance(model, Mapping) else {}
-    vocabulary = dict(listed) if isinstance(listed, Mapping) else {entry[0]: at for at, entry in enumerate(listed)}
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    try:
+        vocabulary = dict(listed) if isinstance(listed, Mapping) else {entry[0]: at for at, entry in enumerate(listed)}
+        return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    except (TypeError, KeyError, IndexError):
+        return {}  # whoever loads the tokenizer says what is wrong with it

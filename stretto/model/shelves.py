@@ -188,6 +188,8 @@ class Shelves:
     def release(self, row: int) -> None:
         shelf, slot = self._places.pop(row)
         shelf.free(slot)
+        if not self._places:
+            self.clear()  # without rows it is as new: where the next ones stand depends on nothing that was before
 
     def clear(self) -> None:
         """Forget all rows; the memory stays."""

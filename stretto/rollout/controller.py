@@ -85,8 +85,12 @@ class Controller:
         sampling: Sampling,
         seed: int,
         version: int = 0,
+        rounds: bool = False,
     ) -> None:
+        """`rounds`: groups start together, as many as may, and none while any of them is in flight."""
         self.config = config
+        self._rounds = rounds
+        self._opening = True  # the round has not had all its groups yet
         self.published = version
         self.live = version
         self._prompts = prompts
@@ -122,17 +126,22 @@ class Controller:
 
     def admit(self) -> Ticket | None:
         """Start one more group, if equation 3 and the number in flight allow it."""
+        self._opening = self._may_start() and (self._opening or not self._rounds or not self._in_flight)
+        if not self._opening:
+            return None
         config = self.config
-        if len(self._in_flight) >= config.max_in_flight:
-            return None
-        if not admits(self.counted, self.live, config.batch_size, config.max_staleness):
-            return None
         draw = self._prompts.take()
         ticket = Ticket(order=self._order, draw=draw, admitted_version=self.live, request=self._request(draw))
         self._order += 1
         self._in_flight[ticket.group_id] = ticket
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
+
+    def _may_start(self) -> bool:
+        config = self.config
+        return len(self._in_flight) < config.max_in_flight and admits(
+            self.counted, self.live, config.batch_size, config.max_staleness
+        )
 
     def restore(
         self, group_id: str, admitted_version: int, trajectories: Sequence[Trajectory], failures: int = 0

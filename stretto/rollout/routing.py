@@ -17,7 +17,7 @@ class Router:
     """
 
     def __init__(self, engines: list[str], alone: bool = False) -> None:
-        """`alone`: an engine has one group at a time."""
+        """`alone`: an engine has nothing but what it was given together."""
         self._alone = alone
         self._load = dict.fromkeys(engines, 0)
         self._up = list(engines)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from stretto.core.records import Completion, Trajectory, Verdict, trajectory_id
 from stretto.rollout.controller import Ticket
 from stretto.rollout.protocols import Detokenize, Generate, Score
+
+
+class Workflow(Protocol):
+    """From a ticket to the judged answers of its group."""
+
+    async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]: ...
 
 
 @dataclass(frozen=True)

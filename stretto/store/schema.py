@@ -15,6 +15,7 @@ import sqlite3
 from pathlib import Path
 
 from stretto.core.errors import StoreError
+from stretto.store.wal import check_log
 
 FORMAT = 2
 
@@ -76,8 +77,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     """The ledger at `path`, made if there is none; its transactions are begun and ended by the caller.
 
     Raises:
-        StoreError: another format, not a ledger, or not writable.
+        StoreError: another format, not a ledger, damaged, or not writable.
     """
+    check_log(path)
     try:
         connection = sqlite3.connect(path, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")

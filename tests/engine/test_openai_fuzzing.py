@@ -77,7 +77,7 @@ MESSAGES = st.builds(
 
 @settings(max_examples=200)
 @given(
-    body=MESSAGES.map(msgspec.msgpack.encode) | st.binary(max_size=40),
+    body=(MESSAGES | st.lists(MESSAGES, max_size=2)).map(msgspec.msgpack.encode) | st.binary(max_size=40),
     path=st.sampled_from(["/generate", "/generate", "/generate", "/update_weights", "/abort"]),
 )
 def test_no_message_makes_the_token_interface_fail(serving: Serving, body: bytes, path: str) -> None:

@@ -155,11 +155,11 @@ def test_more_answers_than_may_wait_are_told_to_come_back(byte_folder: Path) -> 
             id=name, prompt_token_ids=(5,), seeds=tuple(range(answers)), sampling=Sampling(max_tokens=2)
         )
 
-    generation.open(wanted("many", MOST_WAITING + 1))
+    generation.open([wanted("many", MOST_WAITING + 1)])
     with pytest.raises(EngineLost, match="has 65,537 answers waiting already"):
-        generation.open(wanted("one more", 1))
+        generation.open([wanted("one more", 1)])
     generation.close("many")
-    assert isinstance(generation.open(wanted("one more", 1)), Stream)
+    assert isinstance(generation.open([wanted("one more", 1)]), Stream)
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

@@ -197,7 +197,7 @@ def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folde
             assert refused.headers["retry-after"] == "1"
             assert (await client.get("/health")).status_code == 503
             request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
-            told = await client.post("/generate", content=msgspec.msgpack.encode(request))
+            told = await client.post("/generate", content=msgspec.msgpack.encode([request]))
             assert (told.status_code, told.headers["retry-after"]) == (503, "1")
             assert msgspec.msgpack.decode(told.content, type=Refusal).error == "EngineLost"
             assert len(await stream) > 20

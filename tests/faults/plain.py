@@ -41,27 +41,33 @@ def train_plainly(plan: Plan, start: Path) -> tuple[list[Batch], Mapping[str, Te
     stream = PromptStream(plan.training, recipe.seed)
     batches = []
     for version in range(recipe.trainer.steps):
-        groups = [_answered(plan, engine, stream.take(), version) for _ in range(recipe.rollout.batch_size)]
-        batches.append(Batch(step=version + 1, version=version, groups=tuple(groups)))
+        draws = [stream.take() for _ in range(recipe.rollout.batch_size)]
+        batches.append(Batch(step=version + 1, version=version, groups=_answered(plan, engine, draws, version)))
         trainer.train(batches[-1])
         engine.update(trainer.version, dict(model.named_parameters()))
     return batches, dict(model.named_parameters())
 
 
-def _answered(plan: Plan, engine: EmbeddedEngine, draw: Draw, version: int) -> Group:
-    id, prompt = draw.group_id, draw.prompt
+def _answered(plan: Plan, engine: EmbeddedEngine, draws: list[Draw], version: int) -> tuple[Group, ...]:
     members = range(plan.recipe.rollout.group_size)
-    seeds = tuple(derive_seed(plan.recipe.seed, trajectory_id(id, member)) for member in members)
-    engine.add(GenerateRequest(id=id, prompt_token_ids=prompt.token_ids, seeds=seeds, sampling=plan.sampling))
-    completions = []
+    for draw in draws:
+        seeds = tuple(derive_seed(plan.recipe.seed, trajectory_id(draw.group_id, member)) for member in members)
+        prompt = draw.prompt.token_ids
+        engine.add(GenerateRequest(id=draw.group_id, prompt_token_ids=prompt, seeds=seeds, sampling=plan.sampling))
+    answers: dict[str, list[Trajectory]] = {draw.group_id: [] for draw in draws}
+    prompts = {draw.group_id: draw.prompt for draw in draws}
     while not engine.idle:
-        completions += engine.step()
-    trajectories = []
-    for completion in sorted(completions, key=lambda completion: completion.member):
-        text = plan.tokenizer.decode(completion.token_ids)
-        reward = length(prompt.text, text, prompt.answer)
-        outcome = Outcome.RIGHT if reward == 1 else Outcome.WRONG
-        verdict = Verdict(outcome=outcome, reward=reward)
-        name = trajectory_id(id, completion.member)
-        trajectories.append(Trajectory(id=name, completion=completion, verdict=verdict, text=text))
-    return Group(id=id, prompt=prompt, admitted_version=version, trajectories=tuple(trajectories))
+        for completion in engine.step():
+            id, text = completion.request, plan.tokenizer.decode(completion.token_ids)
+            reward = length(prompts[id].text, text, prompts[id].answer)
+            verdict = Verdict(outcome=Outcome.RIGHT if reward == 1 else Outcome.WRONG, reward=reward)
+            name = trajectory_id(id, completion.member)
+            answers[id].append(Trajectory(id=name, completion=completion, verdict=verdict, text=text))
+    return tuple(
+        Group(id=id, prompt=prompts[id], admitted_version=version, trajectories=tuple(sorted(those, key=_member)))
+        for id, those in answers.items()
+    )
+
+
+def _member(trajectory: Trajectory) -> int:
+    return trajectory.completion.member

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stretto.rollout.config import RolloutConfig
 
@@ -24,6 +24,7 @@ class Schedule:
     undecided_rate: float  # of verdicts
     kill_rate: float  # of the conductor, a virtual second
     checkpoint_every: int
+    rounds: bool = False  # groups begin and end together; staleness is 0 then
 
     @classmethod
     def of(cls, seed: int) -> Schedule:
@@ -52,3 +53,10 @@ class Schedule:
             kill_rate=chance.choice([0.0, 0.05, 0.3]),
             checkpoint_every=chance.randint(1, 3),
         )
+
+    def in_rounds(self, *, undisturbed: bool) -> Schedule:
+        """The same as a synchronous run in rounds, which no engine's death may make ask a prompt anew; `undisturbed`:
+        nobody dies at all."""
+        rollout = self.rollout.model_copy(update={"max_staleness": 0, "beyond_bound": "wait"})
+        loss_rate, kill_rate = (0.0, 0.0) if undisturbed else (min(self.loss_rate, 0.02), self.kill_rate)
+        return replace(self, rollout=rollout, rounds=True, loss_rate=loss_rate, kill_rate=kill_rate)

@@ -15,39 +15,32 @@ import random
 import selectors
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import msgspec
 import xxhash
 
-from stretto.core.errors import EngineLost
 from stretto.core.events import Span
 from stretto.core.records import (
     Batch,
-    Begun,
-    Completion,
-    GenerateRequest,
-    Outcome,
     Prompt,
     Sampling,
-    StopReason,
     Trajectory,
     Update,
-    Verdict,
 )
 from stretto.dashboard.check import check_run
 from stretto.dashboard.history import read_history
 from stretto.dashboard.laws import OPEN
-from stretto.engine.wire import WrittenTokens
 from stretto.launch.answers import Answers, restore
 from stretto.launch.conductor import Conductor, Players
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.fleet import Fleet
 from stretto.launch.keeper import Examiner, Keeper
 from stretto.launch.recorder import Recorder
+from stretto.launch.rounds import Rounds
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, Standing
 from stretto.rollout.prompts import PromptStream
@@ -55,6 +48,7 @@ from stretto.rollout.workflow import SingleTurn
 from stretto.store.config import StoreConfig
 from stretto.store.ledger import Ledger
 from stretto.store.reading import last_step, read_batches, read_unfinished
+from tests.faults.engines import CompanyMatters, Engines
 from tests.faults.schedule import Schedule
 
 _VIRTUAL_SECONDS = 5_000.0
@@ -85,89 +79,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
-
-
-@dataclass
-class Engines:
-    """Some engines, which die and come back; every token takes its time and has the version of its moment."""
-
-    schedule: Schedule
-    chance: random.Random
-    version: int
-    on_load: Callable[[int], None] = print
-    published: asyncio.Event = field(default_factory=asyncio.Event)
-    writing: dict[str, list[tuple[list[int], list[int]]]] = field(default_factory=dict)
-
-    def listen(self, on_load: Callable[[int], None]) -> None:
-        self.on_load = on_load
-
-    def publish(self, version: int) -> None:
-        self.version = version
-        self.published.set()
-
-    async def keep_loaded(self) -> NoReturn:
-        while True:
-            await self.published.wait()
-            self.published.clear()
-            await asyncio.sleep(self.chance.random() * 0.2)
-            self.on_load(self.version)
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        begun = request.begun or (Begun(),) * len(request.seeds)
-        answers = [(list(some.token_ids), list(some.versions)) for some in begun]
-        self.writing[request.id] = answers
-        try:
-            order = list(range(len(answers)))
-            self.chance.shuffle(order)
-            for member in order:
-                for _ in range(self.chance.randint(1, 3)):
-                    await asyncio.sleep(self.chance.expovariate(3 / self.schedule.answer_seconds))
-                    if self.chance.random() < self.schedule.loss_rate / 3:
-                        raise EngineLost("engine-0", "was killed")
-                    answers[member][0].append(len(answers[member][0]))
-                    answers[member][1].append(self.version)
-                completion = _completion(request, member, *answers[member])
-                yield completion
-                if self.chance.random() < self.schedule.twice_rate:
-                    yield completion
-        finally:
-            self.writing.pop(request.id, None)
-
-    open = frozenset[str]()
-
-    async def give_up(self) -> None: ...
-
-    async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
-        await asyncio.sleep(self.chance.random() * 0.1)
-        found = []
-        for id, counts in known.items():
-            for member, (tokens, versions) in enumerate(self.writing.get(id, ())):
-                if member < len(counts) and len(tokens) > counts[member]:
-                    new = slice(counts[member], None)
-                    logprobs = tuple(-0.5 for _ in tokens[new])
-                    found.append(WrittenTokens(id, member, tuple(tokens[new]), logprobs, tuple(versions[new])))
-        return found
-
-    async def score(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
-        await asyncio.sleep(self.chance.random() * 0.2)
-        return [self._verdict() for _ in completions]
-
-    def _verdict(self) -> Verdict:
-        if self.chance.random() < self.schedule.undecided_rate:
-            return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout")
-        right = self.chance.random() < 0.5
-        return Verdict(outcome=Outcome.RIGHT if right else Outcome.WRONG, reward=float(right))
-
-
-def _completion(request: GenerateRequest, member: int, tokens: list[int], versions: list[int]) -> Completion:
-    return Completion(
-        request=request.id,
-        member=member,
-        token_ids=tuple(tokens),
-        behavior_logprobs=tuple(-0.5 for _ in tokens),
-        versions=tuple(versions),
-        stop_reason=StopReason.STOP,
-    )
 
 
 def after(weights: int, batch: Batch) -> int:
@@ -245,12 +156,16 @@ class _Examiner(Toys):
 
 
 def play(seed: int, folder: Path) -> World:
+    """The schedule of a seed; see `play_schedule`."""
+    return play_schedule(Schedule.of(seed), folder)
+
+
+def play_schedule(schedule: Schedule, folder: Path) -> World:
     """One schedule to its end, however often the conductor is killed on the way.
 
     Raises:
         AssertionError: a promise was broken.
     """
-    schedule = Schedule.of(seed)
     world = World(schedule, folder)
     bound = "inf" if schedule.rollout.max_staleness == float("inf") else float(schedule.rollout.max_staleness)
     settings = schedule.rollout.model_dump() | {"max_staleness": bound}
@@ -302,15 +217,19 @@ async def _conduct(world: World) -> bool:
     standing = ledger.get("standing", Standing) or Standing()
     prompts = [Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(schedule.prompts)]
     stream = PromptStream(prompts, schedule.seed, standing.position)
-    controller = Controller(schedule.rollout, stream, ledger, Sampling(max_tokens=16), schedule.seed, version)
+    controller = Controller(
+        schedule.rollout, stream, ledger, Sampling(max_tokens=16), schedule.seed, version, schedule.rounds
+    )
     begun = restore(controller, standing, read_unfinished(path))
     ledger.watch("standing", controller.standing)
-    engines = Engines(schedule, chance, version)
-    answers = Answers(engines, ledger, begun)
+    engines = (CompanyMatters if schedule.rounds else Engines)(schedule, chance, version)
+    rounds = Rounds(cast(Fleet, engines), lambda: controller.tickets, schedule.engines) if schedule.rounds else None
+    answers = Answers(rounds or engines, ledger, begun, whole=schedule.rounds)
+    workflow = SingleTurn(answers.generate, engines.score, str)
     toys = Toys(world, chance, ledger, weights, version)
     players = Players(
         controller,
-        SingleTurn(answers.generate, engines.score, str),
+        workflow if rounds is None else rounds.together(workflow),
         cast(Fleet, engines),
         cast(TrainerLink, toys),
         toys.look,

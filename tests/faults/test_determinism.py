@@ -1,6 +1,7 @@
 """What can be repeated, bit for bit.
 
-- Synchronous runs (``max_staleness = 0``): two of them are equal, and the whole system equals a plain loop.
+- Synchronous runs (``max_staleness = 0``): two of them are equal, whichever engine dies, and the whole system equals a
+  plain loop.
 - A run that is killed, however often, and goes on comes to the weights of one that was not.
 - An asynchronous run, by its record: replayed, whole or from any step, it comes to its weights.
 - The state of a trainer is the last checkpoint and the batches since, for every step at which it may be lost.
@@ -30,7 +31,7 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.reading import last_step, read_batches
 from stretto.trainer.update import Trainer
 from tests.faults.plain import train_plainly
-from tests.launch.running import TINY, Command, Laboratory, assert_the_law, wait_for_step, wait_until
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step, wait_until
 
 STEPS = 20
 SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=6")
@@ -97,6 +98,20 @@ def test_a_synchronous_run_that_was_killed_twice_equals_one_that_was_not(
     assert (parting.step, parting.fields) == (STEPS, ())
     assert check_run(run_dir).kept
     assert assert_the_law(run_dir).trajectories.failed == 0
+
+
+def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: Laboratory, tmp_path: Path) -> None:
+    settings = ("rollout.max_staleness=0", "rollout.batch_size=3", "engine.count=2", "trainer.steps=5")
+    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
+    laboratory.trained(undisturbed, *settings)
+    with laboratory.train(run_dir, *settings) as command:
+        wait_for_step(command, 2)
+        os.kill(command.processes("stretto.launch.engine_role")[0], signal.SIGKILL)
+        ended = command.end()
+    assert ended.code == 0, ended.out + ended.err
+    assert "a new one is started" in said(run_dir)
+    parting = diff_runs(undisturbed, run_dir)
+    assert (parting.step, parting.fields) == (5, ())
 
 
 def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laboratory: Laboratory, tmp_path: Path) -> None:

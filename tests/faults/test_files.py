@@ -1,7 +1,8 @@
 """Files that are killed, cut and bent: what is read is what was written, or nothing.
 
 - A kill at every file-system call of a checkpoint, and of a ledger's commit, leaves the old state or the new one.
-- A checkpoint or a ledger that was cut, or has a flipped bit, at every 64th byte is refused, or read as it was.
+- A checkpoint or a ledger that was cut, or has a flipped bit, at every 64th byte is refused, or read as it was; of a
+  ledger's log the end may be missing, never the middle.
 - A disk that refuses to force or to take any more ends the commit with the path; what was there stays.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,6 +215,46 @@ def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> Non
         except StoreError:
             refused += 1
     assert refused > len(whole) // 128
+
+
+def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(tmp_path: Path) -> None:
+    path, states = tmp_path / "ledger.sqlite", []
+    log = path.with_name("ledger.sqlite-wal")
+    with closing(sqlite3.connect(path)) as connection:  # small pages: a log of many frames
+        connection.executescript("PRAGMA page_size = 512; PRAGMA user_version = 1; PRAGMA user_version = 0;")
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.flush()
+        connection = ledger._connection
+        assert connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
+        base = path.read_bytes()
+        for step in (1, 2, 3):
+            ledger.put("standing", {"position": {"epoch": 0, "index": step}})
+            one_step(ledger, step)
+            ledger.flush()
+            states.append((log.read_bytes(), read_copy(tmp_path, base, log.read_bytes())))
+    whole, expected = states[-1]
+    prefixes = [read_copy(tmp_path, base, b"")] + [state for _, state in states]
+    assert len({repr(state) for state in prefixes}) == 4
+    frame, refused = 24 + 512, 0
+    for data in damaged(whole):
+        try:
+            found = read_copy(tmp_path, base, data)
+        except StoreError:
+            refused += 1
+        else:
+            cut = len(data) < len(whole)
+            assert found in prefixes if cut else found == expected or data[:-frame] == whole[:-frame]
+    assert refused >= (len(whole) - 2 * frame) // 64
+
+
+def read_copy(folder: Path, ledger: bytes, log: bytes) -> object:
+    """What a ledger and its log are read as."""
+    copy = folder / "copy.sqlite"
+    for leftover in ("-wal", "-shm"):
+        copy.with_name(copy.name + leftover).unlink(missing_ok=True)
+    copy.write_bytes(ledger)
+    copy.with_name("copy.sqlite-wal").write_bytes(log)
+    return read(copy)
 
 
 def read(path: Path) -> object:

@@ -13,10 +13,12 @@ import pytest
 from stretto.core.records import State, Trajectory
 from stretto.rollout.prompts import Draw, PromptStream
 from stretto.store.ledger import Ledger
-from tests.faults.simulation import play
+from tests.faults.schedule import Schedule
+from tests.faults.simulation import play, play_schedule
 
 SCHEDULES = 2_000
 PARTS = 10
+ROUNDS = 50
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -40,6 +42,19 @@ def test_one_seed_is_one_schedule(tmp_path: Path) -> None:
         worlds.append(play(7, tmp_path / name))
     assert worlds[0].truth == worlds[1].truth
     assert worlds[0].kills == worlds[1].kills
+
+
+def test_rounds_come_to_the_same_weights_whatever_dies_and_whenever(tmp_path: Path) -> None:
+    kills = 0
+    for seed in range(ROUNDS):
+        worlds = []
+        for undisturbed in (True, False):
+            folder = tmp_path / f"{seed}-{undisturbed}"
+            folder.mkdir()
+            worlds.append(play_schedule(Schedule.of(seed).in_rounds(undisturbed=undisturbed), folder))
+        assert worlds[0].truth == worlds[1].truth, f"seed {seed}"
+        kills += worlds[1].kills
+    assert kills > ROUNDS // 2
 
 
 def lose_what_is_given_back(patch: pytest.MonkeyPatch) -> None:

@@ -29,20 +29,21 @@ class Engine:
     losses: int = 0
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         await asyncio.sleep(0)
         if self.losses:
             self.losses -= 1
             raise EngineLost("engine-0", "broke off")
-        self.seeds[request.id] = request.seeds
-        yield Completion(
-            request=request.id,
-            member=0,
-            token_ids=(1, 2, 3),
-            behavior_logprobs=(0.0, 0.0, 0.0),
-            versions=(4, 4, 5),
-            stop_reason=StopReason.STOP,
-        )
+        for request in requests:
+            self.seeds[request.id] = request.seeds
+            yield Completion(
+                request=request.id,
+                member=0,
+                token_ids=(1, 2, 3),
+                behavior_logprobs=(0.0, 0.0, 0.0),
+                versions=(4, 4, 5),
+                stop_reason=StopReason.STOP,
+            )
 
 
 async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
@@ -71,7 +72,7 @@ def test_each_prompt_has_a_seed_of_its_own_that_never_changes() -> None:
 
 
 def test_a_lost_engine_is_asked_again() -> None:
-    assert evaluated(Engine(losses=4)).right == 2
+    assert evaluated(Engine(losses=3)).right == 2
 
 
 def test_an_engine_that_is_lost_again_and_again_ends_the_evaluation() -> None:

@@ -52,7 +52,7 @@ class ToyEngine:
     async def _reply(self, path: str, body: bytes) -> bytes | None:
         match path:
             case "/generate":
-                return await self._generate(msgspec.msgpack.decode(body, type=GenerateRequest))
+                return await self._generate(*msgspec.msgpack.decode(body, type=list[GenerateRequest]))
             case "/update_weights":
                 self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
                 return msgspec.msgpack.encode(UpdateReply(version=self.version))
@@ -60,7 +60,7 @@ class ToyEngine:
                 return msgspec.msgpack.encode([])
         return msgspec.msgpack.encode(self._health())
 
-    async def _generate(self, request: GenerateRequest) -> bytes | None:
+    async def _generate(self, request: GenerateRequest, *others: GenerateRequest) -> bytes | None:
         match request.prompt_token_ids[0]:
             case 1:
                 os._exit(9)

@@ -71,6 +71,25 @@ def shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
 
 
+def round_about(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def folder_for_file(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def index(folder: Path, content: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def adapter(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
 BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
@@ -89,6 +108,33 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
     (no_end, "no end-of-sequence token"),
     (lambda folder: edit(folder / "generation_config.json", eos_token_id=[1, 6]), "eos_token_id: 6; allowed: 0 to 5"),
+    (lambda folder: edit(folder / "generation_config.json", eos_token_id=-1), "eos_token_id: -1; allowed: 0 to 5"),
+    (lambda folder: edit(folder / "generation_config.json", eos_token_id="end"), "eos_token_id: 'end'; allowed"),
+    (lambda folder: edit(folder / "generation_config.json", eos_token_id=True), "eos_token_id: True; allowed"),
+    (lambda folder: edit(folder / "generation_config.json", eos_token_id=[]), "no end-of-sequence token"),
+    (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json: cannot be read"),
+    (lambda folder: (folder / "config.json").write_text(""), "config.json: cannot be read as JSON"),
+    (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: cannot be read as JSON"),
+    (lambda folder: (folder / "config.json").write_bytes("{}".encode("utf-16")), "config.json: cannot be read"),
+    (lambda folder: edit(folder / "config.json", num_attention_heads=0), "num_attention_heads: 0; a positive"),
+    (lambda folder: edit(folder / "config.json", hidden_size=16.5), "hidden_size: 16.5; a positive whole number"),
+    (lambda folder: edit(folder / "config.json", num_hidden_layers=True), "num_hidden_layers: True; a positive"),
+    (lambda folder: edit(folder / "config.json", head_dim="eight"), "head_dim: 'eight'; a positive"),
+    (lambda folder: edit(folder / "config.json", head_dim=-8), "head_dim: -8; a positive"),
+    (lambda folder: edit(folder / "config.json", max_position_embeddings=None), "max_position_embeddings: None"),
+    (lambda folder: edit(folder / "config.json", text_config=3), "text_config: 3; an object is needed"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b""), "is 0 bytes, too short"),
+    (lambda folder: round_about(folder / "model.safetensors"), "Too many levels of symbolic links"),
+    (lambda folder: round_about(folder / "config.json"), "Too many levels of symbolic links"),
+    (lambda folder: folder_for_file(folder / "model.safetensors"), "Is a directory"),
+    (lambda folder: folder_for_file(folder / "config.json"), "Is a directory"),
+    (lambda folder: index(folder, []), "model.safetensors.index.json: holds no JSON object"),
+    (lambda folder: index(folder, {"weight_map": ["model.safetensors"]}), "weight_map: is no table"),
+    (lambda folder: index(folder, {"weight_map": {"a": 3}}), "weight_map: is no table"),
+    (lambda folder: index(folder, {"weight_map": {"a": "../model.safetensors"}}), "lists '../model.safetensors'"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json: cannot be read as JSON"),
+    (adapter, "config.json: no such file"),
+    (adapter, "it holds no weights of its own: an adapter needs the model it was made for"),
 ]
 
 

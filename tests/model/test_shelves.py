@@ -147,3 +147,12 @@ def test_every_row_reads_what_it_wrote_whatever_happens_to_the_others(
             assert most_tokens is None or shelved.tokens_allocated() <= max(most_tokens, shelved.tokens_used())
         shelved.check_integrity()
         assert all(reads_own(shelved, other, tokens) for other, tokens in held.items())
+
+
+def test_shelves_without_rows_are_as_new() -> None:
+    shelved = shelves()
+    for row in (0, 1, 2):
+        shelved.place(row, 10)
+    for row in (1, 2, 0):
+        shelved.release(row)
+    assert [shelved.place(row, 10)[1] for row in (7, 5, 6)] == [0, 1, 2]

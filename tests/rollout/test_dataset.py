@@ -55,6 +55,30 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         '{"prompt": [{"role": "user", "content": null}], "answer": "11"}',
         ["prompt[0].content: null"],
     ),
+    ("two objects in a line", GOOD + GOOD, ["broken JSON"]),
+    ("a comma at the end", GOOD[:-1] + ",}", ["broken JSON"]),
+    ("single quotes", "{'prompt': '3', 'answer': '3'}", ["broken JSON"]),
+    ("an object as prompt", '{"prompt": {"text": "3+8="}, "answer": "11"}', ["prompt: ", "a text is needed"]),
+    (
+        "an object as answer",
+        '{"prompt": "3+8=", "answer": {"value": 11}}',
+        ['answer: {"value": 11}', "a text is needed"],
+    ),
+    (
+        "a content in parts",
+        '{"prompt": [{"role": "user", "content": [{"text": "3"}]}], "answer": "3"}',
+        ["[0].content: "],
+    ),
+    (
+        "a message with a name",
+        '{"prompt": [{"role": "user", "content": "3", "name": "x"}], "answer": "3"}',
+        ["prompt[0]", "a message is"],
+    ),
+    (
+        "a NUL in a message",
+        '{"prompt": [{"role": "user", "content": "3\\u0000"}], "answer": "3"}',
+        ["[0].content", "NUL"],
+    ),
     ("a row of a million", '{"prompt": "' + "3" * (1 << 20) + '"}', ["1,048,590 characters", "at most 1,048,576"]),
 ]
 
@@ -98,8 +122,23 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "no such file" in message(tmp_path / "nothing.jsonl")
     assert "cannot be read" in message(tmp_path)
     assert "no rows" in message(write(tmp_path, "", "  "))
-    (tmp_path / "packed.jsonl").write_bytes(b"\x1f\x8b\x08\x00\xff")
-    assert "a UTF-8 text file is needed" in message(tmp_path / "packed.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\x1f\x8b\x08\x00\xff", "a UTF-8 text file is needed"),  # gzip
+        (b"PAR1\x15\x04\x15\xa0\x01\x15\xb8", "a UTF-8 text file is needed"),  # parquet
+        (GOOD.encode("utf-16"), "a UTF-8 text file is needed"),
+        (GOOD.encode() + b"\n\xff", "a UTF-8 text file is needed"),
+        (b"\0" * 100, "broken JSON"),
+        (b"[" + GOOD.encode() + b"]", "in place of an object"),
+        (b"prompt,answer\n3+8=,11\n", "broken JSON"),  # a table of another kind
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert expected in message(tmp_path / "rows.jsonl")
 
 
 def test_the_last_rows_are_held_out(tmp_path: Path) -> None:

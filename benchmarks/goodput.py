@@ -1,0 +1,123 @@
+"""Goodput under kills: how much of its work does a run still do when something is killed every minute?
+
+    python -m benchmarks.goodput [--period 60] [--kills 20]     40 minutes, on a machine that does nothing else
+
+One run of recipes/arithmetic.toml goes on all the time. Periods in which nobody disturbs it and periods that begin with
+a kill take turns, so that a slow minute of the machine hits both. A kill hits the conductor, or all processes at once
+(the run is then resumed at once, as by hand), the trainer, an engine, or a reward worker, in turn. What counts are the
+steps whose line is written within the period; steps that are trained again after a kill count once. The learning rate
+is next to nothing: answers are as long at the end as at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import FAULTS, victims
+from benchmarks.report import Table, save
+from benchmarks.runs import RECIPE
+from stretto.dashboard.check import check_run
+from stretto.launch.plan import cache_folder
+from tests.launch.running import Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
+
+SETTINGS = (
+    "trainer.steps=1000000",
+    "trainer.learning_rate=1e-9",
+    "trainer.checkpoint_every=200",
+    "warm_start.threads=1",
+    "evaluation.prompts=32",
+    "deadlines.trainer_restarts=1000",
+    "deadlines.engine_restarts=1000",
+)
+_FIRST_STEPS = 50  # before the first period begins
+
+
+class Going:
+    """A run that goes on, whoever is killed."""
+
+    def __init__(self, laboratory: Laboratory, run_dir: Path) -> None:
+        self._laboratory, self._run_dir = laboratory, run_dir
+        self._command: Command | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Going:
+        self._start()
+        assert self._command is not None
+        wait_for_step(self._command, _FIRST_STEPS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
+        self._command = self._stack.enter_context(
+            self._laboratory.train(self._run_dir, *SETTINGS, *resume, recipe=RECIPE)
+        )
+
+    def kill(self, fault: str) -> None:
+        """Kill; a run whose conductor is gone is resumed."""
+        command = self._command
+        assert command is not None
+        for pid in victims(command, fault):
+            with_no_fuss(pid)
+        if fault in ("conductor", "all"):
+            wait_until(lambda: not command.processes(), "the end of all roles")
+            self._stack.close()
+            self._start()
+
+    def steps(self) -> int:
+        """Steps on record."""
+        return steps_done(self._run_dir)
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
+        assert self._command is not None
+        assert self._command.process.poll() is None, f"the run has ended: {self._command.end()}"
+
+
+def measured(going: Going, period: float, kills: int) -> Iterator[dict[str, Any]]:
+    """Pairs of periods, the disturbed one first and second in turn."""
+    for number in range(kills):
+        pair: dict[str, Any] = {"fault": FAULTS[number % len(FAULTS)]}
+        for disturbed in (number % 2 == 1, number % 2 == 0):
+            start = time.monotonic()
+            before = going.steps()
+            if disturbed:
+                going.kill(pair["fault"])
+            going.wait(period - (time.monotonic() - start))
+            pair["disturbed" if disturbed else "undisturbed"] = going.steps() - before
+        yield pair
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--period", type=float, default=60.0, help="seconds")
+    parser.add_argument("--kills", type=int, default=20)
+    words = parser.parse_args()
+    pairs: list[dict[str, Any]] = []
+    table = Table("fault", "steps in a period with a kill", "undisturbed", "ratio")
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
+        run_dir = Path(root) / "run"
+        with Going(Laboratory(Path(root), cache_folder()), run_dir) as going:
+            for pair in measured(going, words.period, words.kills):
+                pairs.append(pair)
+                disturbed, undisturbed = pair["disturbed"], pair["undisturbed"]
+                table.add(pair["fault"], disturbed, undisturbed, f"{disturbed / max(1, undisturbed):.2f}")
+                table.show_last()
+        kept = check_run(run_dir).kept
+    disturbed, undisturbed = (sum(pair[kind] for pair in pairs) for kind in ("disturbed", "undisturbed"))
+    goodput = disturbed / undisturbed
+    print(f"a kill every {words.period:.0f} s leaves {goodput:.1%} of the undisturbed rate; every law kept: {kept}")
+    results = {"period": words.period, "settings": SETTINGS, "goodput": goodput, "laws_kept": kept, "pairs": pairs}
+    save("goodput", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The ledger's write-ahead log, looked at before SQLite reads it: what a kill can leave, and what only damage can.
+
+    header, 32 bytes     magic · format · page size · checkpoint · salt 1 · salt 2 · checksum
+    frame, 24 + page     page number · pages after the commit, or 0 · salt 1 · salt 2 · checksum │ page
+
+Every checksum goes over all that came before it, so a log is readable up to its first broken frame, and SQLite takes it
+to end there: right for the end that a kill has torn, and silently wrong for a bit that flipped in the middle. A kill
+breaks at most the frame that was being written, behind which no frame of the same salts is (section 4 of
+sqlite.org/fileformat2.html).
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from stretto.core.errors import StoreError
+
+_HEADER, _FRAME = 32, 24
+_MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # the order of bytes in which checksums are computed
+
+Sums = tuple[int, int]
+
+
+def check_log(ledger: Path) -> None:
+    """Return if the log of a ledger that nobody has open, if there is one, ends where a kill may have ended it.
+
+    Raises:
+        StoreError: frames were written behind one that cannot be read: SQLite would forget them without a word.
+    """
+    log = ledger.with_name(f"{ledger.name}-wal")
+    if not log.exists():
+        return
+    try:
+        data = log.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{log}: cannot be read: {error.strerror or error}") from error
+    broken = _first_broken(data)
+    if broken is not None and _goes_on(data, broken):
+        raise StoreError(
+            f"{log}: damaged at byte {broken:,} of {len(data):,}, and more was written behind it; bring the file back, "
+            f"or give up what follows: truncate -s {broken} {log}"
+        )
+
+
+def _first_broken(data: bytes) -> int | None:
+    """Where the header, or the first frame that is broken or of an earlier log, begins; None: all are whole."""
+    order = _MAGIC.get(int.from_bytes(data[:4], "big"))
+    if order is None or len(data) < _HEADER:
+        return 0
+    sums = _checksum(data[:24], (0, 0), order)
+    if sums != struct.unpack_from(">II", data, 24):
+        return 0
+    frame = _FRAME + _page_size(data)
+    for at in range(_HEADER, len(data) - frame + 1, frame):
+        sums = _checksum(data[at : at + 8] + data[at + _FRAME : at + frame], sums, order)
+        if data[at + 8 : at + 16] != data[16:24] or sums != struct.unpack_from(">II", data, at + 16):
+            return at
+    return None
+
+
+def _goes_on(data: bytes, broken: int) -> bool:
+    """Whether frames of the same log stand behind; behind a broken header, whether any frame does."""
+    if broken == 0:
+        return len(data) >= _HEADER + _FRAME
+    frame = _FRAME + _page_size(data)
+    return any(data[at + 8 : at + 16] == data[16:24] for at in range(broken + frame, len(data) - frame + 1, frame))
+
+
+def _page_size(data: bytes) -> int:
+    return int.from_bytes(data[8:12], "big")
+
+
+def _checksum(data: bytes, sums: Sums, order: str) -> Sums:
+    """SQLite's: ``s0 += x0 + s1; s1 += x1 + s0`` over pairs of 32-bit words."""
+    s0, s1 = sums
+    for x0, x1 in struct.iter_unpack(f"{order}II", data):
+        s0 = (s0 + x0 + s1) & 0xFFFFFFFF
+        s1 = (s1 + x1 + s0) & 0xFFFFFFFF
+    return s0, s1
