@@ -27,7 +27,7 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     place, maker = str(folder.path), AutoModelForCausalLM
     with quiet_transformers(), torch.device("meta"):
         try:
-            config = AutoConfig.from_pretrained(folder.path, local_files_only=True)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder.path, local_files_only=True)
             model: Any = maker.from_config(config)
         except Exception as error:  # a config can make the module of any model fail in any way
             found = " ".join(f"{type(error).__name__}: {error}".split())
