@@ -15,7 +15,7 @@ import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from stretto.store.inspection import inspect_run
 from stretto.store.ledger import Ledger
 from stretto.store.metrics import read_metrics
 
-_CHANGES = ("issue", "buffer", "settle", "commit_batch", "record_update", "write_on", "put", "event", "forget", "flush")
-_METHODS: Sequence[str] = (*_CHANGES, "sync")
+_METHODS = (
+    *("issue", "buffer", "settle", "commit_batch", "record_update"),
+    *("write_on", "put", "event", "forget", "flush", "sync"),
+)
 
 
 class Timed(Ledger):

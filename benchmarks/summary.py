@@ -56,6 +56,41 @@ def _policies(results: dict[str, Any]) -> str:
     return f"| seconds to {results['target']:.0%} held-out accuracy by `beyond_bound`, median | {shown} |"
 
 
+def _verifier(results: dict[str, Any]) -> str:
+    def told(row: dict[str, Any]) -> str:
+        seen = row["accuracy"]
+        false = f"{seen['false accept']} false accepts, {seen['false reject'] + seen['undecided']} false rejects"
+        return f"{row['verdicts_per_second']:,} a second, {false}"
+
+    ours, plain = results["rows"]
+    workers, cases = results["setting"]["workers"], ours["accuracy"]["cases"]
+    return (
+        f"| verdicts on mathematics by {workers} workers; {cases} public cases "
+        f"| {told(ours)}; plain math-verify {told(plain)} |"
+    )
+
+
+def _sandbox(results: dict[str, Any]) -> str:
+    shown = {(row["level"], row["how"]): row for row in results["rows"]}
+    level = min(level for level, _ in shown if level != "none")
+    taken = [f"{how} {shown[level, how]['median_ms']:.1f} ms" for how in ("warm", "cold")]
+    late = [f"{shown[level, how]['p95_ms']:.1f}" for how in ("warm", "cold")]
+    bare = shown["none", "plain subprocess"]["median_ms"]
+    return (
+        f"| a program in the sandbox, level {level}, median (95th percentile {' and '.join(late)} ms) "
+        f"| {', '.join(taken)}; a plain subprocess {bare:.1f} ms |"
+    )
+
+
+def _programs(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    rates = [f"{row['initial_pass_rate']:.2f} → {row['final_pass_rate']:.2f}" for row in rows]
+    seconds = " and ".join(f"{row['rl_seconds']:.0f}" for row in rows)
+    count = f"{len(rows)} seeds" if len(rows) > 1 else "one seed"
+    learnt = f"{', '.join(rates)}, after {seconds} s of reinforcement"
+    return f"| held-out pass rate of `recipes/code.toml`, {count} | {learnt} |"
+
+
 def _training(results: dict[str, Any]) -> str:
     gains = [row["gain"] for row in results["micro_batches"]]
     shares = ", ".join(f"{row['fraction']:.0%}" for row in results["ceiling"])
@@ -81,12 +116,15 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "loop-async-sync": _async_sync,
     "loop-trl": _trl,
     "loop-policies": _policies,
+    "verifier": _verifier,
+    "sandbox": _sandbox,
+    "programs": _programs,
     "training": _training,
 }
 
 
 def rows() -> list[str]:
-    """One line of the table for each benchmark of the loop that has a committed result."""
+    """One line of the table for each benchmark that has a committed result."""
     made = []
     for name, row in ROWS.items():
         path = RESULTS / f"{name}.json"

@@ -11,11 +11,12 @@ from stretto.core.records import Outcome
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.loading import PLACE
-from stretto.rewards.pool import RewardPool
+from stretto.rewards.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.wire import ScoreItem
 from stretto.rollout.task import Question, Questions
 
 _SHOWN = 20
+_READING_SECONDS = 60.0  # far more than any answer within the limits of the readers takes
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,15 @@ class Sifted:
         return [f"{count:,} questions are left out, since their gold answers cannot be read:", *shown]
 
 
-def sift(config: RewardsConfig, questions: Questions) -> Sifted:
+def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
     """Leave out the questions whose gold answers the reward cannot read, where the reward says which these are.
 
-    Each gold answer is read once, by the workers that will judge: it may be as hard to read as any answer.
+    Each gold answer is read once, by the workers that will judge: it may be as hard to read as any answer. Which are
+    left out depends on the answers alone: one that is not read in `reading_seconds` is an error, since on another
+    machine it might have been.
 
     Raises:
-        DataError: none can be read, or none that is held out.
+        DataError: none can be read, or none that is held out, or one takes too long.
         RewardFunctionError: the workers do not start.
     """
     reader = BUILT_IN[config.function].gold if config.function in BUILT_IN else ""
@@ -49,11 +52,14 @@ def sift(config: RewardsConfig, questions: Questions) -> Sifted:
         return Sifted(questions)
     golds = sorted({question.answer for question in (*questions.training, *questions.held_out)})
     try:
-        reasons = asyncio.run(_unreadable(config.model_copy(update={"function": reader}), golds))
+        reasons = asyncio.run(_unreadable(config.model_copy(update={"function": reader}), golds, reading_seconds))
     except RoleError as error:
         raise RewardFunctionError([Problem(PLACE, str(error))]) from None
     bad = [question for question in (*questions.training, *questions.held_out) if question.answer in reasons]
     problems = tuple(Problem(_place(question), reasons[question.answer]) for question in bad)
+    if late := [problem for problem in problems if problem.found.startswith((TIMED_OUT, DIED))]:
+        remedy = "shorten or remove these gold answers"
+        raise DataError([Problem(problem.place, f"reading it: {problem.found}", remedy) for problem in late[:_SHOWN]])
     kept = replace(
         questions,
         training=[question for question in questions.training if question.answer not in reasons],
@@ -66,9 +72,9 @@ def sift(config: RewardsConfig, questions: Questions) -> Sifted:
     return Sifted(kept, problems)
 
 
-async def _unreadable(config: RewardsConfig, golds: Sequence[str]) -> dict[str, str]:
+async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
     """The gold answers that cannot be read, with the reason."""
-    patient = {"max_consecutive_undecided": len(golds) + 1, "timeout": config.seconds_per_answer}
+    patient = {"max_consecutive_undecided": len(golds) + 1, "timeout": seconds}
     async with RewardPool(config.model_copy(update=patient)) as pool:
         verdicts = await pool.score([ScoreItem(prompt="", completion="", answer=gold) for gold in golds])
     return {

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from stretto.core.deadlines import deadline
+from stretto.core.errors import StoreError
 from stretto.core.events import Span
 from stretto.core.records import Update
 from stretto.launch.config import DeadlinesConfig
@@ -40,20 +41,31 @@ class Keeper:
         self._folder, self._checkpoints, self._config = folder, checkpoints, config
         self._trainer, self._controller, self._ledger = trainer, controller, ledger
         self._deadlines = deadlines
-        self.saved_step = saved_step
+        self.saved_step = saved_step  # whose checkpoint is on disk
+        self._begun_step = saved_step
+        self._saving: asyncio.Task[None] | None = None
 
     async def after(self, update: Update) -> None:
-        """The step of `update` is published and recorded."""
+        """The step of `update` is published and recorded. A checkpoint is on its way to disk when this returns: the
+        trainer has written its state into the system's memory, and goes on."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
         due = update.step % self._config.checkpoint_every == 0
         if due:
-            await self.save_checkpoint()
+            await self._begin_checkpoint()
         if self._config.keep_versions == "all" or due:
             await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
-        """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays)."""
+        """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays).
+
+        Raises:
+            StoreError: the folder of the policies has vanished.
+        """
         if self._folder.policy(version).exists():  # which appears whole
             return
+        if not self._folder.policies.is_dir():
+            raise StoreError(f"{self._folder.policies}: is not there any more")
         await self._trainer.save_policy(self._folder.policy(version))
         if self._config.keep_versions != "all":
             saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
@@ -63,16 +75,45 @@ class Keeper:
     async def save_checkpoint(self) -> None:
         """The trainer's state, behind which the ledger's batches need not be trained again; nothing to do if this step
         has one."""
+        await self._begin_checkpoint()
+        await self.end()
+
+    async def end(self) -> None:
+        """Wait until the checkpoint that is on its way is on disk; the wait has a deadline."""
+        if self._saving is not None:
+            await self._saving
+
+    async def close(self) -> None:
+        """Put the checkpoint that is on its way to disk away, if there is one: it will not have been there."""
+        if self._saving is not None:
+            await put_away([self._saving])
+
+    async def _begin_checkpoint(self) -> None:
+        """One at a time; returns when the trainer has written it."""
+        await self.end()
         step = self._controller.published
-        if step == self.saved_step:
+        if step == self._begun_step:
             return
+        self._ledger.sync()
+        self._begun_step, written = step, asyncio.Event()
+        self._saving = asyncio.create_task(self._save(step, written))
+        waiting = asyncio.create_task(written.wait())
+        try:
+            await asyncio.wait([self._saving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._saving.done():
+            self._saving.result()
+
+    async def _save(self, step: int, written: asyncio.Event) -> None:
+        """Have it written, sealed and forced to disk."""
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:
             # An order that always ends, because it has a deadline of its own.
             asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder), loop).result()
+            loop.call_soon_threadsafe(written.set)
 
-        self._ledger.sync()
         # As much again for the disk as the trainer has for writing.
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 2 * self._deadlines.save):
             await asyncio.to_thread(self._checkpoints.save, step, write)

@@ -22,6 +22,7 @@ from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
 from stretto.launch.trainable import check_trainable
+from stretto.launch.trial import differing_verdicts
 from stretto.model.build import build_policy
 from stretto.model.fitting import check_fit
 from stretto.model.folder import ModelFolder, inspect_model_folder
@@ -88,7 +89,7 @@ def make_plan(recipe: Recipe) -> Plan:
         training=prompts[: len(questions.training)],
         held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        notes=tuple(sifted.warnings),
+        notes=(*sifted.warnings, *differing_verdicts(recipe.rewards, questions.training)),
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Record, Trajectory, Update
 from stretto.launch.evaluation import Evaluation
+from stretto.launch.slow_reward import SlowReward
 from stretto.launch.stage import Stage
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger import Ledger
@@ -92,8 +93,10 @@ class Recorder:
         max_staleness: float,
         past: Past,
         clock: RunClock,
+        slow_reward: SlowReward | None = None,
     ) -> None:
         self.clock = clock
+        self._slow_reward = slow_reward
         self.initial_accuracy = past.initial_accuracy
         self.final_accuracy: float | None = None
         self._ledger, self._stage, self._work = ledger, stage, work
@@ -189,6 +192,7 @@ class Recorder:
             trainer=update.metrics,
             queues=self._queues,
             busy=self._busy,
+            slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
         )
 
     def looked(self) -> None:
@@ -204,6 +208,8 @@ class Recorder:
             for role, seconds in busy.items()
         }
         self._looked, self._busy_then, self._not_trained_for = now, busy, self._examined
+        if self._slow_reward is not None and (sentence := self._slow_reward.look(now, busy)) is not None:
+            self._stage.say(sentence)
         self._ledger.flush()
 
     def filtered(self, groups: int) -> None:

@@ -22,6 +22,7 @@ from stretto.launch.recipe import Recipe
 from stretto.launch.recorder import Past, Recorder, RunClock
 from stretto.launch.roles import Roles, roles
 from stretto.launch.rounds import Rounds
+from stretto.launch.slow_reward import SlowReward
 from stretto.launch.specs import in_rounds
 from stretto.launch.stage import Stage
 from stretto.launch.stopping import Stopped, beside
@@ -89,9 +90,9 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
             for fact in crew.rewards.facts.values():
                 stage.say(fact)
             if not stopped.requested:
-                recorder = Recorder(
-                    folder, ledger, stage, crew.work, plan.recipe.rollout.max_staleness, past, RunClock(past, began)
-                )
+                slow = SlowReward(plan.recipe.rewards.function, crew.rewards.workers)
+                bound, clock = plan.recipe.rollout.max_staleness, RunClock(past, began)
+                recorder = Recorder(folder, ledger, stage, crew.work, bound, past, clock, slow)
                 training = _train(plan, folder, beginning, ledger, crew, recorder, stage, stopped)
                 await beside(crew.supervise(), training)
         return stopped.exit_code
@@ -151,6 +152,7 @@ async def _train(
         await _conduct(recipe, players, crew, stage, stopped)
     finally:
         await examiner.close()
+        await keeper.close()
     recorder.conclude()
 
 

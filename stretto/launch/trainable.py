@@ -10,8 +10,8 @@ from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError
 from stretto.model.layers import linear_layers
 from stretto.model.skeleton import skeleton
 from stretto.trainer import checkpoint
-from stretto.trainer.adapters import adapt
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.lora import adapt
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:

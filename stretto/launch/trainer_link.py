@@ -174,7 +174,8 @@ class TrainerLink:
         try:
             await self._channel.send(order)
         except RoleDied:
-            raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
+            how = await self._last_words() or await self.process.last_words()
+            raise RoleDied("trainer", how, str(self.process.log)) from None
         return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
@@ -189,7 +190,15 @@ class TrainerLink:
             await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
             async with self._turn:
                 if process is self.process and not self._retired:
-                    await self._replace(RoleDied("trainer", how, str(process.log)))
+                    await self._replace(RoleDied("trainer", await self._last_words() or how, str(process.log)))
+
+    async def _last_words(self) -> str | None:
+        """What it has said of its end while nobody waited for an answer: which of its ranks it has lost."""
+        with contextlib.suppress(RoleError):  # it has said nothing
+            answer = await self._channel.receive("to say why it ends", _LAST_ANSWER_SECONDS)
+            if isinstance(answer, RankLost):
+                return answer.how
+        return None
 
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         self._abandoned = True

@@ -35,10 +35,10 @@ from stretto.launch.playing import play
 from stretto.launch.ranks import EXIT_CODE, Siblings
 from stretto.model.folder import load_policy, save_policy
 from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.adapters import adapt, save_adapters
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
+from stretto.trainer.lora import adapt, save_adapters
 from stretto.trainer.ranks import Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.update import Trainer

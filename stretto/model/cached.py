@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from stretto.model.captured import capture
 from stretto.model.kinds import Attention, check_attention
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.packed import Rule, packed_attention
@@ -140,6 +142,7 @@ class CachedPolicy:
         """
         attention = check_attention(model)
         self.model = model
+        self.calls = capture(model)
         self.layout = cache_layout(model, attention)
         self._windows = attention.windows
         most_tokens = None if most_bytes is None else most_bytes // self.layout.bytes_per_token
@@ -192,13 +195,8 @@ class CachedPolicy:
         newest_places = lengths[order] - 1
         places = [np.arange(context.shared, len(context.token_ids)) for context in carried]
         positions = np.concatenate([*places, newest_places])
-        logits: Tensor = self.model(
-            input_ids=self._tensor(tokens)[None],
-            position_ids=self._tensor(positions)[None],
-            use_cache=False,
-            logits_to_keep=len(order),
-            stretto_step=self._plan(used, newest_places, carried),
-        ).logits[0]
+        attention = partial(cached_attention, stretto_step=self._plan(used, newest_places, carried))
+        logits = self.calls(self._tensor(tokens), self._tensor(positions), len(order), attention)
         return order, logits.float()
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:

@@ -137,7 +137,12 @@ def token_logprobs(
 
 
 def _all_logprobs(
-    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool, chunk_logits: int | None
+    model: PreTrainedModel,
+    hidden_NW: Tensor,
+    targets_N: Tensor,
+    sampling: Sampling,
+    entropy: bool,
+    chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Chunk by chunk, where one does not hold all of them."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)

@@ -17,29 +17,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-#: Below this many multiplications a product is too small to be worth oneDNN's longer call. One token times a large weight
-#: is worth it: that reads the weight from memory at 1.5 times MKL's pace.
+#: Below this many multiplications a product is too small to be worth oneDNN's longer call. One token times a large
+#: weight is worth it: that reads the weight from memory at 1.5 times MKL's pace.
 FEWEST_MULTIPLICATIONS = 3 << 18
 
 
-def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """left · rightᵀ + bias, [M, N]; either may be a transposed view."""
-    product = torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
-    return cast(Tensor, product)
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
-        return _product(x_TK, weight_NK, bias_N)
+        return product(x_TK, weight_NK, bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_TK, weight_NK = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_TN = grad_TN.contiguous()
-        grad_x = _product(grad_TN, weight_NK.t().contiguous()) if needs_x else None
+        grad_x = product(grad_TN, weight_NK.t().contiguous()) if needs_x else None
         grad_weight = _weight_gradient(grad_TN, x_TK) if needs_weight else None
         return grad_x, grad_weight, grad_TN.sum(0) if needs_bias else None
 
@@ -47,8 +46,8 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
     """gradᵀ · x, [N, K]. oneDNN is quicker when the right operand is the wider one."""
     if grad_TN.shape[1] <= x_TK.shape[1]:
-        return _product(grad_TN.t(), x_TK.t())
-    return _product(x_TK.t(), grad_TN.t()).t()
+        return product(grad_TN.t(), x_TK.t())
+    return product(x_TK.t(), grad_TN.t()).t()
 
 
 class OneDnnLinear(nn.Linear):
@@ -61,7 +60,7 @@ class OneDnnLinear(nn.Linear):
         if plain or small or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
         if not torch.is_grad_enabled():  # spares the bookkeeping of autograd, which counts in a decode step
-            return _product(x, self.weight, self.bias)
+            return product(x, self.weight, self.bias)
         y = _Linear.apply(x.reshape(tokens, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
         return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
 

@@ -26,6 +26,23 @@ if started >= 100:
 """,
     ),
     Attack(
+        "500 threads",
+        """
+import threading, time
+threading.stack_size(32768)
+started = 0
+for _ in range(500):
+    try:
+        threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()
+    except RuntimeError:
+        break
+    started += 1
+print(started)
+if started >= 400:
+    print('THROUGH')
+""",
+    ),
+    Attack(
         "many processes' memory",
         """
 import os, time
@@ -90,6 +107,7 @@ for _ in range(40):
         held += os.write(number, bytes(1 << 20))
 print('THROUGH')
 """,
+        seconds=6.0,
     ),
     Attack(
         "limits of others",

@@ -217,6 +217,22 @@ for pid in ($GRADER, $NEIGHBOUR, os.getppid()):
 """,
     ),
     Attack(
+        "signal others through a file",
+        """
+import fcntl, os, signal, struct
+ready, _ = os.pipe()
+for pid in ($GRADER, $NEIGHBOUR, os.getppid()):
+    for command, owner in ((fcntl.F_SETOWN, pid), (15, struct.pack('ii', 1, pid))):
+        try:
+            if pid > 1:
+                fcntl.fcntl(ready, command, owner)
+                fcntl.fcntl(ready, 10, int(signal.SIGURG))
+                print('THROUGH', pid)
+        except OSError:
+            pass
+""",
+    ),
+    Attack(
         "become root again",
         """
 import os

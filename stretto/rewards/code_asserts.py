@@ -13,7 +13,7 @@ from typing import Any
 
 from stretto.rewards.code_tests import CallTest
 from stretto.rewards.functions import Undecided
-from stretto.rewards.sandbox_guest import plain
+from stretto.rewards.sandbox_values import plain
 
 _CANDIDATE = "candidate"
 

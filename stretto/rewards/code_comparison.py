@@ -14,7 +14,7 @@ import math
 import re
 from typing import Any
 
-from stretto.rewards.sandbox_guest import TUPLE
+from stretto.rewards.sandbox_values import TUPLE
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
@@ -60,7 +60,7 @@ def _same_word(expected: str, written: str) -> bool:
 
 
 def same_value(expected: Any, found: Any) -> bool:
-    """Is the result of a call, in the form of `sandbox_guest.plain`, the expected one?
+    """Is the result of a call, in the form of `sandbox_values.plain`, the expected one?
 
     A list may be expected where a tuple is found, since JSON has no tuples; not the other way round.
     """

@@ -15,7 +15,7 @@ class StdinTest(Record, frozen=True):
 
 
 class CallTest(Record, frozen=True):
-    """A call and the results that are accepted, in the form of `sandbox_guest.plain`.
+    """A call and the results that are accepted, in the form of `sandbox_values.plain`.
 
     Example: ``CallTest(call="add", args=(3, 8), accepted=(11,))``
     """

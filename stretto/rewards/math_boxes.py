@@ -12,9 +12,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
 _JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
 _PARTED = re.compile(
-    r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)",
+    r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)|\bpart\b",
     re.IGNORECASE,
 )
+_MINUS = re.compile(r"(?:^|[=$(\[{])\s*-$")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -45,13 +46,18 @@ def boxed(text: str) -> str | None:
         if not _belong_together(text[box.end : kept[0].start]):
             break
         kept.insert(0, box)
-    contents = [_inner(box.content) for box in kept]
+    contents = [_sign_before(text[: box.start]) + _inner(box.content) for box in kept]
     return ",".join(dict.fromkeys(contents))
 
 
 def last_box(text: str) -> int:
     """Where the last box starts; -1 where there is none."""
     return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text)], default=-1)
+
+
+def _sign_before(text: str) -> str:
+    """``x = -\\boxed{3}`` says -3."""
+    return "-" if _MINUS.search(text) is not None else ""
 
 
 def _inner(content: str) -> str:

@@ -11,7 +11,16 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from stretto.rewards.math_relations import as_asked, as_interval, as_one, as_points, is_naming, names, same_relation
+from stretto.rewards.math_relations import (
+    as_asked,
+    as_interval,
+    as_one,
+    as_points,
+    as_value,
+    is_naming,
+    names,
+    same_relation,
+)
 from stretto.rewards.math_scalars import Opinion, any_of, same_scalar
 from stretto.rewards.math_structure import (
     Choice,
@@ -70,8 +79,8 @@ def same(gold: Node, answer: Node) -> Opinion:
             return _same_ratio(gold, answer)
         case Scalar(), Scalar():
             return same_scalar(gold, answer)
-        case (Ratio(parts=(above, below)), Scalar() as other) | (Scalar() as other, Ratio(parts=(above, below))):
-            return _same_quotient(above, below, other)
+        case (Ratio(parts=(_, _)) as ratio, Scalar() as other) | (Scalar() as other, Ratio(parts=(_, _)) as ratio):
+            return _same_division(ratio, other)
         case (Listing(items=(only,)), Scalar()):
             return same(only, answer)
         case (Scalar(), Listing(items=(only,))):
@@ -86,6 +95,8 @@ def same(gold: Node, answer: Node) -> Opinion:
 
 
 def _simplest(given: Node) -> Node:
+    if isinstance(given, Relation):
+        return as_value(given)
     one = as_one(given)
     return as_points(one) or one if isinstance(one, Listing) and not one.opening else one
 
@@ -130,6 +141,8 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
 def _differ_in_ends(one: Listing, other: Listing) -> bool:
     """Two items in brackets may be an interval; only ``(a, b)`` is a pair as well, whose brackets may be left out."""
     ends = (one.opening, one.closing), (other.opening, other.closing)
+    if len(one.items) > 2 and other.ordered:
+        return ("(" in ends[1][0]) != (")" in ends[1][1])
     return len(one.items) == 2 and (ends[0] != ends[1] if other.ordered else ends[0] != ("(", ")"))
 
 
@@ -209,7 +222,7 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
     if len(gold.parts) != len(answer.parts):
         return False
     found = _in_order(gold.parts, answer.parts)
-    if found is not False or any(_is_clock(part) for ratio in (gold, answer) for part in ratio.parts[1:]):
+    if found is not False or _may_be_time(gold) or _may_be_time(answer):
         return found
     opinions: list[Opinion] = []
     for (one, two), (three, four) in zip(pairwise(gold.parts), pairwise(answer.parts), strict=True):
@@ -218,9 +231,12 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
     return False if False in opinions else None if None in opinions else True
 
 
-def _is_clock(part: Node) -> bool:
-    """Two digits behind a colon are minutes."""
-    return isinstance(part, Scalar) and len(part.latex) == 2 and part.latex.isdigit()
+def _may_be_time(ratio: Ratio) -> bool:
+    """``12:30``, ``1:02:59``: two digits behind each colon."""
+    behind = [part.latex for part in ratio.parts[1:] if isinstance(part, Scalar)]
+    return len(behind) == len(ratio.parts) - 1 and all(
+        len(digits) == 2 and digits.isdigit() and int(digits) < 60 for digits in behind
+    )
 
 
 def _quotient(above: Node, below: Node) -> Scalar | None:
@@ -231,7 +247,16 @@ def _quotient(above: Node, below: Node) -> Scalar | None:
 
 def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
     quotient = _quotient(above, below)
-    return False if quotient is None or _is_clock(below) else same_scalar(quotient, other)
+    return False if quotient is None else same_scalar(quotient, other)
+
+
+def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
+    """A ratio as a number; what may be a time of day only as it stands there."""
+    above, below = ratio.parts
+    quotient = _quotient(above, below)
+    if quotient is None or not _may_be_time(ratio):
+        return _same_quotient(above, below, other)
+    return other.latex == quotient.latex or rf"\frac{{{other.latex.replace('/', '}{')}}}" == quotient.latex
 
 
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:

@@ -11,7 +11,8 @@ _BEFORE = re.compile(
     re.IGNORECASE,
 )
 _BESIDE = re.compile(  # the number is another one, which this one only helps to tell
-    r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than|exceed(?:s|ing)?"
+    r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
+    r"|exceed(?:s|ing)?"
     r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice"
     r"|(?:square|cube|square root|cube root|root|opposite|reciprocal|negative|inverse|double|half) of)"
     r"\s*[$(*{\\]{0,3}\s*$",

@@ -17,13 +17,13 @@ import mpmath
 import sympy
 from sympy.core.function import AppliedUndef
 
-from stretto.rewards.math_values import Point, Unsupported, Value, approximate, value
+from stretto.rewards.math_values import Infinite, Point, Unsupported, Value, approximate, value
 
 _DIGITS = 60
 _AGREE = mpmath.mpf(10) ** -50
 _NEEDED = 3  # points at which both expressions must have had a real value
 _STEPS = 1 << 13  # a power of two: negative numbers to a power that is no integer stay without a real value
-_SPANS = ((1, 3), (-3, -1), (0, 1), (5, 9))
+_SPANS = ((1, 3), (-3, -1), (0, 1), (-1, 0), (5, 9))
 _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
 
@@ -55,6 +55,8 @@ def named(expression: sympy.Basic) -> sympy.Basic:
 
 def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
     with mpmath.workdps(_DIGITS):
+        if _is_infinite(one) != _is_infinite(other):
+            return False
         first, second = value(one, Point()), value(other, Point())
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
@@ -66,6 +68,14 @@ def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
     with mpmath.workdps(2 * _DIGITS):  # rounding shrinks with the precision, a true difference does not
         sharper, _ = _difference(value(one, Point()), value(other, Point()))
     return bool(sharper <= difference * mpmath.mpf(10) ** -20)
+
+
+def _is_infinite(expression: sympy.Basic) -> bool:
+    try:
+        value(expression, Point())
+    except Infinite:
+        return True
+    return False
 
 
 def _difference(first: Value, second: Value) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ What is denied ("not 42", "42 is wrong") is no answer: the one before it is.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,6 +27,8 @@ from stretto.rewards.math_forms import without_declaration
 from stretto.rewards.math_limits import LONGEST_TAIL
 from stretto.rewards.math_units import KNOWN, compound, without_unit
 from stretto.rewards.math_words import DATE, MAGNITUDES
+
+Span = tuple[int, int, str]  # start, end, content
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
 _ANSWER = re.compile(
-    r"(?:\banswer|\b(?:correct|right) (?:option|choice))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
+    r"(?:\banswer|\bans|\b(?:correct|right) (?:option|choice))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
     r"(?:\s*(?:option|choice)\b)?|####",
     re.IGNORECASE,
 )
@@ -62,33 +65,44 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
 )
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
+_TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
+_EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
+_RELATION = re.compile(
+    rf"(?<![A-Za-z0-9\\$^_])[a-zA-Z](?:_?[0-9]|\([a-z]\))?(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
+)
+_SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _SPOKEN = (
     DATE,
     re.compile(r"[0-9]{1,2}(?::[0-9]{2})?\s*[ap]\.?\s?m\b\.?", re.IGNORECASE),
-    re.compile(r"(?<![0-9.:])[0-9.]*[0-9](?::[0-9.]*[0-9])+(?![0-9.:]*[0-9])"),
-    re.compile(rf"[0-9.]*[0-9]\s*(?:{_UNITS}),?\s+(?:and\s+)?[0-9.]*[0-9]\s*(?:{_UNITS})(?![a-zA-Z])"),
+    re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?::[0-9.]{0,12}[0-9])++(?![0-9:])"),
+    re.compile(
+        rf"(?<![0-9.])[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS}),?\s(?:and\s)?[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS})(?![a-zA-Z])"
+    ),
 )
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
 _LABEL = re.compile(r"^(?:[A-Za-z$\\][^=.\n]*?\s)?(?:is|are|equals|be)\s*:?\s+(?=\S)")
+_ASIDE = re.compile(r",?\s+(?:not|rather than|instead of|because|since|given that|due to)\s")
 _LONGEST_WHOLE = 300
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
 _STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _GENERIC = re.compile(
-    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:it|this|that|the (?:statement|claim|answer|result|day))\s+(?:is|will be|was)\s+",
+    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:it|this|that|the (?:statement|claim|answer|result|day))"
+    r"\s+(?:is|will be|was)\s+",
     re.IGNORECASE,
 )
 _BOUND = re.compile(
-    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)\s+(\S.*)",
+    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
+    r"\s+(\S.*)",
     re.IGNORECASE,
 )
 _NOTATION = re.compile(
     r"\\(?:text|mbox|mathrm|operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}"
     r"|\\(?:begin|end)\s*\{[a-zA-Z*]+\}(?:\{[lcr|]*\})?|\\[a-zA-Z]+"
 )
-_SHORT_WORDS = frozenset(
-    "is it of the at to we so if no by an as be do he in me my up us but not for get has was are had his her him its our "
-    "out who why how all any can did now own per she too use via yes you am pm go oh ok let say see two one six ten".split()
+_SHORT_WORDS = re.compile(
+    r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
+    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten"
 )
 _WHOLE_WORDS = re.compile(
     r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
@@ -171,7 +185,7 @@ def is_formula(text: str) -> bool:
 
 def _are_symbols(letters: str) -> bool:
     """Letters that are a product, or the name of a line, ``abc``, ``AB``, and no word."""
-    return len(letters) <= (4 if letters.isupper() else 3) and letters.lower() not in _SHORT_WORDS
+    return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
 
 
 # Marked answers.
@@ -225,7 +239,7 @@ def _sentence(text: str) -> str:
 
 def _told(rest: str) -> str:
     """The sentence, without the words that introduce its value, and without what it denies."""
-    sentence = re.split(r",?\s+(?:not|rather than|instead of)\s", _sentence(rest.strip()))[0]
+    sentence = _ASIDE.split(_sentence(rest.strip()))[0]
     label = _LABEL.match(sentence)
     return (sentence[label.end() :] if label is not None else sentence).strip(' "“”*`')
 
@@ -235,25 +249,14 @@ def _told(rest: str) -> str:
 
 def _last(text: str) -> Piece | None:
     """The last formula or number that is not denied; an empty piece where all are."""
-    spans = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
-    spans += [
-        (found.start(), found.end(), found[0])
-        for found in _TUPLE.finditer(text)
-        if not any(start <= found.start() < end for start, end, _ in spans)
-    ]
+    spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
+    for form in (_RELATION, _TUPLE, _SET):
+        spans += _found(form, text, spans)
     formulas = [(start, end) for start, end, _ in spans]
-    spans += [
-        (found.start(), found.end(), found[0])
-        for form in _SPOKEN
-        for found in form.finditer(text)
-        if not any(start <= found.start() < end for start, end, _ in spans)
-    ]
-    taken = [(start, end) for start, end, _ in spans]
-    spans += [
-        (found.start(), found.end(), _COMMA_DECIMAL.sub(r"\1.\2", found[0]))
-        for found in _NUMBER.finditer(text)
-        if not any(start <= found.start() < end for start, end in taken)
-    ]
+    for form in _SPOKEN:
+        spans += _found(form, text, spans)
+    numbers = _found(_NUMBER, text, spans)
+    spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
     refused = False
     for position, (start, end, content) in enumerate(ordered := sorted(spans, reverse=True)):
         if denied(text, start, end):
@@ -263,7 +266,13 @@ def _last(text: str) -> Piece | None:
     return Piece("", certain=True) if refused else None
 
 
-def _with_neighbours(text: str, spans: list[tuple[int, int, str]], content: str) -> str:
+def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
+    """What has this form, and is in nothing that is taken already."""
+    places = [(found.start(), found.end(), found[0]) for found in form.finditer(text)]
+    return [place for place in places if not any(start <= place[0] < end for start, end, _ in taken)]
+
+
+def _with_neighbours(text: str, spans: Sequence[Span], content: str) -> str:
     """The last formula, after those that "and", "or" or a comma joins to it."""
     contents = [content]
     for (start, _, _), (_, end, before) in pairwise(spans):

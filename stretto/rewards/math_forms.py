@@ -1,8 +1,8 @@
 r"""Final answers in forms that say the same as a simpler one, and are read as that.
 
-``\begin{cases} x=1 \\ y=2 \end{cases}`` is ``x=1,y=2``; "x = kπ for all integers k" is ``x = k\pi``; "twenty-five" is 25;
-"at least 5" is ``\ge 5``; "2 hours 30 minutes" is a number of minutes. All are whole answers: inside of a formula
-nothing is changed.
+``\begin{cases} x=1 \\ y=2 \end{cases}`` is ``x=1,y=2``; "x = kπ for all integers k" is ``x = k\pi``; "twenty-five"
+is 25; "at least 5" is ``\ge 5``; "2 hours 30 minutes" is a number of minutes. All are whole answers: inside of a
+formula nothing is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _SYSTEM = re.compile(
     re.DOTALL,
 )
 _SIGN = re.compile(r"[=<>]|\\(?:le|ge|in|neq|approx|equiv)(?![a-z])")
-_SETS: Final = r"(?:\\mathbb\s*\{?\s*[ZNRQC]\s*\}?|\\text\{\s*[ZNRQC]\s*\}|\\?[ZNRQC](?![a-zA-Z]))(?:[\^_](?:\{[^{}]*\}|.))*"
+_SETS: Final = (
+    r"(?:\\mathbb\s*\{?\s*[ZNRQC]\s*\}?|\\text\{\s*[ZNRQC]\s*\}|\\?[ZNRQC](?![a-zA-Z]))(?:[\^_](?:\{[^{}]*\}|.))*"
+)
 _SEVERAL: Final = r"(?:all|any|every|some|each|arbitrary)"
 _DECLARED = re.compile(
     rf"[,;\s(]*(?:where|with|for(?: {_SEVERAL})?)?[\s,]*([a-zA-Z])\s*\\in\s*{_SETS}[\s)]*$"
@@ -37,6 +39,7 @@ _BOUNDS: Final = tuple(
 )
 _CHOSEN = re.compile(r"(?:option|choice|statement|answer)\s*\(?([A-J])\)?", re.IGNORECASE)
 _POINT = re.compile(r"([A-Z])'?\s*(\([^()]*,.*\))")
+_LETTERS = re.compile(r"[A-Z](?:\s*,\s*[A-Z])+")
 _PROPORTION = re.compile(r"([0-9.]+) to ([0-9.]+)")
 
 
@@ -75,6 +78,8 @@ def _structured(text: str, told: str) -> str:
             return sign + told[found.end() :]
     if (chosen := _CHOSEN.fullmatch(told)) is not None:
         return chosen[1]
+    if _LETTERS.fullmatch(told) is not None:
+        return told
     if (proportion := _PROPORTION.fullmatch(told)) is not None:
         return f"{proportion[1]}:{proportion[2]}"
     if (point := _POINT.fullmatch(text)) is not None:

@@ -21,7 +21,10 @@ from stretto.rewards.math_structure import Unreadable
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off: ours is not
 _LONGEST = 2_000
-_TRUNCATED = re.compile(r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$")
+_TRUNCATED = re.compile(
+    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$"
+    r"|^(?!.*\\begin).*&|^[^|{]*\|[^|{]*(?:\|[^|]*\|[^|]*)*$"
+)
 
 
 def accepts(gold: str, answer: str) -> bool:

@@ -40,15 +40,18 @@ _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
 _CHOICE = re.compile(
-    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*([^\s,)}].*)", re.DOTALL
+    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*([^\s,)}].*)",
+    re.DOTALL,
 )
 _REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
 _NOT_READ = re.compile(
     r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}"
+    r"|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
-    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
+    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
 )
 _CLOCK = re.compile(r"([01]?[0-9])(?::([0-5][0-9]))?\s*([ap])\s?\.?\s?m\b\.?", re.IGNORECASE)
 _MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")

@@ -40,7 +40,7 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
     """``x = 5`` names 5: the same name needs the same value. Other equations are the same when one is a multiple."""
     one, other = _name(gold.sides[0]), _name(answer.sides[0])
-    if one is not None and one == other:
+    if one is not None and other is not None and (one == other or _is_called(one, other) or _is_called(other, one)):
         return same(gold.sides[-1], answer.sides[-1])
     if (renamed := _same_definition(gold, answer)) is not None:
         return renamed
@@ -80,6 +80,11 @@ def _same_definition(gold: Relation, answer: Relation) -> Opinion:
     if {str(symbol) for symbol in other_value.free_symbols} & (set(renamed.values()) - set(renamed)):
         return False  # f(y) = 2x is a constant, and no other name for f(x) = 2x
     return same_value(value, other_value, renamed)
+
+
+def _is_called(function: str, letter: str) -> bool:
+    """``f`` for ``f(x)``."""
+    return len(letter) == 1 and function.startswith(f"{letter}(")
 
 
 def _name(side: Node) -> str | None:
@@ -143,7 +148,7 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 def as_asked(gold: Relation) -> Node | None:
     """What a gold relation may be answered with besides itself: the value that it names, or the range that it says."""
     if is_naming(gold):
-        return gold.sides[-1] if _name(gold.sides[0]) is not None or _is_number(gold.sides[0]) else None
+        return gold.sides[-1] if _name(gold.sides[0]) is not None else None
     if gold.signs == (r"\neq",):
         low, high = Scalar(r"-\infty"), Scalar(r"\infty")
         return Union((Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))))
@@ -173,6 +178,17 @@ def as_interval(relation: Relation) -> Listing | None:
     if not _is_number(sides[0]) or _is_number(sides[1]) or not _is_number(sides[2]):
         return None
     return Listing("[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")", (sides[0], sides[2]))
+
+
+def as_value(relation: Relation) -> Node:
+    """``6 · 7 = 42`` says 42; ``5 = x`` is ``x = 5``."""
+    sides = relation.sides
+    if not is_naming(relation) or not _is_number(sides[0]):
+        return relation
+    if all(map(_is_number, sides)):
+        return sides[-1]
+    is_turned = len(sides) == 2 and _name(sides[1]) is not None
+    return Relation(sides[::-1], relation.signs) if is_turned else relation
 
 
 def as_one(given: Node) -> Node:

@@ -22,6 +22,7 @@ Opinion = bool | None
 
 _PLACES = 6  # digits behind the point that an approximation of an exact value needs, as for math-verify
 _SIGNIFICANT = 5
+_NOISY_PLACES = 9  # digits behind the point from which floating-point noise is told from a digit that was meant
 _DECIMAL = re.compile(r"([+-]?)\s*([0-9]+)(?:\.([0-9]*))?")
 _FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{\s*(-?[0-9]+)\s*\}\{\s*(-?[0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))")
 _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
@@ -144,11 +145,10 @@ def _approximates(short: Number, exact: Number) -> bool:
 
 
 def _noise(one: Number, other: Number) -> bool:
-    """Do two decimals differ as results of floating-point arithmetic do: 0.30000000000000004, 41.99999999?"""
-    if one.places is None or other.places is None or max(one.places, other.places) <= _PLACES:
+    """Do two decimals differ as results of floating-point arithmetic do: 0.30000000000000004, 41.9999999999?"""
+    if one.places is None or other.places is None or max(one.places, other.places) < _NOISY_PLACES:
         return False
-    difference = abs(one.value - other.value)
-    return bool(difference * 2 * 10**_PLACES <= 1 and difference * 10**_PLACES <= abs(one.value))
+    return bool(abs(one.value - other.value) * 10**_NOISY_PLACES <= 2 * abs(one.value))
 
 
 def _fine_enough(decimal: Number) -> bool:

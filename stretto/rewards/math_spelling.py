@@ -62,7 +62,6 @@ _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha|beta"
 
 
-
 def _russian(found: re.Match[str]) -> str:
     """``\\arctg``, ``\\ctg``: tangent and cotangent as they are called where many olympiads come from."""
     arc, co = found[1] or found[3], found[2] or found[4]

@@ -7,6 +7,7 @@ and the numbers with them: 5 m is 500 cm, and not 5 cm. Words that are no unit (
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Final
 
@@ -48,7 +49,7 @@ _SPELLINGS: Final = {
 }
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
-_KINDS: Final = {  # how many of the kind's first unit one of each is
+_KINDS: Final[Mapping[str, Mapping[str, int | str]]] = {  # how many of the kind's first unit one of each is
     "length": {"m": 1, "cm": "1/100", "mm": "1/1000", "km": 1000},
     "imperial length": {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
     "mass": {"g": 1, "kg": 1000, "mg": "1/1000"},
@@ -73,7 +74,10 @@ _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|two|eight|ten)\}*$"
 )  # 101_2
 _BASE_WORDS: Final = {"two": "2", "eight": "8", "ten": "10"}
-_DENIED = re.compile(r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b",
+    re.IGNORECASE,
+)
 _COMPOUND = re.compile(
     r"([0-9.]+)\s*([A-Za-z]+)\s*,?\s*(?:and\s+)?([0-9.]+)\s*([A-Za-z]+)(?:\s*,?\s*(?:and\s+)?([0-9.]+)\s*([A-Za-z]+))?"
 )

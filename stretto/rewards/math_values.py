@@ -36,6 +36,10 @@ class Unsupported(Exception):
     """Something whose value is not a finite number, or not known to this file: a sum, an integral, infinity."""
 
 
+class Infinite(Unsupported):
+    """A pole, or infinity."""
+
+
 def value(expression: sympy.Basic, point: Point) -> Value:
     """The value where the free symbols have the values of `point`, to the working precision of mpmath.
 
@@ -55,9 +59,11 @@ def value(expression: sympy.Basic, point: Point) -> Value:
         case sympy.Mul():
             return _fold(expression.args, point, lambda a, b: a * b)
         case sympy.Pow():
-            return _allowed(_power(value(expression.base, point), value(expression.exp, point)), point)
+            return _bounded(_allowed(_power(value(expression.base, point), value(expression.exp, point)), point))
         case sympy.exp():
             return _power(+mpmath.e, value(expression.args[0], point))
+    if expression in (sympy.oo, -sympy.oo, sympy.zoo):
+        raise Infinite(str(expression))
     if expression in _CONSTANTS:
         return +_CONSTANTS[expression]
     return _applied(expression, point)
@@ -80,7 +86,7 @@ def _power(base: Value, exponent: Value) -> Value:
     if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
         size = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent.numerator)
         if base == 0 and exponent < 0:
-            raise Unsupported("division by zero")
+            raise Infinite("division by zero")
         if size <= LARGEST_INTEGER:
             return base ** int(exponent)
     if isinstance(exponent, Fraction) and exponent.denominator % 2 == 1 and _is_negative(base):
@@ -90,7 +96,7 @@ def _power(base: Value, exponent: Value) -> Value:
     if base == 0:
         if mpmath.re(exponent) > 0:
             return Fraction(0)
-        raise Unsupported("zero to the power of zero, or less")
+        raise Infinite("zero to the power of zero, or less")
     growth = abs(exponent) * (abs(mpmath.log(base)) + 1)
     if growth > LARGEST_EXPONENT:
         raise Undecided("a power that is too large to compute")
@@ -117,9 +123,9 @@ def _applied(expression: sympy.Basic, point: Point) -> Value:
     if any(abs(argument) > LARGEST_EXPONENT for argument in arguments) and name != "log":
         raise Undecided(f"{name} of a number that is too large")
     try:
-        return _allowed(_FUNCTIONS[name](*arguments), point)
+        return _bounded(_allowed(_FUNCTIONS[name](*arguments), point))
     except (ValueError, ZeroDivisionError) as error:  # a pole, such as log(0)
-        raise Unsupported(name) from error
+        raise Infinite(name) from error
 
 
 def _integral(name: str, arguments: list[Value]) -> Value:
@@ -160,7 +166,7 @@ def _bounded(number: Value) -> Value:
         bits = number.numerator.bit_length() + number.denominator.bit_length()
         return number if bits <= 2 * LARGEST_INTEGER else approximate(number)
     if not mpmath.isfinite(number):
-        raise Unsupported("infinity")
+        raise Infinite("infinity")
     return number
 
 
@@ -171,7 +177,7 @@ _CONSTANTS: Final[Mapping[Any, Any]] = {
     sympy.GoldenRatio: mpmath.phi,
 }
 _FUNCTIONS: Final[Mapping[str, Callable[..., Approximate]]] = {
-    "log": lambda x, base=None: mpmath.log(x) if base is None else mpmath.log(x) / mpmath.log(base),
+    "log": lambda x, base=None: mpmath.log(x) if base is None else mpmath.log(x) / _bounded(mpmath.log(base)),
     **{name: getattr(mpmath, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh")},
     **{name: getattr(mpmath, name) for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh", "re", "im", "arg")},
     "conjugate": mpmath.conj,

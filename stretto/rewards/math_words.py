@@ -5,11 +5,29 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_COUNTED: Final = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS: Final = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_COUNTED: Final = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS: Final = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SMALL: Final = {name: value for value, name in enumerate(_COUNTED)} | {
     name: 10 * value for value, name in enumerate(_TENS, start=2)
 }
@@ -29,7 +47,20 @@ _PARTS: Final = {
     }.items()
     for name in names.split()
 }
-_MONTHS: Final = "January February March April May June July August September October November December".split()
+_MONTHS: Final = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 _MONTH: Final = "|".join(f"{month}|{month[:3]}\\.?" for month in _MONTHS)
 DATE: Final = re.compile(
     rf"(?P<month>{_MONTH})\s+(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)?(?:,?\s+(?P<year>[0-9]{{4}}))?(?![0-9])"
@@ -98,7 +129,9 @@ def date(text: str) -> str | None:
     found = DATE.fullmatch(text.strip())
     if found is None:
         return None
-    month, day, year = (found[one] or found[two] for one, two in (("month", "second"), ("day", "first"), ("year", "third")))
+    month, day, year = (
+        found[one] or found[two] for one, two in (("month", "second"), ("day", "first"), ("year", "third"))
+    )
     name = next(full for full in _MONTHS if full.startswith(month.rstrip(".")))
     return " ".join([name.lower(), str(int(day)), *([year] if year else [])])
 

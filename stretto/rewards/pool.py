@@ -31,6 +31,7 @@ from stretto.rewards.queueing import Call, Chunk, blame, chunks
 from stretto.rewards.wire import Reply, Request, ScoreItem
 
 ROLE = "rewards"
+TIMED_OUT, DIED = "timeout after", "worker died"  # how the reasons of verdicts begin that the machine had a part in
 _DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
 _LOSSES = 2  # workers that one answer may bring down before it is undecided
 _START_TRIES = 3
@@ -178,7 +179,7 @@ class RewardPool:
         self._ask_again(lost.innocent, how)
         if lost.culprit is not None:
             if progress == slot.condemned:
-                lost.culprit.settle([undecided(f"timeout after {self._config.seconds_per_answer:g} s")])
+                lost.culprit.settle([undecided(f"{TIMED_OUT} {self._config.seconds_per_answer:g} s")])
             else:
                 self._ask_again([lost.culprit], how)
         self._dispatch()
@@ -235,7 +236,7 @@ class RewardPool:
             if chunk.losses < _LOSSES:
                 self._queue.appendleft(chunk)
             else:
-                chunk.settle([undecided(f"worker died: {how}")] * len(chunk.indices))
+                chunk.settle([undecided(f"{DIED}: {how}")] * len(chunk.indices))
 
     # Accounts.
 

@@ -23,6 +23,7 @@ from stretto.rewards.cgroups import ProgramGroup
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.sandbox_guest import ORDER, REPLY
+from stretto.rewards.sandbox_users import SandboxUser
 from stretto.rewards.sandbox_walls import Walls, command, find_interpreter, guest_program, guest_settings
 
 _START_SECONDS = 20.0
@@ -119,6 +120,7 @@ class Sandbox:
         self._config = config
         self._keep = walls.warm and config.warm
         self._group: ProgramGroup | None = None
+        self._user: SandboxUser | None = None
         self._guest: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._words: int | None = None  # what the guest and bubblewrap say on their standard error
@@ -180,6 +182,9 @@ class Sandbox:
         if self._group is not None:
             self._group.close()
             self._group = None
+        if self._user is not None:
+            self._user.close()
+            self._user = None
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +200,9 @@ class Sandbox:
             self._group = ProgramGroup.create(
                 (config.memory_mib << 20) + _GUEST_BYTES, config.processes + _GUEST_PROCESSES
             )
-        interpreter = find_interpreter(walls)
+        if self._user is None:
+            self._user = SandboxUser()
+        interpreter = find_interpreter(walls, self._user.uid)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._words = os.memfd_create("stretto-words")
         with theirs, _Pipe() as told:
@@ -214,7 +221,7 @@ class Sandbox:
             if self._group is not None:
                 self._group.add(_told_process(told.read))
         self._control.settimeout(_START_SECONDS)
-        self._introduce(guest_settings(walls, interpreter, config))
+        self._introduce(guest_settings(walls, interpreter, config, self._user.uid))
 
     def _introduce(self, settings: Mapping[str, Any]) -> None:
         """Tell the guest who it is."""

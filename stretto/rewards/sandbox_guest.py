@@ -4,7 +4,8 @@
                                                        ▲                              │
                                                        └──────── how it ended ◄───────┘
 
-The host sends this file to a bare interpreter (``python -I -S -B``), so it stands alone, and imports little. The guest
+The host sends this file, and `sandbox_values`, to a bare interpreter (``python -I -S -B``), so they stand alone, and
+import little. The guest
 never reads a program, an input or an output: they travel in descriptors that it hands on, so a later program cannot
 find an earlier one in its memory. No expected output ever comes in here.
 
@@ -14,10 +15,8 @@ wall that is missing is never passed over in silence.
 
 from __future__ import annotations
 
-import _json
+import _ctypes
 import _socket
-import array
-import ctypes
 import marshal
 import os
 import resource
@@ -25,6 +24,8 @@ import select
 import struct
 import sys
 import time
+
+from stretto.rewards.sandbox_values import lively, plain, written
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
@@ -35,7 +36,6 @@ ORDER = struct.Struct("<d")  # seconds by the wall clock; descriptors: input, ou
 REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem
 SETTINGS_BYTES = 1 << 16
 STARTED = b"+"
-TUPLE, SET, DICT, BYTES = "\0tuple", "\0set", "\0dict", "\0bytes"
 
 _MACHINE = os.uname().machine
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -49,7 +49,32 @@ _LANDLOCK_READ, _LANDLOCK_EXECUTE, _LANDLOCK_LIST = 4, 1, 8
 _LANDLOCK_OF_A_FILE = 1 | 2 | 4 | 1 << 14  # execute, write, read, truncate
 _FIRST_FREE = 5  # descriptors of a child: input, output, errors, task, and where it says that it has started
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_USE_ERRNO = 1 | 8  # the C calling convention, and a copy of errno
+_INTEGERS = struct.Struct("i")
+
+
+# The ctypes module and array would take a third of a guest's start; this is all that is needed of them.
+
+
+class _Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "i"
+
+
+class _Character(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "c"
+
+
+class _Function(_ctypes.CFuncPtr):
+    _flags_ = _USE_ERRNO
+    _restype_ = _Int
+
+
+def _function(name: str) -> Callable[..., int]:
+    """A function of the C library; integers go to it as `int`, bytes as pointers."""
+    return _Function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name))  # type: ignore[arg-type]
+
+
+_syscall, _prctl_call, _mount = _function("syscall"), _function("prctl"), _function("mount")
 
 
 class Guest:
@@ -60,6 +85,8 @@ class Guest:
         self._settings: dict[str, Any] = marshal.loads(body)
         self._control = control
         _become(self._settings["uid"])
+        for name in self._settings["loaded"]:  # what many programs import, once for all of them
+            __import__(name)
         self._ids = os.getuid(), os.getgid()
 
     def serve(self) -> None:
@@ -103,13 +130,16 @@ class Guest:
         settings = self._settings
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
         self._tell_proc("oom_score_adj", "1000")  # when memory is short, the program goes and the guest stays
+        limits = dict(settings["limits"])
+        if settings["threads"]:  # the user has other processes, which count too
+            limits["RLIMIT_NPROC"] = self._tasks_of(self._ids[0]) + settings["threads"]
         if settings["namespaces"]:
             self._map_user()
             _mount_tmp(settings["tmp"])
         if settings["landlock"]:
             _landlock(**settings["landlock"])
         _keep_only(given)
-        for name, value in settings["limits"].items():
+        for name, value in limits.items():
             _limit(getattr(resource, name), value)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         _drop_capabilities()
@@ -126,6 +156,20 @@ class Guest:
         self._tell_proc("uid_map", f"{user} {user} 1")
         self._tell_proc("gid_map", f"{group} {group} 1")
 
+    def _tasks_of(self, user: int) -> int:
+        """Threads that the user has now, in all processes."""
+        found = 0
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        processes = os.listdir(folder)
+        os.close(folder)
+        for process in filter(str.isdecimal, processes):
+            try:
+                if os.stat(process, dir_fd=self._proc).st_uid == user:
+                    found += os.stat(f"{process}/task", dir_fd=self._proc).st_nlink - 2
+            except OSError:  # it has ended
+                continue
+        return found
+
     def _tell_proc(self, name: str, text: str) -> None:
         descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)
         os.write(descriptor, text.encode())
@@ -134,12 +178,13 @@ class Guest:
 
 def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
     """One message and the descriptors that came with it."""
-    descriptors = array.array("i")
-    body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * descriptors.itemsize))
+    descriptors: list[int] = []
+    body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * _INTEGERS.size))
     for level, kind, data in ancillary:
         if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return body, list(descriptors)
+            whole = data[: len(data) - len(data) % _INTEGERS.size]
+            descriptors += [number for (number,) in _INTEGERS.iter_unpack(whole)]
+    return body, descriptors
 
 
 def _become(uid: int | None) -> None:
@@ -156,8 +201,7 @@ def _fork(namespaces: int) -> int:
     whatever it has started."""
     if not namespaces:
         return os.fork()
-    child = int(_libc.syscall(_SYS_CLONE[_MACHINE], ctypes.c_ulong(namespaces | _SIGCHLD), None, None, None, None))
-    return _checked("clone", child)
+    return _checked("clone", _syscall(_SYS_CLONE[_MACHINE], namespaces | _SIGCHLD, None, None, None, None))
 
 
 def _wait(child: int, control: _socket.socket, until: float) -> bool:
@@ -180,7 +224,7 @@ def _wait(child: int, control: _socket.socket, until: float) -> bool:
 
 
 def _mount_tmp(options: str) -> None:
-    _checked("mount", _libc.mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
+    _checked("mount", _mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
 
 
 def _keep_only(given: list[int]) -> None:
@@ -200,8 +244,8 @@ def _limit(resource_number: int, value: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc.syscall(_SYS_CAPSET[_MACHINE], header, (ctypes.c_uint32 * 6)()))
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+    _checked("capset", _syscall(_SYS_CAPSET[_MACHINE], header, bytes(24)))
 
 
 def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
@@ -209,32 +253,32 @@ def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]
     shall watch over."""
     attributes = struct.pack("<QQQ", files, 0, scopes)
     size = 24 if scopes else 8
-    ruleset = _checked("landlock_create_ruleset", _libc.syscall(_LANDLOCK_CREATE, attributes, size, 0))
+    ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))
     readable = _LANDLOCK_READ | _LANDLOCK_EXECUTE | _LANDLOCK_LIST
     for paths, allowed in ((read, readable), (write, files)):
         for path in paths:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
             rule = struct.pack("<Qi", allowed if os.path.isdir(path) else allowed & _LANDLOCK_OF_A_FILE, place)
-            _checked(f"landlock {path}", _libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
+            _checked(f"landlock {path}", _syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
             os.close(place)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _checked("landlock_restrict_self", _libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0))
+    _checked("landlock_restrict_self", _syscall(_LANDLOCK_RESTRICT, ruleset, 0))
     os.close(ruleset)
 
 
 def _filter_calls(instructions: bytes) -> None:
-    buffer = ctypes.create_string_buffer(instructions, len(instructions))
-    program = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(buffer))
-    _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, 2, program, 0, 0))
+    buffer = (_Character * len(instructions)).from_buffer_copy(instructions)
+    program = struct.pack("@HP", len(instructions) // 8, _ctypes.addressof(buffer))
+    _checked("seccomp", _prctl_call(_PR_SET_SECCOMP, 2, program, 0, 0))
 
 
 def _prctl(option: int, value: int) -> None:
-    _checked(f"prctl {option}", _libc.prctl(option, value, 0, 0, 0))
+    _checked(f"prctl {option}", _prctl_call(option, value, 0, 0, 0))
 
 
 def _checked(what: str, result: int) -> int:
     if result < 0:
-        number = ctypes.get_errno()
+        number = _ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
 
@@ -321,59 +365,3 @@ def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
     if name not in namespace and "Solution" in namespace:
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]
-
-
-def plain(value: object) -> Any:
-    """`value` as JSON that tells a tuple from a list, a set and keys of any kind.
-
-    Raises:
-        TypeError: it is, or holds, something else than numbers, texts, bytes, None and these containers.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, tuple):
-        return {TUPLE: [plain(item) for item in value]}
-    if isinstance(value, set | frozenset):
-        return {SET: sorted((plain(item) for item in value), key=written)}
-    if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("\0") for key in value):
-            return {key: plain(item) for key, item in value.items()}
-        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=written)}
-    if isinstance(value, bytes):
-        return {BYTES: value.hex()}
-    raise TypeError(f"a {type(value).__name__} is no result that a test can expect")
-
-
-def written(value: Any) -> str:
-    """The JSON of a plain value; what the json module, which is slow to import, would write."""
-    if isinstance(value, str):
-        return _json.encode_basestring_ascii(str(value))
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int):
-        return int.__repr__(value)
-    if isinstance(value, float):
-        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(float.__repr__(value), float.__repr__(value))
-    if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
-    return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
-
-
-def lively(value: Any) -> Any:
-    """The inverse of `plain`."""
-    if isinstance(value, list):
-        return [lively(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match list(value.items()):
-        case [(key, items)] if key == TUPLE:
-            return tuple(map(lively, items))
-        case [(key, items)] if key == SET:
-            return set(map(lively, items))
-        case [(key, items)] if key == DICT:
-            return {lively(name): lively(item) for name, item in items}
-        case [(key, digits)] if key == BYTES:
-            return bytes.fromhex(digits)
-    return {key: lively(item) for key, item in value.items()}

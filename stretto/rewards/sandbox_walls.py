@@ -23,15 +23,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stretto.rewards import sandbox_guest
+from stretto.rewards import sandbox_guest, sandbox_values
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.seccomp import ARCHITECTURES, call_filter
 
 _MIB = 1 << 20
 _STACK_BYTES = 64 * _MIB
 _TMP_FILES = 1024
-_FIRST_UNUSED_UID = 60_000  # no system gives these to people or to its own services
-_UNUSED_UIDS = 4_000
+_SPARE_THREADS = 128  # by which the other processes of an ordinary user may grow while a program runs
 
 _NEW_USER, _NEW_PROCESSES, _NEW_MOUNTS, _NEW_IPC, _NEW_NET, _NEW_UTS = (
     0x10000000,
@@ -49,11 +48,16 @@ _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _BEGINNING = """import _socket, marshal, sys
 control = _socket.socket(fileno=int(sys.argv[1]))
-exec(marshal.loads(control.recv(1 << 20)))
+values, guest = marshal.loads(control.recv(1 << 20))
+module = type(sys)('stretto.rewards.sandbox_values')
+exec(values, module.__dict__)
+sys.modules[module.__name__] = module
+exec(guest)
 Guest(control).serve()
 """
-_SOURCE = Path(sandbox_guest.__file__).read_text(encoding="utf-8")
-_COMPILED = compile(_SOURCE, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2)
+_SOURCES = tuple(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (sandbox_values, sandbox_guest))
+_COMPILED = tuple(compile(source, "sandbox_guest.py", "exec", dont_inherit=True, optimize=2) for source in _SOURCES)
+_OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
 _OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _BWRAP_PLACES = "/usr/bin:/usr/local/bin:/bin"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -120,7 +124,7 @@ class Interpreter:
             return False
 
 
-def find_interpreter(walls: Walls) -> Interpreter:
+def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
     """Our own interpreter without its environment, or the system's where the guest's user cannot read ours.
 
     Raises:
@@ -128,17 +132,12 @@ def find_interpreter(walls: Walls) -> Interpreter:
     """
     own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
     shown_by_root = walls.bwrap and os.getuid() == 0
-    if shown_by_root or own.usable_by(guest_uid()):
+    if shown_by_root or own.usable_by(uid):
         return own
     for place in _OTHER_INTERPRETERS:
         if (path := Path(place).resolve()).exists():
             return Interpreter.of(path, path.parent.parent)
     raise OSError(f"{own.executable} is not readable for the user of the sandbox, and there is no /usr/bin/python3")
-
-
-def guest_uid() -> int | None:
-    """Whom root's guest becomes: a user that owns nothing, another one for each grader. `None`: we are not root."""
-    return _FIRST_UNUSED_UID + os.getpid() % _UNUSED_UIDS if os.getuid() == 0 else None
 
 
 def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control: int, told: int) -> list[str]:
@@ -153,8 +152,8 @@ def command(walls: Walls, interpreter: Interpreter, config: CodeConfig, control:
 
 
 def guest_program(interpreter: Interpreter) -> bytes:
-    """`sandbox_guest` as the interpreter gets it: compiled, if it is of our own version."""
-    return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCE)
+    """`sandbox_values` and `sandbox_guest` as the interpreter gets them: compiled, if it is of our own version."""
+    return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
 
 
 def _own_executable() -> Path:
@@ -183,23 +182,26 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: CodeConfig, told: int
     return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
-def guest_settings(walls: Walls, interpreter: Interpreter, config: CodeConfig) -> dict[str, Any]:
-    """What a guest is told first.
+def guest_settings(walls: Walls, interpreter: Interpreter, config: CodeConfig, uid: int | None) -> dict[str, Any]:
+    """What a guest is told first. `uid`: whom it becomes; `None`: it stays who we are.
 
     Raises:
         OSError: the kernel has no landlock, or the machine no table of system calls, and the walls need it.
     """
     private = bool(walls.namespaces)
+    alone = private or walls.bwrap or uid is not None
     if walls.seccomp and platform.machine() not in ARCHITECTURES:
         raise OSError(f"no table of system calls for {platform.machine()}")
     return {
-        "uid": guest_uid(),
+        "uid": uid,
+        "loaded": _OFTEN_IMPORTED if walls.warm and config.warm else (),
         "namespaces": walls.namespaces,
         "tmp": f"size={config.files_mib * _MIB},nr_inodes={_TMP_FILES},mode=1777" if private else "",
         "folder": "/tmp" if private or walls.bwrap else "/",
         "landlock": _landlock(interpreter, private) if walls.landlock else None,
         "seccomp": call_filter(among_others=walls.level is Level.D).hex() if walls.seccomp else "",
-        "limits": _limits(config, counted=private or walls.bwrap or guest_uid() is not None),
+        "limits": _limits(config, counted=alone),
+        "threads": 0 if alone else config.processes + _SPARE_THREADS,
     }
 
 

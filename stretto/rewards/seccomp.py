@@ -16,11 +16,17 @@ INSTRUCTION = struct.Struct("<HBBI")
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # where they stand in the data that a filter sees; low 32 bits
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = (
+    0,
+    4,
+    16,
+    24,
+)  # where they stand in the data that a filter sees; low 32 bits
 
 _NEWEST_KNOWN = 462  # mseal, Linux 6.10; the same on every architecture from 424 on
 _CLONE_NAMESPACES = 0x7E020080  # CLONE_NEW*
 _CLONE_THREAD = 0x00010000
+_SIGNALS_BY_FILES = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a file that is ready signals whom one names
 
 #: Why a program might want them: sockets; another process' memory, files or scheduling; namespaces and mounts; the
 #: kernel's large, young or privileged interfaces; keys and memory that no limit counts.
@@ -60,7 +66,8 @@ fsopen 430 fsconfig 431 fsmount 432 fspick 433 pidfd_open 434 clone3 435 pidfd_g
 mount_setattr 442 quotactl_fd 443 memfd_secret 447
 """
 _X86_64 = """
-socket 41 connect 42 accept 43 sendto 44 sendmsg 46 bind 49 listen 50 socketpair 53 clone 56 fork 57 vfork 58 kill 62
+socket 41 connect 42 accept 43 sendto 44 sendmsg 46 bind 49 listen 50 socketpair 53 clone 56
+fork 57 vfork 58 kill 62 fcntl 72
 semget 64 shmget 29 msgget 68 ptrace 101 syslog 103 rt_sigqueueinfo 129 setpriority 141 sched_setparam 142
 sched_setscheduler 144 pivot_root 155 adjtimex 159 chroot 161 acct 163 settimeofday 164 mount 165 umount2 166 swapon 167
 swapoff 168 reboot 169 sethostname 170 setdomainname 171 iopl 172 ioperm 173 init_module 175 delete_module 176
@@ -72,7 +79,7 @@ process_vm_writev 311 kcmp 312 finit_module 313 sched_setattr 314 memfd_create 3
 kexec_file_load 320 bpf 321 userfaultfd 323
 """
 _AARCH64 = """
-lookup_dcookie 18 ioprio_set 30 umount2 39 mount 40 pivot_root 41 chroot 51 quotactl 60 acct 89 unshare 97
+lookup_dcookie 18 fcntl 25 ioprio_set 30 umount2 39 mount 40 pivot_root 41 chroot 51 quotactl 60 acct 89 unshare 97
 kexec_load 104 init_module 105 delete_module 106 clock_settime 112 syslog 116 ptrace 117 sched_setparam 118
 sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 setpriority 140
 reboot 142 sethostname 161 setdomainname 162 settimeofday 170 adjtimex 171 mq_open 180 msgget 186 semget 190 shmget 194
@@ -117,8 +124,11 @@ def call_filter(machine: str | None = None, *, among_others: bool = False) -> by
     ]
     for number in refused:
         lines += [(JUMP_EQUAL, 0, 1, number), _refuse(errno.EPERM)]
-    lines += _on_argument(numbers["prlimit64"], [(JUMP_EQUAL, 1, 0, 0), _refuse(errno.EPERM)])  # 0: the caller itself
-    lines += _on_argument(numbers["clone"], clone)
+    itself = [(JUMP_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+    signals = [line for command in _SIGNALS_BY_FILES for line in ((JUMP_EQUAL, 0, 1, command), _refuse(errno.EPERM))]
+    lines += _on_argument(FIRST_ARGUMENT, numbers["prlimit64"], itself)
+    lines += _on_argument(SECOND_ARGUMENT, numbers["fcntl"], signals)
+    lines += _on_argument(FIRST_ARGUMENT, numbers["clone"], clone)
     return b"".join(INSTRUCTION.pack(*line) for line in [*lines, (RETURN, 0, 0, ALLOW)])
 
 
@@ -129,7 +139,7 @@ def _refuse(number: int) -> _Line:
     return RETURN, 0, 0, ERRNO | number
 
 
-def _on_argument(number: int, checks: list[_Line]) -> list[_Line]:
-    """`checks` on the first argument of one call, and only of that one."""
-    body = [(LOAD, 0, 0, FIRST_ARGUMENT), *checks, (RETURN, 0, 0, ALLOW)]
+def _on_argument(place: int, number: int, checks: list[_Line]) -> list[_Line]:
+    """`checks` on the argument at `place` of one call, and only of that one."""
+    body = [(LOAD, 0, 0, place), *checks, (RETURN, 0, 0, ALLOW)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]

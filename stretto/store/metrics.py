@@ -38,6 +38,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     trainer: Mapping[str, float | None] = {}  # the update's own measurements (loss, grad_norm, ...)
     queues: Mapping[str, float | None] = {}  # fill when the batch was taken (buffer, in_flight, ...)
     busy: Mapping[str, float | None] = {}  # role: fraction of the last second or so
+    slower_than_generation: str = ""  # the reward's name, where the run waits for it
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):

@@ -56,6 +56,7 @@ def save(folder: Path, stepper: Stepper, version: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone_is_fine():
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            writer.sync_files = False  # whoever keeps the checkpoint does, while the update goes on
             state_dict_saver.save(_state(stepper), storage_writer=writer)
         if stepper.ranks.rank == 0:
             (folder / _POSITION).write_bytes(msgspec.json.encode(position))

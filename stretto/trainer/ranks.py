@@ -90,12 +90,12 @@ class Together:
         return values
 
     def joined(self, own: Tensor) -> tuple[Tensor, int]:
-        sizes = own.new_zeros(self.count, dtype=torch.int64)
-        sizes[self.rank] = len(own)
-        *before, size = self.total(sizes).tolist()[: self.rank + 1]
-        everything = own.new_zeros(int(self.total(sizes).sum()))
-        start = sum(before)
-        everything[start : start + size] = own
+        lengths = own.new_zeros(self.count, dtype=torch.int64)
+        lengths[self.rank] = len(own)
+        sizes = self.total(lengths).tolist()
+        start = sum(sizes[: self.rank])
+        everything = own.new_zeros(sum(sizes))
+        everything[start : start + len(own)] = own
         return self.total(everything), start
 
     def whole(self, tensor: Tensor) -> Tensor:

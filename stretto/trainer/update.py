@@ -149,7 +149,8 @@ class Trainer:
 
     def _gathered(self, name: str, parameter: Tensor) -> Tensor:
         whole = self._ranks.whole(parameter.detach())
-        return merged(self._adapted[name], whole, self._ranks) if name in self._adapted else whole
+        layer = self._adapted.get(name.removesuffix(".weight"))
+        return merged(layer, whole, self._ranks) if layer is not None and name.endswith(".weight") else whole
 
     def save_checkpoint(self, folder: Path) -> None:
         """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""

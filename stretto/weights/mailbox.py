@@ -26,7 +26,7 @@ class Publisher(Protocol):
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
         """Make `version` the newest. When this returns, every subscriber can load it, whole.
 
-        `gather` is called for one tensor after the other, in order: no more than one is gathered at a time.
+        `gather` is called for one tensor after the other, in order; what it makes is let go when the next one comes.
         """
         ...
 

@@ -202,6 +202,7 @@ class Stage(Silent):
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
         recorder.rl_begins()
         await conductor.run()
+        await keeper.end()
         left = {task.get_name() for task in asyncio.all_tasks()} & set(self.fleet.asked)
         assert not left, "every answer is put away"
         return controller

@@ -1,7 +1,8 @@
 """Gold answers are read before a run.
 
 Promises: questions whose gold answer the reward cannot read are left out, with count, lines and reasons; if none is
-left, nothing starts; a reward without a reader of gold answers leaves out nothing.
+left, nothing starts; one that takes too long is an error, and never left out on one machine and kept on another; a
+reward without a reader of gold answers leaves out nothing.
 """
 
 from __future__ import annotations
@@ -41,3 +42,9 @@ def test_a_run_without_a_readable_gold_answer_is_refused() -> None:
 def test_other_rewards_leave_out_nothing() -> None:
     asked = Questions(questions(r"\frac{1}{"), questions("7"))
     assert sift(RewardsConfig(function="final_answer"), asked).questions is asked
+
+
+def test_a_gold_answer_that_takes_too_long_is_an_error_that_names_its_row() -> None:
+    slow = r"$\int_0^{1} e^{e^{e^{x}}} dx$"
+    with pytest.raises(DataError, match=r"rows.jsonl:2: reading it: timeout after 0\.02 s; shorten or remove"):
+        sift(MATH, Questions([*questions("42", slow)][1:], questions("7")), reading_seconds=0.02)

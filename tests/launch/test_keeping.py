@@ -1,6 +1,8 @@
 """What is kept beside the ledger, and what a run writes about itself.
 
 - Of each checkpoint there is a policy; one that a kill has cost is written when the run goes on.
+- The update goes on as soon as the trainer has written a checkpoint; the next one waits until it is on disk; what it
+  fails of is told.
 - An evaluation that is under way when the run ends is put away.
 - Clocks and counters: the reinforcement clock stands at the last update, evaluations are not for training, a role is
   busy between nothing and all of the time.
@@ -9,15 +11,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
-from stretto.core.errors import RoleDied
+from stretto.core.errors import RoleDied, StoreError
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Update, Verdict
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.evaluation import Evaluation
@@ -141,7 +146,7 @@ def test_a_role_is_busy_between_nothing_and_all_of_the_time(desk: Desk) -> None:
 
 
 class ToyTrainer:
-    """Writes empty policies."""
+    """Writes empty policies and checkpoints."""
 
     def __init__(self) -> None:
         self.saved: list[str] = []
@@ -150,25 +155,105 @@ class ToyTrainer:
         self.saved.append(folder.name)
         folder.mkdir()
 
+    async def save_checkpoint(self, folder: Path) -> None:
+        self.saved.append(folder.name)
 
+
+@dataclass
 class Published:
     """All that a keeper of policies asks of a controller."""
 
-    published = 4
+    published: int = 4
+
+
+class SlowDisk(Checkpoints):
+    """A disk on which nothing is before `let` is set; a full one, if it is told so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.let, self.full = threading.Event(), False
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        def slowly(folder: Path) -> None:
+            write(folder)
+            assert self.let.wait(10)
+            if self.full:
+                raise OSError(28, "No space left on device")
+
+        return super().save(step, slowly)
+
+
+def keeper_of(desk: Desk, trainer: ToyTrainer, controller: Published, checkpoints: Checkpoints | None = None) -> Keeper:
+    return Keeper(
+        desk.folder,
+        checkpoints or Checkpoints(desk.folder.checkpoints),
+        TrainerConfig(keep_versions=1, checkpoint_every=2),
+        cast(TrainerLink, trainer),
+        cast(Controller, controller),
+        desk.ledger,
+        DeadlinesConfig(),
+    )
+
+
+def updated(step: int) -> Update:
+    return msgspec.structs.replace(UPDATE, step=step, version=step)
+
+
+def test_the_update_goes_on_while_a_checkpoint_is_on_its_way_to_disk(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    trainer, controller, disk = ToyTrainer(), Published(2), SlowDisk(desk.folder.checkpoints)
+    keeper = keeper_of(desk, trainer, controller, disk)
+
+    async def keep() -> None:
+        await keeper.after(updated(2))  # the disk does not let anything through yet
+        assert trainer.saved == [".step-000002.part", "v000002"]
+        assert (keeper.saved_step, disk.steps()) == (0, [])
+        controller.published = 4
+        following = asyncio.create_task(keeper.after(updated(4)))
+        await asyncio.sleep(0.05)
+        assert len(trainer.saved) == 2, "one checkpoint at a time"
+        disk.let.set()
+        await following
+        await keeper.save_checkpoint()
+        assert (keeper.saved_step, disk.steps()) == (4, [2, 4])
+
+    asyncio.run(keep())
+
+
+def test_a_checkpoint_that_does_not_come_to_disk_ends_the_run_at_the_next_step(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    trainer, controller, disk = ToyTrainer(), Published(2), SlowDisk(desk.folder.checkpoints)
+    keeper, disk.full = keeper_of(desk, trainer, controller, disk), True
+
+    async def keep() -> None:
+        await keeper.after(updated(2))
+        disk.let.set()
+        await asyncio.sleep(0.2)
+        with pytest.raises(StoreError, match=r"step-000002: the checkpoint cannot be written: No space left on device"):
+            await keeper.after(updated(3))
+        assert keeper.saved_step == 0
+
+    asyncio.run(keep())
+
+
+def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    disk = SlowDisk(desk.folder.checkpoints)
+    keeper = keeper_of(desk, ToyTrainer(), Published(2), disk)
+
+    async def keep() -> None:
+        await keeper.after(updated(2))
+        await keeper.close()
+        assert keeper.saved_step == 0
+        disk.let.set()  # its thread ends by itself
+
+    asyncio.run(keep())
 
 
 def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     trainer = ToyTrainer()
-    keeper = Keeper(
-        desk.folder,
-        Checkpoints(desk.folder.checkpoints),
-        TrainerConfig(keep_versions=1),
-        cast(TrainerLink, trainer),
-        cast(Controller, Published()),
-        desk.ledger,
-        DeadlinesConfig(),
-    )
+    keeper = keeper_of(desk, trainer, Published(4))
 
     async def twice() -> None:
         await keeper.save_policy(4)

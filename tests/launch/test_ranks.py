@@ -1,6 +1,7 @@
 """A trainer of several processes in a real run.
 
 - Two ranks train, publish, save and are resumed by one, without a difference to whoever looks at the run.
+- With adapters the engines sample by the policy that they come to, and that is what is saved, beside the adapters.
 - A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.
 - More ranks than there is work for, or GPUs, is refused before anything starts.
 """
@@ -12,7 +13,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
 
+from stretto.model.folder import load_policy
+from stretto.store.metrics import read_metrics
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, steps_done, wait_for_step
 
 
@@ -37,6 +42,25 @@ def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(laboratory: Lab
     laboratory.trained(run_dir, "trainer.steps=26", "trainer.ranks=1", "trainer.keep_versions=1", "--resume")
     assert assert_the_law(run_dir).steps == 26
     assert (run_dir / "policy" / "v000026" / "model.safetensors").is_file()
+
+
+def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    lora = ("trainer.lora.rank=4", "trainer.learning_rate=1e-2", "trainer.keep_versions=1")
+    laboratory.trained(run_dir, "trainer.steps=2", *lora)
+    laboratory.trained(run_dir, "trainer.steps=4", *lora, "--resume")
+    assert assert_the_law(run_dir).steps == 4
+    trained = [line.trainer for line in read_metrics(run_dir / "metrics.jsonl")[0]]
+    assert len(trained) == 4
+    errors = [metrics.get("behavior_logprob_error") or 0.0 for metrics in trained]
+    assert 0 < max(errors) < 1e-5, "what engines sample by is the policy with its adapters"
+    start, last = (run_dir / "policy" / name for name in ("v000000", "v000004"))
+    plain, adapted = load_policy(start), load_policy(last)
+    merged = PeftModel.from_pretrained(load_policy(start), last / "adapter").merge_and_unload()
+    named = dict(merged.named_parameters())
+    assert any(not torch.equal(p, q) for p, q in zip(plain.parameters(), adapted.parameters(), strict=True))
+    for name, parameter in adapted.named_parameters():
+        torch.testing.assert_close(named[name], parameter, rtol=0, atol=1e-6, msg=name)
 
 
 def rank_of(command: Command) -> int:

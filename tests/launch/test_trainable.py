@@ -16,9 +16,9 @@ from stretto.launch.trainable import check_checkpoint, check_trainable
 from stretto.model.build import BuildConfig, build_policy
 from stretto.model.folder import load_policy
 from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.adapters import adapt
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import LoraConfig, TrainerConfig
+from stretto.trainer.lora import adapt
 from stretto.trainer.update import Trainer
 
 BUILD = BuildConfig(hidden_size=16, layers=2, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)

@@ -99,6 +99,23 @@ def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(tmp_path: P
     assert linked(tmp_path, ["works", "works"], work).step == 1
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_trainer_that_ends_with_one_of_its_ranks_names_it(tmp_path: Path, idle: bool) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        link.report_to(said.append)
+        watch = asyncio.create_task(link.supervise())
+        while idle and still_to_play(tmp_path):
+            await asyncio.sleep(0.01)
+        update = await link.train(BATCH)
+        watch.cancel()
+        return update
+
+    assert linked(tmp_path, ["loses", "works"], work).step == 1
+    assert said == ["trainer lost rank 1, which was killed by SIGKILL: a new one is started at version 0"]
+
+
 @pytest.mark.parametrize("part", ["sleeps", "computes"])
 def test_an_order_that_outlives_the_stop_starts_no_other_trainer(tmp_path: Path, part: str) -> None:
     async def work(link: TrainerLink) -> None:

@@ -2,7 +2,8 @@
 
 The file ``SPEC.model`` has one line for each process that is started, what it is to do: "works"; "dies" in its first
 step; "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it; "lingers",
-which is to begin like one that works, and slowly. Whoever is started takes its line away.
+which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends. Whoever is started
+takes its line away.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from stretto.launch.messages import (
     TO_TRAINER,
     Publish,
     Published,
+    RankLost,
     Ready,
     SaveCheckpoint,
     Saved,
@@ -80,6 +82,9 @@ def main() -> None:
                 channel.send(step(part, version))
             case Publish():
                 channel.send(Published(version=version))
+                if part == "loses":
+                    channel.send(RankLost(how="lost rank 1, which was killed by SIGKILL"))
+                    return
             case SaveCheckpoint():
                 channel.send(Saved(folder=order.folder, span=Span(role="trainer", name="checkpoint", start=0, end=1)))
             case Stop():

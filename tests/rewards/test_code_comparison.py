@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.rewards.code_comparison import same_text, same_value
-from stretto.rewards.sandbox_guest import lively, plain, written
+from stretto.rewards.sandbox_values import lively, plain, written
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -18,7 +18,7 @@ import pytest
 from stretto.rewards.code_asserts import BadTests
 from stretto.rewards.code_formats import parse_tests
 from stretto.rewards.code_tests import CallTest, StdinTest
-from stretto.rewards.sandbox_guest import plain
+from stretto.rewards.sandbox_values import plain
 
 ADD = StdinTest(stdin="3 8\n", stdout="11\n")
 CALL = CallTest(call="add", args=(3, 8), accepted=(11,))

@@ -29,6 +29,7 @@ from stretto.rewards.seccomp import (
     LOAD,
     NUMBER,
     RETURN,
+    SECOND_ARGUMENT,
     call_filter,
 )
 
@@ -42,10 +43,11 @@ HEADERS = {
 }
 
 
-def decided(program: bytes, number: int, argument: int = 0, audit: int = X86.audit) -> int:
+def decided(program: bytes, number: int, argument: int = 0, audit: int = X86.audit, second: int = 0) -> int:
     """What the kernel's machine makes of a call."""
-    data = struct.pack("<IIQQ", number, audit, 0, argument)
-    seen = {at: struct.unpack_from("<I", data, at)[0] for at in (NUMBER, ARCHITECTURE, FIRST_ARGUMENT)}
+    data = struct.pack("<IIQQQ", number, audit, 0, argument, second)
+    places = NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT
+    seen = {at: struct.unpack_from("<I", data, at)[0] for at in places}
     lines = list(INSTRUCTION.iter_unpack(program))
     at, held = 0, 0
     while True:
@@ -105,6 +107,14 @@ def test_limits_may_be_read_and_set_for_oneself_only() -> None:
     program = call_filter("x86_64")
     assert decided(program, X86.numbers["prlimit64"], 0) == ALLOW
     assert decided(program, X86.numbers["prlimit64"], 1234) == EPERM
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("command", range(20))
+def test_no_file_may_be_told_whom_to_signal_and_when(machine: str, command: int) -> None:
+    architecture, program = ARCHITECTURES[machine], call_filter(machine)
+    found = decided(program, architecture.numbers["fcntl"], 3, architecture.audit, second=command)
+    assert (found == EPERM) == (command in (8, 10, 15))  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -19,10 +19,10 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
-from stretto.trainer.adapters import adapt
 from stretto.trainer.algorithm import AlgorithmConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
+from stretto.trainer.lora import adapt
 from stretto.trainer.ranks import ALONE, Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.rendezvous import join, open_store, reach_store

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
 from stretto.model.logprobs import pack_tokens
-from stretto.trainer.adapters import adapt, save_adapters
 from stretto.trainer.algorithm import AlgorithmConfig, Reference
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.learner import UNCHANGED, Learner
+from stretto.trainer.lora import adapt, save_adapters
 from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.update import Trainer

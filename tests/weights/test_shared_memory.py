@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights import publication
+from stretto.weights.mailbox import Onlooker
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, remove, shared_folder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
@@ -46,6 +48,29 @@ def subscriber(tmp_path: Path) -> SharedMemorySubscriber:
 
 def file_of(folder: Path, version: int) -> Path:
     return folder / f"stretto-run-v{version:06d}.weights"
+
+
+def test_tensors_are_gathered_one_at_a_time(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber
+) -> None:
+    """Only the one before is still there when one is gathered; an onlooker is there at each of them, in order."""
+    made: list[weakref.ref[Tensor]] = []
+    names: list[str] = []
+
+    def twice(name: str, tensor: Tensor) -> Tensor:
+        assert all(ref() is None for ref in made[:-1])
+        names.append(name)
+        whole = tensor * 2
+        made.append(weakref.ref(whole))
+        return whole
+
+    parts = {"a": torch.arange(6.0), "b": torch.ones(700, 700), "c": torch.arange(4), "d": torch.ones(2)}
+    publisher.publish(0, parts.items(), twice)
+    assert {name: tensor.tolist() for name, tensor in subscriber.load(0).items()} == {
+        name: (tensor * 2).tolist() for name, tensor in parts.items()
+    }
+    Onlooker().publish(0, parts.items(), twice)
+    assert names == [*parts, *parts]
 
 
 def test_what_is_published_is_what_is_loaded(

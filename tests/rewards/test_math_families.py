@@ -1,0 +1,212 @@
+"""Families of answers, generated: however an answer is written it is right, and a neighbour of it never is.
+
+Promises: numbers in words, amounts with units of one kind, sums of money, times of day, dates, ratios, periodic
+solutions, systems of equations, roots with both signs, complex numbers and polynomials are told from their neighbours;
+what is denied, exceeded or multiplied in words is not the answer, nor is one of several boxes.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from stretto.rewards.functions import Undecided
+from stretto.rewards.math import math
+from stretto.rewards.math_words import number_in_words, said
+
+numbers = st.integers(1, 999_999)
+small = st.integers(-40, 40)
+positive = st.integers(1, 40)
+few = settings(max_examples=25)
+
+
+def right(gold: object, answer: object) -> bool:
+    try:
+        return math("", str(answer), str(gold))
+    except Undecided:
+        return False
+
+
+def boxed(answer: object) -> str:
+    return rf"\boxed{{{answer}}}"
+
+
+@given(st.integers(0, 10**15 - 1))
+def test_the_words_of_a_number_say_it(number: int) -> None:
+    assert number_in_words(" ".join(said(number))) == str(number)
+
+
+@few
+@given(numbers, numbers)
+def test_numbers_in_words(one: int, other: int) -> None:
+    words = " ".join(said(one))
+    assert right(one, boxed(rf"\text{{{words}}}"))
+    assert right(one, f"The answer is {words}.")
+    assert right(f"-{one}", boxed(f"minus {words}"))
+    assert right(other, boxed(rf"\text{{{words}}}")) == (one == other)
+
+
+@few
+@given(st.integers(1, 30), st.integers(1, 59), st.integers(1, 59))
+def test_amounts_of_two_units_are_amounts_of_one(hours: int, minutes: int, other: int) -> None:
+    gold = f"{hours} hours {minutes} minutes"
+    assert right(gold, boxed(rf"{hours}\text{{ h }}{minutes}\text{{ min}}"))
+    assert right(gold, f"It takes {60 * hours + minutes} minutes.")
+    assert right(f"{60 * hours + minutes} minutes", boxed(gold))
+    assert right(gold, f"{hours} hours and {other} minutes") == (minutes == other)
+    assert not right(gold, boxed(f"{minutes} minutes"))
+    assert not right(gold, boxed(f"{hours} hours"))
+
+
+UNITS = [
+    ("m", "cm", 100),
+    ("kg", "grams", 1000),
+    ("m^2", "cm^2", 10_000),
+    ("dollars", "cents", 100),
+    ("hours", "s", 3600),
+]
+
+
+@few
+@given(numbers, st.sampled_from(UNITS))
+def test_a_larger_unit_has_a_smaller_number(amount: int, units: tuple[str, str, int]) -> None:
+    large, little, factor = units
+    assert right(f"{amount} {large}", boxed(f"{amount * factor} {little}"))
+    assert right(f"{amount * factor} {little}", boxed(f"{amount} {large}"))
+    assert right(f"{amount} {large}", boxed(amount))
+    assert not right(f"{amount} {large}", boxed(f"{amount} {little}"))
+    assert not right(f"{amount} {large}", boxed(f"{amount * factor} {large}"))
+
+
+@few
+@given(st.integers(0, 99_999), st.integers(0, 99), st.integers(0, 99))
+def test_sums_of_money(dollars: int, cents: int, other: int) -> None:
+    gold = f"{dollars}.{cents:02}"
+    assert right(gold, boxed(rf"\${dollars:,}.{cents:02}"))
+    assert right(rf"\${gold}", f"It costs ${dollars}.{cents:02}.")
+    assert right(rf"\${gold}", boxed(f"{100 * dollars + cents} cents"))
+    assert right(gold, boxed(rf"\${dollars}.{other:02}")) == (cents == other)
+
+
+@few
+@given(st.integers(1, 12), st.integers(0, 59), st.sampled_from("ap"), st.integers(1, 59))
+def test_times_of_day(hour: int, minute: int, half: str, later: int) -> None:
+    gold = f"{hour}:{minute:02} {half}.m."
+    assert right(gold, boxed(rf"{hour}\!:\!{minute:02}\text{{ {half.upper()}M}}"))
+    assert right(gold, f"The train leaves at {hour}:{minute:02} {half.upper()}M.")
+    assert right(gold, boxed(f"{hour}:{minute:02}"))
+    assert right(gold, boxed(f"{hour % 12 + 12 * (half == 'p')}:{minute:02}"))
+    assert not right(gold, boxed(f"{hour}:{minute:02} {'p' if half == 'a' else 'a'}m"))
+    assert not right(gold, boxed(f"{hour}:{(minute + later) % 60:02} {half}m"))
+
+
+@few
+@given(st.integers(1, 28), st.integers(1, 28), st.sampled_from(["May", "June", "October"]))
+def test_dates(day: int, other: int, month: str) -> None:
+    assert right(f"{month} {day}", boxed(rf"\text{{{day} {month}}}"))
+    assert right(f"{month} {day}", f"The answer is {month} {day}.")
+    assert right(f"{month} {day}", boxed(rf"\text{{{month} {other}}}")) == (day == other)
+    assert not right(f"{month} {day}", boxed(rf"\text{{July {day}}}"))
+    assert not right(f"{month} {day}", boxed(day))
+
+
+@few
+@given(positive, positive, st.integers(2, 9), positive)
+def test_ratios(one: int, two: int, factor: int, third: int) -> None:
+    assert right(f"{one}:{two}", boxed(rf"{one} : {two}"))
+    assert right(f"{one}:{two}", boxed(rf"\frac{{{one}}}{{{two}}}"))
+    assert right(f"{one}:{two}", boxed(f"{one} to {two}"))
+    assert right(f"{one}:{two}", boxed(f"{two}:{one}")) == (one == two)
+    assert right(f"1:{one + 100}:{third}", boxed(f"{factor}:{(one + 100) * factor}:{third * factor}"))
+    assert not right(f"1:{one + 100}:{third}", boxed(f"{factor}:{(one + 100) * factor}:{third * factor + 1}"))
+
+
+@few
+@given(st.integers(1, 11), st.integers(2, 12), st.sampled_from(["n", "m", "k"]), st.integers(1, 11))
+def test_periodic_solutions_have_a_parameter_without_a_name(a: int, b: int, name: str, other: int) -> None:
+    gold = rf"$x=\frac{{{a}\pi}}{{{b}}}+k\pi, k \in \mathbb{{Z}}$"
+    assert right(gold, boxed(rf"x=\frac{{{a}\pi}}{{{b}}}+{name}\pi,\ {name}\in\mathbb{{Z}}"))
+    assert right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}+{name}\pi \text{{ for all integers }} {name}"))
+    assert right(gold, boxed(rf"\frac{{{other}\pi}}{{{b}}}+k\pi")) == (a == other)
+    assert not right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}+2k\pi"))
+    assert not right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}"))
+
+
+@few
+@given(small, small, small)
+def test_a_system_of_equations_names_its_values(x: int, y: int, other: int) -> None:
+    system = rf"\begin{{cases}} x = {x} \\ y = {y} \end{{cases}}"
+    for gold in (f"$({x}, {y})$", f"x={x}, y={y}", f"$(x,y)=({x},{y})$"):
+        assert right(gold, boxed(system))
+        assert right(gold, f"We find $x = {x}$ and $y = {y}$.")
+        assert right(gold, boxed(f"x={x}, y={other}")) == (y == other)
+    assert right(f"x={x}, y={y}", boxed(f"{y}, {x}")) == (x == y)
+
+
+@few
+@given(small, st.integers(2, 50), st.integers(2, 50))
+def test_both_signs_are_two_answers(a: int, radicand: int, other: int) -> None:
+    gold = rf"${a} \pm \sqrt{{{radicand}}}$"
+    assert right(gold, boxed(rf"{a}-\sqrt{{{radicand}}}, {a}+\sqrt{{{radicand}}}"))
+    assert right(gold, rf"x = {a} + √{radicand} or x = {a} - √{radicand}")
+    assert not right(gold, boxed(rf"{a}+\sqrt{{{radicand}}}"))
+    assert right(gold, boxed(rf"{a} \pm \sqrt{{{other}}}")) == (radicand == other)
+
+
+@few
+@given(small, st.integers(1, 40), positive)
+def test_complex_numbers(a: int, b: int, d: int) -> None:
+    gold = rf"$\frac{{{a}+{b}i}}{{{d}}}$"
+    assert right(gold, boxed(rf"\frac{{{b}}}{{{d}}}i + {Fraction(a, d)}"))
+    assert not right(gold, boxed(rf"\frac{{{a}-{b}i}}{{{d}}}"))
+    assert right(gold, boxed(rf"\frac{{{b}+{a}i}}{{{d}}}")) == (a == b)
+
+
+@few
+@given(small, small, small, st.integers(1, 5))
+def test_factored_and_expanded_polynomials(a: int, b: int, c: int, by: int) -> None:
+    factored = f"(x - {a})(x - {b})(y - {c})".replace("- -", "+ ")
+    expanded = f"(x^2 - {a + b}x + {a * b})(y - {c})".replace("- -", "+ ").replace("+ -", "- ")
+    assert right(factored, boxed(expanded))
+    assert not right(factored, boxed(f"{expanded} + {by}"))
+    assert not right(factored, boxed(f"{factored} = 0"))
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 10**5))
+def test_repeating_decimals_and_fractions(length: int, number: int) -> None:
+    block = f"{number % (10**length - 1):0{length}}"
+    exact = Fraction(int(block), 10**length - 1)
+    gold = rf"$\frac{{{exact.numerator}}}{{{exact.denominator}}}$"
+    assert right(gold, boxed(rf"0.\overline{{{block}}}"))
+    assert right(gold, boxed(f"0.{block}")) == (exact == 0)
+
+
+ABOUT_IT = ["more than", "less than", "greater than", "twice", "half of", "the square of", "anything but", "other than"]
+
+
+@few
+@given(st.integers(2, 999), st.sampled_from(ABOUT_IT))
+def test_a_number_that_tells_another_one_is_not_the_answer(number: int, words: str) -> None:
+    assert not right(number, f"The answer is {words} {number}.")
+    assert not right(number, f"It is {words} {number}")
+    assert not right(number, boxed(rf"\text{{{words} }}{number}"))
+
+
+@few
+@given(st.lists(numbers, min_size=2, max_size=6, unique=True), st.sampled_from(["", ", ", " or ", " and ", "; "]))
+def test_many_boxes_are_not_one_of_them(guesses: list[int], between: str) -> None:
+    text = between.join(map(boxed, guesses))
+    assert not any(right(guess, text) for guess in guesses)
+
+
+@few
+@given(numbers, numbers)
+def test_a_prompt_that_is_echoed_answers_nothing(one: int, other: int) -> None:
+    assume(one != other)
+    prompt = f"Is the answer {one}? Write it as \\boxed{{{one}}}, please."
+    assert not math(prompt, prompt, str(one))
+    assert not math(prompt, f"{prompt} {boxed(other)}", str(one))
+    assert math(prompt, f"{boxed(other)} {prompt}", str(other))
