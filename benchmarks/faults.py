@@ -241,7 +241,8 @@ def summary(results: dict[str, Any]) -> str:
     disturbed, undisturbed = (msgspec.convert(results[kind], list[Record]) for kind in ("disturbed", "undisturbed"))
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(disturbed)]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-    return f"{table}\n\n{conclusion(disturbed, undisturbed)}"
+    notes = "".join(f"\n- {note}" for note in results["notes"])
+    return f"{table}\n\n{conclusion(disturbed, undisturbed)}\n{notes}"
 
 
 def show(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> None:
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
     parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
     parser.add_argument("--most", type=int, default=10_000, help="new runs before it leaves off")
+    parser.add_argument("--note", action="append", default=[], help="what a reader of the result has to know")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as temporary:
         records = arguments.records or Path(temporary)
@@ -285,7 +287,8 @@ def main() -> None:
         disturbed, undisturbed, all_of_them = campaign(records, arguments.kills, arguments.undisturbed, arguments.most)
     show(disturbed, undisturbed)
     if all_of_them:
-        save("faults", {"settings": SETTINGS, "disturbed": disturbed, "undisturbed": undisturbed})
+        found = {"settings": SETTINGS, "disturbed": disturbed, "undisturbed": undisturbed}
+        save("faults", found | {"notes": arguments.note})
 
 
 if __name__ == "__main__":
