@@ -15,10 +15,16 @@ import pytest
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.launch.run import Beginning
 from stretto.launch.train import Prepared, prepare
+from stretto.launch.warm_start import copy_policy
 from stretto.model.build import BuildConfig, build_policy
+from stretto.model.folder import load_policy
+from stretto.model.packed import PACKED_ATTENTION
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.config import StoreConfig
 from stretto.store.ledger import Ledger
+from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.update import Trainer
 from tests.store.conftest import Make
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
@@ -39,10 +45,11 @@ def rows(folder: Path, count: int) -> None:
 
 
 def begin(recipe: Path) -> Path:
-    """A run folder as it stands before anything has happened."""
+    """A run folder as it stands when its roles are about to start."""
     run_dir = recipe.parent / "run"
     prepared = prepare(recipe, [], run_dir, resume=False)
     prepared.folder.release()
+    copy_policy(recipe.parent / "policy", prepared.folder.policy(0))
     return run_dir
 
 
@@ -54,12 +61,10 @@ def go_on(recipe: Path, run_dir: Path, *overrides: str) -> Prepared:
 
 def checkpoint(run_dir: Path, step: int) -> Path:
     """A checkpoint of a step, with everything of that step on record."""
-
-    def write(folder: Path) -> None:
-        (folder / "trainer.json").write_text("{}")
-
+    model = load_policy(run_dir / "policy" / "v000000", attention=PACKED_ATTENTION)
+    trainer = Trainer(model, TrainerConfig(), AlgorithmConfig(), version=step)
     record(run_dir, step)
-    return Checkpoints(run_dir / "checkpoints").save(step, write)
+    return Checkpoints(run_dir / "checkpoints").save(step, trainer.save_checkpoint)
 
 
 def record(run_dir: Path, step: int) -> None:
@@ -90,10 +95,11 @@ def test_a_run_goes_on_behind_its_last_batch_from_its_last_whole_checkpoint(reci
     newest = checkpoint(run_dir, 4)
     record(run_dir, 5)
     assert go_on(recipe, run_dir).beginning == Beginning(version=5, saved_step=4)
-    (newest / "trainer.json").write_text("{ }")
+    damaged = min(newest.glob("shard-*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes() + b" ")
     beginning = go_on(recipe, run_dir).beginning
     assert (beginning.version, beginning.saved_step) == (5, 2)
-    assert [sentence.partition(": ")[0] for sentence in beginning.broken] == [str(newest / "trainer.json")]
+    assert [sentence.partition(": ")[0] for sentence in beginning.broken] == [str(damaged)]
 
 
 def test_a_checkpoint_whose_batches_are_not_on_record_is_passed_over(recipe: Path) -> None:
