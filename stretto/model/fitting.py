@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from stretto.core.errors import ModelFolderError, Problem
-from stretto.model.folder import quiet_transformers
 from stretto.model.inspection import ModelFolder, read_weights
+from stretto.model.skeleton import skeleton
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _SHOWN = 5
@@ -24,14 +21,7 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
         ModelFolderError: transformers cannot make the model; weights are missing, have another shape, or are no
             floating-point numbers.
     """
-    place, maker = str(folder.path), AutoModelForCausalLM
-    with quiet_transformers(), torch.device("meta"):
-        try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(folder.path, local_files_only=True)
-            model: Any = maker.from_config(config)
-        except Exception as error:  # a config can make the module of any model fail in any way
-            found = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ModelFolderError([Problem(place, f"cannot be loaded: {found}", "repair config.json")]) from error
+    place, model = str(folder.path), skeleton(folder.path)
     parameters = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=True)}
     held = read_weights(folder.path)
     problems = [
@@ -53,4 +43,5 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     if problems:
         more = len(problems) - _SHOWN
         raise ModelFolderError(problems[:_SHOWN] + ([Problem(place, f"{more} more like these")] if more > 0 else []))
+    config: PreTrainedConfig = model.config
     return config
