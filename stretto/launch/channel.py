@@ -73,7 +73,7 @@ class ConductorEnd(Generic[Received]):
             self._writer.write(frame(message))
             async with deadline("conductor", f"{self.role} to take a message", 60):
                 await self._writer.drain()
-        except (BrokenPipeError, ConnectionResetError):
+        except ConnectionError:
             raise RoleDied(self.role, "closed its connection", self._log) from None
 
     async def receive(self, awaited: str, seconds: float) -> Received:
@@ -88,7 +88,7 @@ class ConductorEnd(Generic[Received]):
             while not self._bodies:
                 try:
                     data = await self._reader.read(_READ_BYTES)
-                except ConnectionResetError:
+                except ConnectionError:
                     data = b""
                 if not data:
                     raise RoleDied(self.role, "closed its connection", self._log)

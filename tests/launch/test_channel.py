@@ -109,6 +109,18 @@ def test_an_order_to_a_dead_role_names_it() -> None:
         run(conduct())
 
 
+def test_a_role_that_an_order_did_not_reach_is_dead_to_whoever_awaits_its_answer() -> None:
+    async def conduct() -> None:
+        async with Ends() as ends:
+            ends.wire.close()
+            with pytest.raises(RoleDied, match="trainer closed its connection"):
+                await ends.conductor.send(Stop())
+            await ends.conductor.receive("to say why it ends", 10)
+
+    with pytest.raises(RoleDied, match="trainer closed its connection"):
+        run(conduct())
+
+
 def test_a_role_whose_conductor_is_gone_has_no_more_orders() -> None:
     near, far = socket.socketpair()
     end: RoleEnd[ToTrainer] = RoleEnd(far.detach(), TO_TRAINER)
