@@ -103,7 +103,8 @@ def replay(
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
-    return Replayed(target, branch, None if changes else same_weights(*(of.policy(until) for of in (folder, RunFolder(target)))))
+    ours, theirs = RunFolder(target).policy(until), folder.policy(until)
+    return Replayed(target, branch, None if changes else same_weights(ours, theirs))
 
 
 async def _train(
