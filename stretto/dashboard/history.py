@@ -139,7 +139,8 @@ def _address(path: Path) -> str:
 
 def _policies(folder: Path) -> tuple[int, ...]:
     """The versions whose policy is kept."""
-    return tuple(sorted(int(path.name[1:]) for path in (folder / "policy").glob("v*") if path.is_dir()))
+    kept = [path.name[1:] for path in (folder / "policy").glob("v*") if path.is_dir()]
+    return tuple(sorted(int(version) for version in kept if version.isdecimal()))
 
 
 def _history(connection: sqlite3.Connection, bounds: Bounds, policies: tuple[int, ...]) -> History:

@@ -13,7 +13,7 @@ from stretto.core.errors import Problem, RunFolderError
 NAME = "lock"
 
 #: A look at the lock (`is_held`) shares it for an instant; a writer does not take that for another writer.
-_TRIES, _PAUSE = 10, 0.01
+_TRIES, _PAUSE = 25, 0.01
 
 
 def acquire(folder: Path) -> int:

@@ -187,7 +187,8 @@ def test_a_breach_is_found_by_its_law(
 
 
 def test_a_policy_without_a_step_is_found(run_dir: Path) -> None:
-    (run_dir / "policy" / "v000009").mkdir(parents=True)
+    for name in ("v000009", "v000001", "v000001.mine", ".v000010.4711.partial"):
+        (run_dir / "policy" / name).mkdir(parents=True)
     assert check_run(run_dir).breaches["versions grow by one"] == ("policy 9 belongs to no step on record",)
 
 

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from stretto.store.config import StoreConfig
 from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger import Ledger
+from stretto.store.lock import is_held
 from stretto.store.reading import last_step, read_batches
 from stretto.store.run_folder import RunFolder
 from stretto.store.wal import check_log
@@ -127,6 +130,13 @@ def test_a_look_at_a_dead_run_leaves_what_the_kill_left(dead: Path, reader: Call
     assert last_step(dead / "ledger.sqlite") == 3
 
 
+def test_a_folder_of_any_name_can_be_looked_at(dead: Path) -> None:
+    strange = dead.rename(dead.with_name("100%41 sure? #1"))
+    for reader in READERS.values():
+        reader(strange)
+    assert last_step(strange / "ledger.sqlite") == 3
+
+
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_a_damaged_log_is_refused_by_every_reader_and_stays(dead: Path, reader: Callable[[Path], object]) -> None:
     log = dead / "ledger.sqlite-wal"
@@ -184,24 +194,15 @@ def test_a_run_that_goes_on_while_it_is_checked_is_no_false_alarm(tmp_path: Path
 
 
 def test_a_writer_is_not_kept_out_by_those_who_look(dead: Path) -> None:
-    looker = """
-import sys
-from pathlib import Path
-from stretto.store.lock import is_held
-print(flush=True)
-while True:
-    is_held(Path(sys.argv[1]))
-"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", looker, str(dead)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            for _ in range(50):
-                RunFolder.resume(dead).release()
-        finally:
-            process.kill()
+    look = os.open(dead / "lock", os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    timer = threading.Timer(0.03, os.close, (look,))
+    timer.start()
+    RunFolder.resume(dead).release()
+    timer.join()
+    assert not is_held(dead)
+    with RunFolder.resume(dead):
+        assert is_held(dead)
 
 
 @pytest.fixture
