@@ -25,7 +25,7 @@ from stretto.core.errors import TornPublication, WireError
 from stretto.weights import publication
 from stretto.weights.mailbox import Gather, as_it_is
 
-_SHARED = Path("/dev/shm")
+SHARED = Path("/dev/shm")
 _KEPT = 2
 _RUN = re.compile(r"[A-Za-z0-9_.]+")
 
@@ -35,8 +35,8 @@ def shared_folder(needed: int, fallback: Path) -> Path:
 
     `needed` is the size of one version; containers often have 64 MiB of shared memory only.
     """
-    if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) and shutil.disk_usage(_SHARED).free > (_KEPT + 2) * needed:
-        return _SHARED
+    if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > (_KEPT + 2) * needed:
+        return SHARED
     return fallback
 
 
