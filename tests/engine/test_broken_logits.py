@@ -31,9 +31,11 @@ COMPLETIONS = "/v1/completions"
 BREAKING = "Z"
 
 
-@pytest.fixture(scope="module")
-def fragile_folder(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`byte_folder` with weights by which BREAKING, and no other token, has values in the second layer beyond any float.
+HUGE = {"float32": 3e38, "float16": 6e4}  # finite; times anything above 1.2 it is not
+
+
+def build_fragile(byte_folder: Path, folder: Path, huge: float) -> Path:
+    """`byte_folder` with weights by which the values of BREAKING alone, in the second layer, are beyond any float.
 
     The first number of every hidden state is 0 but for that token; the second is 1, and keeps it from being sampled.
     """
@@ -46,11 +48,22 @@ def fragile_folder(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         for name, weight in weights.items():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight[:2] = 0.0
-        weights["model.layers.1.self_attn.v_proj.weight"][:, 0] = 3e38
+        weights["model.layers.1.self_attn.v_proj.weight"][:, 0] = huge
         head[token], head[token, 1] = 0.0, -1000.0
-    folder = tmp_path_factory.mktemp("fragile") / NAME
     save_policy(model, byte_folder, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folders(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The fragile model of each dtype."""
+    root = tmp_path_factory.mktemp("fragile")
+    return {dtype: build_fragile(byte_folder, root / dtype / NAME, huge) for dtype, huge in HUGE.items()}
+
+
+@pytest.fixture
+def fragile_folder(folders: dict[str, Path]) -> Path:
+    return folders["float32"]
 
 
 def breaking(name: str, folder: Path, prompt: int = 30) -> GenerateRequest:
@@ -60,8 +73,11 @@ def breaking(name: str, folder: Path, prompt: int = 30) -> GenerateRequest:
     return replace(wanted, prompt_token_ids=(*wanted.prompt_token_ids[:-1], token))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_requests_whose_logits_are_not_finite_are_named_and_can_be_given_up(fragile_folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", HUGE)
+def test_requests_whose_logits_are_not_finite_are_named_and_can_be_given_up(
+    folders: dict[str, Path], dtype: str
+) -> None:
+    fragile_folder = folders[dtype]
     others = [request(f"r{i}", prompt=3 + 20 * i, seeds=(i, i + 9), stop_token_ids=()) for i in range(3)]
     expected = finish(engine_of(fragile_folder, dtype=dtype), *others)
     engine = engine_of(fragile_folder, dtype=dtype)
@@ -85,10 +101,10 @@ def test_requests_whose_logits_are_not_finite_are_named_and_can_be_given_up(frag
         assert {key: c.token_ids for key, c in ended.items()} == {key: c.token_ids for key, c in expected.items()}
 
 
-def test_who_gets_the_slot_of_a_broken_answer_does_not_see_its_numbers(fragile_folder: Path) -> None:
-    """In bfloat16 all rows of a shelf are read as far as its longest: hidden numbers enter the products."""
-    engine = EmbeddedEngine.load(fragile_folder, EngineConfig(slots=2, dtype="bfloat16"))
-    engine.add(breaking("b", fragile_folder, prompt=30))
+def test_who_gets_the_slot_of_a_broken_answer_does_not_see_its_numbers(folders: dict[str, Path]) -> None:
+    """In float16 all rows of a shelf are read as far as its longest: hidden numbers enter the products."""
+    engine = EmbeddedEngine.load(folders["float16"], EngineConfig(slots=2, dtype="float16"))
+    engine.add(breaking("b", folders["float16"], prompt=30))
     with pytest.raises(BrokenLogits) as broken:
         engine.step()
     engine.give_up(broken.value.requests)

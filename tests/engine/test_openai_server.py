@@ -339,9 +339,9 @@ def test_what_the_cache_cannot_hold_is_no_part_of_the_context(byte_folder: Path)
 
 
 def test_a_cache_that_holds_no_answer_ends_the_command_with_a_message(byte_folder: Path) -> None:
-    with pytest.raises(AssertionError, match=r"engine\.cache_gib: 1e-06, which holds .* no prompt with an answer"):
-        with serve_process(byte_folder, "engine.cache_gib=1e-6"):
-            pass
+    told = r"engine\.cache_gib: 1e-06, which holds .* no prompt with an answer"
+    with pytest.raises(AssertionError, match=told), serve_process(byte_folder, "engine.cache_gib=1e-6"):
+        pass
 
 
 def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_rotary_frequencies_are_looked_at_for_each_kind_of_layer() -> None:
     plain = {"rope_type": "default", "rope_theta": 1e4}
     for sliding, full in ((plain, DYNAMIC), (LONG, plain)):
         rope = {"sliding_attention": sliding, "full_attention": full}
-        with pytest.raises(ModelFolderError, match="'dynamic'|'longrope'"):
+        with pytest.raises(ModelFolderError, match=r"'dynamic'|'longrope'"):
             check_attention(model("gemma3_text", sliding_window=64, layer_types=SLIDING, rope_parameters=rope))
 
 
