@@ -34,7 +34,11 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, room: in
         if 0 < len(ids) <= room:
             prompts.append(Prompt(id=question.id, token_ids=ids, text=question.text, answer=question.answer))
         else:
-            remedy = f"at most {room} fit (the model's context less sampling.max_tokens)" if ids else "1 is needed"
+            remedy = (
+                f"at most {room} fit (the context, or the engine's cache, less sampling.max_tokens)"
+                if ids
+                else "1 is needed"
+            )
             problems.append(Problem(_place(question), f"a prompt of {len(ids)} tokens", remedy))
     _raise(problems)
     return tuple(prompts)

@@ -17,6 +17,7 @@ import torch
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
+from stretto.engine.room import longest_row_of
 from stretto.launch.config import ModelConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
@@ -26,7 +27,7 @@ from stretto.launch.trial import differing_verdicts
 from stretto.model.build import build_policy
 from stretto.model.fitting import check_fit
 from stretto.model.folder import ModelFolder, inspect_model_folder
-from stretto.model.kinds import refuse_unsupported
+from stretto.model.kinds import refuse_unsupported, refuse_untrainable
 from stretto.model.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
@@ -67,7 +68,7 @@ def make_plan(recipe: Recipe) -> Plan:
     _check_ports(recipe.engine)
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
-    check_attention(base)
+    check_kind(base)
     check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     tokenizer = load_tokenizer(base.path)
     room = _room(recipe, base)
@@ -99,7 +100,14 @@ def _room(recipe: Recipe, base: ModelFolder) -> int:
     if answer >= base.context_length:
         found = f"sampling.max_tokens = {answer}, and the model's context has {base.context_length} tokens"
         raise ModelFolderError([Problem(str(base.path), found, "choose fewer tokens or a longer context")])
-    return base.context_length - answer
+    longest = longest_row_of(base, recipe.engine)
+    if answer >= longest:
+        found = (
+            f"sampling.max_tokens = {answer}, and engine.cache_gib = {recipe.engine.cache_gib:g} holds {longest} tokens"
+        )
+        remedy = "choose fewer tokens, or more memory for keys and values"
+        raise RecipeError([Problem("engine.cache_gib", f"{found} of one answer with its prompt", remedy)])
+    return min(base.context_length, longest) - answer
 
 
 def _check_top_k(recipe: Recipe, base: ModelFolder) -> None:
@@ -119,7 +127,7 @@ def _check_reference(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
     """The model in the folder `reference`, which `key` of a recipe names, can stand beside the policy."""
     folder = inspect_model_folder(reference)
-    check_attention(folder)
+    check_kind(folder)
     other = load_tokenizer(folder.path)
     if other.vocabulary != tokenizer.vocabulary:
         found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
@@ -161,9 +169,11 @@ def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None])
         raise RecipeError(Problem(f"{name}.device", found, remedy) for name in wanted)
 
 
-def check_attention(base: ModelFolder) -> None:
-    """The engine can serve the model, as far as its config tells."""
-    refuse_unsupported(check_fit(base))
+def check_kind(base: ModelFolder) -> None:
+    """Engine and trainer can compute the model, as far as its config tells."""
+    config = check_fit(base)
+    refuse_unsupported(config)
+    refuse_untrainable(config)
 
 
 def is_free(port: int) -> bool:

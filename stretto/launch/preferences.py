@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from stretto.launch.config import ModelConfig
 from stretto.launch.encoding import encode_preferences
 from stretto.launch.learning import OnLearning, learn_apart, learn_into, refuse_old
-from stretto.launch.plan import base_folder, check_attention, check_devices, check_vocabulary
+from stretto.launch.plan import base_folder, check_kind, check_devices, check_vocabulary
 from stretto.launch.recipe import parse_recipe, validated
 from stretto.launch.supervised_role import Preferences
 from stretto.model.folder import inspect_model_folder
@@ -101,7 +101,7 @@ def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
     asked = recipe.preferences
     check_devices({"preferences": asked})
     base = inspect_model_folder(base_folder(recipe))
-    check_attention(base)
+    check_kind(base)
     tokenizer = load_tokenizer(base.path)
     if asked.reference is not None:
         check_vocabulary(asked.reference, tokenizer, "preferences.reference")

@@ -109,7 +109,11 @@ def refuse_untrainable(config: PreTrainedConfig) -> None:
     if caps or scales:
         place, remedy = f"config.json ({text.model_type})", "choose a model whose logits are linear"
         raise ModelFolderError(
-            Problem(place, f"{name} = {value} changes the logits after the output matrix,: it is not trained", remedy)
+            Problem(
+                place,
+                f"{name} = {value} changes the logits after the output matrix, which no trainer here computes",
+                remedy,
+            )
             for name, value in (*caps, *scales)
         )
 

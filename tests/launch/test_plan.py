@@ -91,7 +91,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_its_line(plan_
     fits, long = GOOD | {"prompt": "1" * 16}, GOOD | {"prompt": "1" * 17}
     assert plan_for([fits, fits]).longest_prompt == 16
     told = message(plan_for, [fits, long, fits, long])
-    remedy = "at most 16 fit (the model's context less sampling.max_tokens)"
+    remedy = "at most 16 fit (the context, or the engine's cache, less sampling.max_tokens)"
     place = f"{tmp_path}/rows.jsonl"
     assert told.splitlines() == [f"{place}:{line}: a prompt of 17 tokens; {remedy}" for line in (2, 4)]
 
@@ -127,6 +127,20 @@ def test_a_warm_start_needs_demonstrations(plan_for: Planner) -> None:
 def test_answers_as_long_as_the_context_are_refused(plan_for: Planner) -> None:
     told = message(plan_for, sampling={"max_tokens": 32})
     assert "sampling.max_tokens = 32, and the model's context has 32 tokens" in told
+
+
+def test_answers_longer_than_the_cache_are_refused(plan_for: Planner) -> None:
+    told = message(plan_for, sampling={"max_tokens": 16}, engine={"cache_gib": 1e-6})
+    assert "sampling.max_tokens = 16, and engine.cache_gib = 1e-06 holds 0 tokens of one answer with its prompt" in told
+
+
+def test_a_model_whose_logits_are_capped_is_refused_before_anything_starts(plan_for: Planner, tmp_path: Path) -> None:
+    folder = tmp_path / "capped"
+    build_policy(BUILD, folder, seed=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    told = message(plan_for, model={"path": str(folder)})
+    assert "final_logit_softcapping = 30.0 changes the logits after the output matrix" in told
 
 
 def test_more_likeliest_tokens_than_there_are_tokens_are_a_mistake(plan_for: Planner) -> None:
