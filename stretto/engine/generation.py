@@ -130,7 +130,8 @@ class Generation:
         if request.id in self._listeners:  # the engine may be done with it; whoever asked is still being answered
             raise RefusedRequest("id", repr(request.id), "an id that no open request has")
         if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
-            raise EngineLost(self.engine.name, f"has {self.engine.waiting:,} answers waiting already")
+            how = f"has {self.engine.waiting:,} answers waiting already, of {MOST_WAITING:,} that may"
+            raise EngineLost(self.engine.name, how)
         self.engine.add(request)
         self._work.set()
         self._listeners[request.id] = listener

@@ -104,7 +104,9 @@ def serve(
     _allow_many_connections()
     listening.listen()  # from here on connections wait for the server instead of being refused
     shown = f"[{host}]" if ":" in host else host
-    say(f"{served.name}: {folder.architecture}, {folder.parameters:,} parameters, context {context:,}, {config.dtype}")
+    whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
+    about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
+    say(f"{served.name}: {folder.architecture}, {about}")
     say(f"serving at http://{shown}:{listening.getsockname()[1]}/v1")
     uvloop.run(run_app(server, [listening], generation))
 
