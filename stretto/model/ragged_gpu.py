@@ -45,7 +45,7 @@ _LONGEST_TILE = 128  # tokens
 _PARTS = 16  # partial sums that are added at once
 
 
-def _kernel(function: Callable[..., None]) -> Any:
+def _kernel(function: Callable[..., Any]) -> Any:
     # Layers differ in nothing but this number: one compiled kernel serves them all.
     return function if triton is None else triton.jit(function, do_not_specialize=["layer"])
 
@@ -93,6 +93,14 @@ def _write(
 
 
 @_kernel
+def _product(left: Any, right: Any, WIDE: tl.constexpr) -> Any:
+    """In float32 sums; the interpreter has no products of bfloat16."""
+    if WIDE:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@_kernel
 def _read(
     query_RHD: Any,
     slots_R3: Any,
@@ -113,6 +121,7 @@ def _read(
     BLOCK_G: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
     """Program (n, k): what the query heads of key head k take from the tokens of chunk n.
 
@@ -148,7 +157,7 @@ def _read(
         at_LD = tokens_L[:, None] * WIDTH + inside_D[None, :]
         # A slot is read by address, of which the compiler knows nothing: rows begin at multiples of 16 bytes.
         key_LD = tl.load(tl.multiple_of(keys_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
-        scores_GL = tl.dot(query_GD, tl.trans(key_LD), input_precision="ieee") * scaling
+        scores_GL = _product(query_GD, tl.trans(key_LD), WIDE) * scaling
         if CAPPED:  # softcap * tanh(score / softcap) (Gemma 2)
             scores_GL = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores_GL / softcap) + 1.0))
         scores_GL = tl.where(seen_L[None, :], scores_GL, float("-inf"))
@@ -158,7 +167,7 @@ def _read(
         before_G = tl.exp(top_G - higher_G)
         mass_G = mass_G * before_G + tl.sum(weights_GL, 1)
         value_LD = tl.load(tl.multiple_of(values_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
-        taken_GD = tl.dot(weights_GL.to(kind), value_LD, input_precision="ieee")
+        taken_GD = _product(weights_GL.to(kind), value_LD, WIDE)
         sum_GD = sum_GD * before_G[:, None] + taken_GD
         top_G = higher_G
 
@@ -285,6 +294,7 @@ def read_rows(
         BLOCK_G=max(_FEWEST, triton.next_power_of_2(group)),
         BLOCK_L=min(max(_FEWEST, _TILE_BYTES // (block_d * query_RHD.element_size())), _LONGEST_TILE),
         BLOCK_D=block_d,
+        WIDE=triton.knobs.runtime.interpret,
         num_warps=4,
         num_stages=2,
     )

@@ -67,7 +67,7 @@ def dense(query: Tensor, held: list[Tensor], shelves: list[list[int]], rule: Rul
     return torch.cat(parts)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
     shelves=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=2), min_size=1, max_size=2),
