@@ -147,7 +147,7 @@ def engine(shape: str, device: torch.device, sequences: int, context: int, measu
     gib = _cache_bytes(cache_layout(model, check_attention(model)), sequences, context) / 2**30
     config = EngineConfig(slots=sequences, cache_gib=1.01 * gib, max_prefill_tokens=context + sequences)
     running = EmbeddedEngine(model, config)
-    sampling = Sampling(max_tokens=measured.tokens + 2)
+    sampling = Sampling(max_tokens=measured.tokens + 1)
     running.add(GenerateRequest("all", tuple(prompt.tolist()), tuple(range(sequences)), sampling))
     running.step()
     return _seconds(running.step, device, measured)

@@ -42,12 +42,13 @@ _ALIGNED = 16  # bytes that a thread reads at once
 _TILE_BYTES = 16 * 1024  # of keys, and as many of values, that a program works on while it waits for the next
 _FEWEST = 16  # rows and columns of a product on tensor cores; what is filled up is not read
 _LONGEST_TILE = 128  # tokens
+_WRITTEN = 16  # tokens that a program writes
 _PARTS = 16  # partial sums that are added at once
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    # Layers differ in nothing but this number: one compiled kernel serves them all.
-    return function if triton is None else triton.jit(function, do_not_specialize=["layer"])
+    # One compiled kernel serves all layers and all numbers of tokens.
+    return function if triton is None else triton.jit(function, do_not_specialize=["layer", "count"])
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -58,42 +59,42 @@ def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 
 @_kernel
 def _write(
-    keys_TKD: Any,
-    values_TKD: Any,
-    slots_R3: Any,
-    writes_W3: Any,
-    layer: Any,
-    key_token: Any,
-    key_head: Any,
-    value_token: Any,
-    value_head: Any,
-    LAYERS: tl.constexpr,
-    HEADS: tl.constexpr,
+    keys_TKD: tl.tensor,
+    values_TKD: tl.tensor,
+    slots_R4: tl.tensor,
+    writes_W3: tl.tensor,
+    count: tl.tensor,
+    layer: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
     WIDTH: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program w copies keys and values of one token to their row's slot."""
-    number = tl.program_id(0)
-    token = tl.load(writes_W3 + 3 * number)
-    row = tl.load(writes_W3 + 3 * number + 1)
-    place = tl.load(writes_W3 + 3 * number + 2)
-    layer_step = tl.load(slots_R3 + 3 * row + 1)
-    head_step = tl.load(slots_R3 + 3 * row + 2)
-    slot = tl.load(slots_R3 + 3 * row).to(tl.pointer_type(keys_TKD.dtype.element_ty)) + layer * layer_step
+    """Program (w, k) copies keys and values of some tokens, for one key head, to the slots of their rows."""
+    numbers_W, head = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(1)
+    there_W = numbers_W < count
+    tokens_W = tl.load(writes_W3 + 3 * numbers_W, mask=there_W, other=0)
+    rows_W = tl.load(writes_W3 + 3 * numbers_W + 1, mask=there_W, other=0)
+    places_W = tl.load(writes_W3 + 3 * numbers_W + 2, mask=there_W, other=0)
+    pointer = tl.pointer_type(keys_TKD.dtype.element_ty)
+    layer_steps_W, head_steps_W = tl.load(slots_R4 + 4 * rows_W + 2), tl.load(slots_R4 + 4 * rows_W + 3)
+    to_W = layer * layer_steps_W + head * head_steps_W + places_W * WIDTH
+    key_to_W = tl.load(slots_R4 + 4 * rows_W).to(pointer) + to_W
+    value_to_W = tl.load(slots_R4 + 4 * rows_W + 1).to(pointer) + to_W
 
-    heads_K1 = tl.arange(0, BLOCK_K)[:, None]
     inside_1D = tl.arange(0, BLOCK_D)[None, :]
-    real = (heads_K1 < HEADS) & (inside_1D < WIDTH)
-    to_KD = heads_K1 * head_step + place * WIDTH + inside_1D
-    keys = tl.load(keys_TKD + token * key_token + heads_K1 * key_head + inside_1D, mask=real)
-    tl.store(slot + to_KD, keys, mask=real)
-    values = tl.load(values_TKD + token * value_token + heads_K1 * value_head + inside_1D, mask=real)
-    tl.store(slot + LAYERS * layer_step + to_KD, values, mask=real)
+    real_WD = there_W[:, None] & (inside_1D < WIDTH)
+    keys_WD = tl.load(keys_TKD + (tokens_W * key_token + head * key_head)[:, None] + inside_1D, mask=real_WD)
+    tl.store(tl.multiple_of(key_to_W[:, None] + inside_1D, [1, 16]), keys_WD, mask=real_WD)
+    values_WD = tl.load(values_TKD + (tokens_W * value_token + head * value_head)[:, None] + inside_1D, mask=real_WD)
+    tl.store(tl.multiple_of(value_to_W[:, None] + inside_1D, [1, 16]), values_WD, mask=real_WD)
 
 
 @_kernel
-def _product(left: Any, right: Any, WIDE: tl.constexpr) -> Any:
+def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
     """In float32 sums; the interpreter has no products of bfloat16."""
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -101,23 +102,36 @@ def _product(left: Any, right: Any, WIDE: tl.constexpr) -> Any:
 
 
 @_kernel
+def _scores(
+    query_GD: tl.tensor,
+    key_LD: tl.tensor,
+    seen_L: tl.tensor,
+    scaling: tl.tensor,
+    SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """Of a tile of keys; minus infinity where there is no token."""
+    scores_GL = _product(query_GD, tl.trans(key_LD), WIDE) * scaling
+    if SOFTCAP > 0.0:  # softcap * tanh(score / softcap) (Gemma 2)
+        scores_GL = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * scores_GL / SOFTCAP) + 1.0))
+    return tl.where(seen_L[None, :], scores_GL, float("-inf"))
+
+
+@_kernel
 def _read(
-    query_RHD: Any,
-    slots_R3: Any,
-    items_N3: Any,
-    sums_NHD: Any,
-    tops_NH: Any,
-    masses_NH: Any,
-    layer: Any,
-    query_row: Any,
-    query_head: Any,
-    scaling: Any,
-    softcap: Any,
-    LAYERS: tl.constexpr,
-    HEADS: tl.constexpr,
+    query_RHD: tl.tensor,
+    slots_R4: tl.tensor,
+    items_N3: tl.tensor,
+    sums_NHD: tl.tensor,
+    tops_NH: tl.tensor,
+    masses_NH: tl.tensor,
+    layer: tl.tensor,
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    scaling: tl.tensor,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
-    CAPPED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -135,21 +149,18 @@ def _read(
     if first >= end:
         return
     kind = query_RHD.dtype.element_ty
-    layer_step = tl.load(slots_R3 + 3 * row + 1)
-    start = layer * layer_step + kv_head * tl.load(slots_R3 + 3 * row + 2)
-    keys_LD = tl.load(slots_R3 + 3 * row).to(tl.pointer_type(kind)) + start
-    values_LD = keys_LD + LAYERS * layer_step
+    start = layer * tl.load(slots_R4 + 4 * row + 2) + kv_head * tl.load(slots_R4 + 4 * row + 3)
+    keys_LD = tl.load(slots_R4 + 4 * row).to(tl.pointer_type(kind)) + start
+    values_LD = tl.load(slots_R4 + 4 * row + 1).to(tl.pointer_type(kind)) + start
 
-    groups_G = tl.arange(0, BLOCK_G)
-    inside_D = tl.arange(0, BLOCK_D)
+    groups_G, inside_D = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads_G = kv_head * GROUP + groups_G
     real_GD = (groups_G < GROUP)[:, None] & (inside_D < WIDTH)[None, :]
     query = query_RHD + row * query_row + heads_G[:, None] * query_head + inside_D[None, :]
     query_GD = tl.load(query, mask=real_GD, other=0.0)
 
     top_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    mass_G = tl.zeros([BLOCK_G], tl.float32)
-    sum_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    mass_G, sum_GD = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for begin in range(first, end, BLOCK_L):
         tokens_L = begin + tl.arange(0, BLOCK_L)
         seen_L = tokens_L < end
@@ -157,21 +168,17 @@ def _read(
         at_LD = tokens_L[:, None] * WIDTH + inside_D[None, :]
         # A slot is read by address, of which the compiler knows nothing: rows begin at multiples of 16 bytes.
         key_LD = tl.load(tl.multiple_of(keys_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
-        scores_GL = _product(query_GD, tl.trans(key_LD), WIDE) * scaling
-        if CAPPED:  # softcap * tanh(score / softcap) (Gemma 2)
-            scores_GL = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores_GL / softcap) + 1.0))
-        scores_GL = tl.where(seen_L[None, :], scores_GL, float("-inf"))
+        value_LD = tl.load(tl.multiple_of(values_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
+        scores_GL = _scores(query_GD, key_LD, seen_L, scaling, SOFTCAP, WIDE)
         # At least one token of a tile is seen, so this is a number from the first tile on.
         higher_G = tl.maximum(top_G, tl.max(scores_GL, 1))
         weights_GL = tl.exp(scores_GL - higher_G[:, None])
         before_G = tl.exp(top_G - higher_G)
         mass_G = mass_G * before_G + tl.sum(weights_GL, 1)
-        value_LD = tl.load(tl.multiple_of(values_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
-        taken_GD = _product(weights_GL.to(kind), value_LD, WIDE)
-        sum_GD = sum_GD * before_G[:, None] + taken_GD
+        sum_GD = sum_GD * before_G[:, None] + _product(weights_GL.to(kind), value_LD, WIDE)
         top_G = higher_G
 
-    places_G = number * HEADS + heads_G
+    places_G = number * GROUP * tl.num_programs(1) + heads_G
     tl.store(tops_NH + places_G, top_G, mask=groups_G < GROUP)
     tl.store(masses_NH + places_G, mass_G, mask=groups_G < GROUP)
     tl.store(sums_NHD + places_G[:, None] * WIDTH + inside_D[None, :], sum_GD, mask=real_GD)
@@ -179,11 +186,11 @@ def _read(
 
 @_kernel
 def _combine(
-    sums_NHD: Any,
-    tops_NH: Any,
-    masses_NH: Any,
-    bounds: Any,
-    out_RHD: Any,
+    sums_NHD: tl.tensor,
+    tops_NH: tl.tensor,
+    masses_NH: tl.tensor,
+    bounds: tl.tensor,
+    out_RHD: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -216,58 +223,54 @@ def _combine(
 
 
 def write_rows(
-    key_TKD: Tensor, value_TKD: Tensor, slots_R3: Tensor, writes_W3: Tensor, layer: int, layers: int
+    key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int
 ) -> None:
     """Copy keys and values of packed tokens into the slots of their rows.
 
     Args:
         key_TKD: of the type that the slots hold.
         value_TKD: like the keys.
-        slots_R3: int64, of each row: the address of its keys in layer 0, multiple of 16; the numbers between a layer and
-            the next; the numbers between a head and the next. Its values are `layers` layers behind its keys.
+        slots_R4: int64, of each row: the addresses of its keys and of its values in layer 0, multiples of 16; how many
+            numbers lie between a layer and the next, and between a head and the next.
         writes_W3: int64 (packed token, row, place in the slot); no place twice.
         layer: whose keys and values they are.
-        layers: of the model.
     """
     key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
     _, heads, width = key_TKD.shape
-    _write[(len(writes_W3),)](
+    _write[(triton.cdiv(len(writes_W3), _WRITTEN), heads)](
         key_TKD,
         value_TKD,
-        slots_R3,
+        slots_R4,
         writes_W3,
+        len(writes_W3),
         layer,
         *key_TKD.stride()[:2],
         *value_TKD.stride()[:2],
-        LAYERS=layers,
-        HEADS=heads,
         WIDTH=width,
-        BLOCK_K=triton.next_power_of_2(heads),
+        BLOCK_W=_WRITTEN,
         BLOCK_D=triton.next_power_of_2(width),
     )
 
 
 def read_rows(
     query_RHD: Tensor,
-    slots_R3: Tensor,
+    slots_R4: Tensor,
     items_N3: Tensor,
     bounds: Tensor,
     rule: Rule,
     kv_heads: int,
     layer: int,
-    layers: int,
 ) -> Tensor:
     """What each row takes from its slot, [R, H, D], where its chunks say so.
 
     Args:
         query_RHD: one query per row and head, of the type that the slots hold.
-        slots_R3: as in `write_rows`.
+        slots_R4: as in `write_rows`.
         items_N3: int64, the chunks (row, first, end); empty where end is not after first.
         bounds: [R + 1] int64, row r has the chunks bounds[r] to before bounds[r + 1], at least one.
         rule: of the layer; its window is in the chunks.
         kv_heads: K
         layer: that is read.
-        layers: of the model.
     """
     query_RHD = query_RHD if query_RHD.stride(2) == 1 else query_RHD.contiguous()
     rows, heads, width = query_RHD.shape
@@ -277,7 +280,7 @@ def read_rows(
     out_RHD = query_RHD.new_empty((rows, heads, width))
     _read[(chunks, kv_heads)](
         query_RHD,
-        slots_R3,
+        slots_R4,
         items_N3,
         sums_NHD,
         tops_NH,
@@ -285,17 +288,14 @@ def read_rows(
         layer,
         *query_RHD.stride()[:2],
         width**-0.5 if rule.scaling is None else rule.scaling,
-        rule.softcap or 1.0,
-        LAYERS=layers,
-        HEADS=heads,
         GROUP=group,
         WIDTH=width,
-        CAPPED=bool(rule.softcap),
+        SOFTCAP=rule.softcap or 0.0,
         BLOCK_G=max(_FEWEST, triton.next_power_of_2(group)),
         BLOCK_L=min(max(_FEWEST, _TILE_BYTES // (block_d * query_RHD.element_size())), _LONGEST_TILE),
         BLOCK_D=block_d,
         WIDE=triton.knobs.runtime.interpret,
-        num_warps=4,
+        num_warps=4 if query_RHD.element_size() == 2 else 8,  # float32 is not multiplied by tensor cores
         num_stages=2,
     )
     _combine[(rows, heads)](

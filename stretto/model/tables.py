@@ -1,6 +1,6 @@
 """Steps that write and read all rows at once, by a table of where each row's slot lies (`stretto.model.ragged_gpu`).
 
-    slots    address of the keys | from layer to layer | from head to head      for each row     [R, 3]
+    slots    keys, address | values, address | layer to layer | head to head    for each row     [R, 4]
     writes   packed token | row | place in the slot                             for each token   [W, 3]
     chunks   row | first | end                                                  for each window  [N, 3]
 
@@ -43,16 +43,15 @@ class TableStep:
     """All rows of a step."""
 
     start: int  # the first of the newest tokens
-    layers: int
-    slots_R3: Tensor
+    slots_R4: Tensor
     writes_W3: Tensor
     chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by the window of a layer: items [N, 3] and bounds [R + 1]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        write_rows(k_TKD, v_TKD, self.slots_R3, self.writes_W3, layer, self.layers)
+        write_rows(k_TKD, v_TKD, self.slots_R4, self.writes_W3, layer)
         items, bounds = self.chunks[rule.window]
         query_RHD = q_THD[self.start :]
-        return read_rows(query_RHD, self.slots_R3, items, bounds, rule, k_TKD.shape[1], layer, self.layers)
+        return read_rows(query_RHD, self.slots_R4, items, bounds, rule, k_TKD.shape[1], layer)
 
 
 class ByTable:
@@ -79,10 +78,10 @@ class ByTable:
         return logits[: step.rows].to(torch.float32, copy=True)  # the next replay writes over them
 
     def _run(self, call: Call, contexts: Packing | None, *arrays: Tensor) -> Tensor:
-        token_ids, positions, slots_R3, writes_W3, *chunks = arrays
-        rows = len(slots_R3)
+        token_ids, positions, slots_R4, writes_W3, *chunks = arrays
+        rows = len(slots_R4)
         by_window = dict(zip(self._windows, zip(chunks[::2], chunks[1::2], strict=True), strict=True))
-        table = TableStep(len(token_ids) - rows, self._layout.layers, slots_R3, writes_W3, by_window)
+        table = TableStep(len(token_ids) - rows, slots_R4, writes_W3, by_window)
         return call(token_ids, positions, rows, StepPlan(contexts, (table,)))
 
     def _arrays(self, step: Step, rows: int) -> list[Ints]:
@@ -104,11 +103,11 @@ class ByTable:
 
 
 def _slots(cache: Tensor, used: int) -> Ints:
-    """[used, 3] of the first slots of a cache [2, Z, S, K, L, D], as `write_rows` wants them."""
-    head = cache[0, 0, 0, 0].numel()
-    slot = cache.shape[3] * head
-    addresses = cache.data_ptr() + np.arange(used) * slot * cache.element_size()
-    return np.stack([addresses, np.full(used, cache.shape[2] * slot), np.full(used, head)], axis=1)
+    """[used, 4] of the first slots of a cache [2, Z, S, K, L, D], as `write_rows` wants them."""
+    kind, layer, slot, head = cache.stride()[:4]
+    slots = np.arange(used) * slot * cache.element_size()
+    keys, values = cache.data_ptr() + slots, cache.data_ptr() + kind * cache.element_size() + slots
+    return np.stack([keys, values, np.full(used, layer), np.full(used, head)], axis=1)
 
 
 def steps(layout: CacheLayout, windows: frozenset[int | None]) -> Steps:

@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +49,7 @@ def table(held: list[Tensor], shelves: list[list[int]]) -> Tensor:
 
 def read(query: Tensor, held: list[Tensor], shelves: list[list[int]], chunks: Chunks, rule: Rule) -> Tensor:
     items, bounds = (torch.from_numpy(x).to(DEVICE) for x in (chunks.items, chunks.bounds))
-    return read_rows(query, table(held, shelves), items, bounds, rule, held[0].shape[3], LAYER, LAYERS)
+    return read_rows(query, table(held, shelves), items, bounds, rule, held[0].shape[3], LAYER)
 
 
 def chunks_of(shelves: list[list[int]], rule: Rule, spare: int, grain: int) -> Chunks:
@@ -137,7 +140,7 @@ def test_tokens_are_written_to_their_place_in_their_layer_and_nowhere_else() -> 
     new = torch.randn(2, 4, 3, 8, device=DEVICE)
     writes = np.array([[3, 0, 5], [1, 1, 0], [1, 2, 8], [0, 2, 7]])  # rows 0 and 1 on the first shelf, 2 on the second
     where = torch.from_numpy(writes).to(DEVICE)
-    write_rows(*new, table(held, [[6, 1], [9]]), where, LAYER, LAYERS)
+    write_rows(*new, table(held, [[6, 1], [9]]), where, LAYER)
     for kind in range(2):
         expected = [torch.zeros_like(cache[kind]) for cache in held]
         expected[0][LAYER, 0, :, 5], expected[0][LAYER, 1, :, 0] = new[kind, 3], new[kind, 1]
@@ -150,3 +153,21 @@ def test_only_a_gpu_reads_so() -> None:
     assert reads_ragged(torch.device("cuda"), torch.bfloat16, 128) == torch.cuda.is_available()
     assert not reads_ragged(torch.device("cuda"), torch.float64, 128)
     assert not reads_ragged(torch.device("cuda"), torch.bfloat16, 20)  # rows that do not begin at multiples of 16 bytes
+
+
+@pytest.mark.parametrize(("kind", "softcap", "width"), [("bf16", 0.0, 128), ("fp16", 30.0, 96)])
+def test_the_kernels_compile_for_an_h100_and_move_16_bytes_at_once(
+    kind: str, softcap: float, width: int, tmp_path: Path
+) -> None:
+    # In a process of its own: the interpreter has put itself in the place of the language in this one.
+    words = [sys.executable, "-m", "tests.model.compiling", kind, str(softcap), str(width)]
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=True, env=surroundings | {"TRITON_CACHE_DIR": str(tmp_path)}
+    )
+    assembly = json.loads(done.stdout)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", assembly["_read"])
+    assert set(copies) == {"0x10"}
+    assert "mma.sync" in assembly["_read"]
+    assert set(re.findall(r"st\.global\.([\w.]+)", assembly["_write"])) == {"v4.b32"}
+    assert assembly["_combine"]
