@@ -67,7 +67,8 @@ def build(shape: str, device: torch.device, attention: str = CACHED_ATTENTION) -
     torch.manual_seed(1)
     with device:
         model: PreTrainedModel = kind._from_config(copy.deepcopy(config), attn_implementation=attention, dtype=DTYPE)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    return model
 
 
 def exactness(shape: str, device: torch.device, rows: int, longest: int, tokens: int) -> dict[str, Any]:
@@ -193,7 +194,9 @@ def _cache_bytes(layout: CacheLayout, sequences: int, context: int) -> int:
     return sequences * layout.slot(context) * layout.bytes_per_token
 
 
-def row(shape: str, sequences: int, context: int, measured: Measured, device: torch.device, rate: float) -> dict[str, Any]:
+def row(
+    shape: str, sequences: int, context: int, measured: Measured, device: torch.device, rate: float
+) -> dict[str, Any]:
     """One measurement, or why there is none."""
     setting = {"shape": shape, "sequences": sequences, "context": context}
     model = build(shape, torch.device("meta"))
@@ -287,8 +290,8 @@ def measure(
 def _sentence(check: dict[str, Any]) -> str:
     verdict = "as transformers" if check["exact"] else "NOT as transformers"
     return (
-        f"{check['shape']}: {verdict}; of {check['tokens']} greedy tokens {check['same_likeliest']:.1%} are its likeliest,"
-        f" the others at most {check['likeliest_missed_by']} below; log-probabilities differ by"
+        f"{check['shape']}: {verdict}; of {check['tokens']} greedy tokens {check['same_likeliest']:.1%} are its"
+        f" likeliest, the others at most {check['likeliest_missed_by']} below; log-probabilities differ by"
         f" {check['off_from_transformers']} at most, from float32 by {check['off_from_float32']}"
         f" (transformers by {check['transformers_off_from_float32']})"
     )

@@ -8,8 +8,9 @@ cache was dropped, brings its earlier tokens along as *context*::
     logits                                                        one line per row                [R, V]
 
 Everything but attention sees plain tokens, so all linear layers run once over all T of them; siblings of one prompt
-share its context. Keys and values live in `stretto.model.shelves`. The order within the layer is write, then read:
-a new row's newest token attends to the context that the same layer has just written.
+share its context. Keys and values live in `stretto.model.shelves`; who writes and reads them depends on the device
+(`stretto.model.steps`, `stretto.model.tables`). The order within the layer is write, then read: a new row's newest
+token attends to the context that the same layer has just written.
 
 Axes: T packed token, R row, H query heads, K key/value heads, G = H / K, L cached tokens, D width of a head, V
 vocabulary.

@@ -1,8 +1,8 @@
 """A step that is captured once and replayed: CUDA graphs, whose inputs are arrays of whole numbers.
 
 On a GPU a decode step is launched as hundreds of small kernels, and launching takes longer than running them. A CUDA
-graph launches all of them at once, but with the shapes and the addresses of the day when it was captured. So shapes come
-in few sizes (`bucket`), and the inputs are copied to where the graph looks for them::
+graph launches all of them at once, but with the shapes and the addresses of the moment when it was captured. So shapes
+come in few sizes (`bucket`), and the inputs are copied to where the graph looks for them::
 
     numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
 

@@ -12,8 +12,8 @@ by address, so that a launch reads from any number of shelves and a CUDA graph s
 Products are of the numbers that the cache holds, sums are in float32. TRITON_INTERPRET=1 runs the same kernels on the
 processor, over tensors there.
 
-Axes: T packed token, R row, W written token, N chunk, Z layers, H query heads, K key/value heads, G = H / K, L tokens of
-a slot, D width of a head.
+Axes: T packed token, R row, W written token, N chunk, H query heads, K key/value heads, G = H / K, L tokens of a slot,
+D width of a head.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether keys and values of this kind are read here; the interpreter is for tests."""
-    on_gpu = triton is not None and device.type == "cuda" and not triton.knobs.runtime.interpret
-    return on_gpu and dtype in DTYPES and head_dim * dtype.itemsize % _ALIGNED == 0
+    """Whether keys and values of this kind are read here: on GPUs from Ampere on (the interpreter is for tests)."""
+    if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
+        return False
+    newer = torch.cuda.get_device_capability(device)[0] >= 8
+    return newer and dtype in DTYPES and head_dim * dtype.itemsize % _ALIGNED == 0
 
 
 @_kernel
@@ -222,9 +224,7 @@ def _combine(
     tl.store(out_RHD + (row * HEADS + head) * WIDTH + inside_D, out, mask=inside_D < WIDTH)
 
 
-def write_rows(
-    key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int
-) -> None:
+def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int) -> None:
     """Copy keys and values of packed tokens into the slots of their rows.
 
     Args:

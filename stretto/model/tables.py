@@ -5,8 +5,8 @@
     chunks   row | first | end                                                  for each window  [N, 3]
 
 Shelves may be of any length, and may move between two steps: a step is a function of whole numbers. Steps without
-contexts, which is most of them, are therefore captured (`stretto.model.graphs`): their rows are filled up to a bucket by
-rows that read and write a slot which belongs to nobody.
+contexts, which is most of them, are therefore captured (`stretto.model.graphs`): their rows are filled up to a bucket
+by rows that read and write a slot which belongs to nobody.
 
 Axes: T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads, D width of a head.
 """
@@ -43,23 +43,23 @@ class TableStep:
     """All rows of a step."""
 
     start: int  # the first of the newest tokens
-    slots_R4: Tensor
-    writes_W3: Tensor
+    dtype: torch.dtype  # of the cache
+    slots: Tensor  # [R, 4]
+    writes: Tensor  # [W, 3]
     chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by the window of a layer: items [N, 3] and bounds [R + 1]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        write_rows(k_TKD, v_TKD, self.slots_R4, self.writes_W3, layer)
+        # The kernels take addresses for those of numbers of this type, whatever lies there.
+        query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
+        write_rows(k_TKD, v_TKD, self.slots, self.writes, layer)
         items, bounds = self.chunks[rule.window]
-        query_RHD = q_THD[self.start :]
-        return read_rows(query_RHD, self.slots_R4, items, bounds, rule, k_TKD.shape[1], layer)
+        return read_rows(query_RHD, self.slots, items, bounds, rule, k_TKD.shape[1], layer)
 
 
 class ByTable:
     """Steps over all shelves at once; those without contexts are replayed."""
 
-    def __init__(
-        self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int
-    ) -> None:
+    def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
         """`programs` is how many of a launch at least are worth having, where there is so much to read."""
         self._layout = layout
         self._windows = tuple(windows)
@@ -78,10 +78,10 @@ class ByTable:
         return logits[: step.rows].to(torch.float32, copy=True)  # the next replay writes over them
 
     def _run(self, call: Call, contexts: Packing | None, *arrays: Tensor) -> Tensor:
-        token_ids, positions, slots_R4, writes_W3, *chunks = arrays
-        rows = len(slots_R4)
+        token_ids, positions, slots, writes, *chunks = arrays
+        rows = len(slots)
         by_window = dict(zip(self._windows, zip(chunks[::2], chunks[1::2], strict=True), strict=True))
-        table = TableStep(len(token_ids) - rows, slots_R4, writes_W3, by_window)
+        table = TableStep(len(token_ids) - rows, self._layout.dtype, slots, writes, by_window)
         return call(token_ids, positions, rows, StepPlan(contexts, (table,)))
 
     def _arrays(self, step: Step, rows: int) -> list[Ints]:

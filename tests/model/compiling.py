@@ -1,6 +1,6 @@
 """The kernels of `stretto.model.ragged_gpu` as assembly for an H100, which compiling does not need.
 
-    python -m tests.model.compiling bf16 0.0 128      type, soft cap, width of a head; assembly by kernel, as JSON
+python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96      type, soft cap, width of a head; assembly by kernel
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import json
 import sys
 from typing import Any
 
-import triton
-
 from stretto.model import ragged_gpu
+from stretto.model.ragged_gpu import triton
 
 _INTEGERS = dict.fromkeys(("slots_R4", "items_N3", "writes_W3", "bounds"), "*i64")
 _SUMS = dict.fromkeys(("sums_NHD", "tops_NH", "masses_NH"), "*fp32")
@@ -38,16 +37,16 @@ def assembly(kernel: Any, kind: str, constants: dict[str, Any]) -> str:
     return made
 
 
-def main(kind: str, softcap: str, width: str) -> None:
+def kernels(kind: str, softcap: str, width: str) -> dict[str, str]:
+    """All three, by name."""
     shape: dict[str, Any] = {"WIDTH": int(width), "BLOCK_D": 1 << (int(width) - 1).bit_length()}
     reading = {"GROUP": 2, "SOFTCAP": float(softcap), "BLOCK_G": 16, "BLOCK_L": 64, "WIDE": False}
-    made = {
-        "_read": assembly(ragged_gpu._read, kind, shape | reading),
-        "_write": assembly(ragged_gpu._write, kind, shape | {"BLOCK_W": 16}),
-        "_combine": assembly(ragged_gpu._combine, kind, shape | {"HEADS": 16, "PARTS": 16}),
+    return {
+        "read": assembly(ragged_gpu._read, kind, shape | reading),
+        "write": assembly(ragged_gpu._write, kind, shape | {"BLOCK_W": 16}),
+        "combine": assembly(ragged_gpu._combine, kind, shape | {"HEADS": 16, "PARTS": 16}),
     }
-    print(json.dumps(made))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps([kernels(*words.split(",")) for words in sys.argv[1:]]))

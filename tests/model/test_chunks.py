@@ -21,9 +21,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 @given(rows=ROWS, spare=st.integers(1, 60), grain=st.sampled_from([1, 4, 64]))
-def test_chunks_cover_what_each_row_sees_in_order_and_once(
-    rows: list[tuple[int, int]], spare: int, grain: int
-) -> None:
+def test_chunks_cover_what_each_row_sees_in_order_and_once(rows: list[tuple[int, int]], spare: int, grain: int) -> None:
     firsts, lengths = np.array(rows).T
     chunks = cut(firsts, firsts + lengths, len(rows) + spare, grain)
     assert chunks.items.shape == (len(rows) + spare, 3)

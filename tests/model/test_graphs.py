@@ -1,5 +1,5 @@
-"""Promises: a step is captured once for each set of shapes and replayed with the numbers of the moment; sizes are few and
-close. On a GPU: a replay does what the function does, and what waits for the GPU is called itself.
+"""Promises: a step is captured once for each set of shapes and replayed with the numbers of the moment; sizes are few
+and close. On a GPU: a replay does what the function does, and what waits for the GPU is called itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Again:
-    """Captures by keeping the function: a replay calls it again and, like a graph's, gives the same tensor every time."""
+    """Captures by keeping the function: a replay calls it again and, like a graph's, gives one tensor every time."""
 
     def __init__(self) -> None:
         self.captured = 0

@@ -1,5 +1,5 @@
-"""Promises: steps by table give the logits of steps by shelf, whatever enters, grows over its shelf, leaves or is computed
-again, with the weights of the moment; steps without contexts are captured once for each bucket of rows.
+"""Promises: steps by table give the logits of steps by shelf, whatever enters, grows over its shelf, leaves or is
+computed again, with the weights of the moment; steps without contexts are captured once for each bucket of rows.
 
 On a GPU the steps by table are those of a policy there, with CUDA graphs; elsewhere Triton's interpreter runs the
 kernels, and a graph is a function that is called again.
@@ -37,7 +37,9 @@ class Both:
 
     def __init__(self, family: str, heads: int, kv_heads: int, special: dict[str, Any], kind: torch.dtype) -> None:
         torch.manual_seed(0)
-        made = AutoModelForCausalLM.from_config(config(family, heads, kv_heads, special), attn_implementation=CACHED_ATTENTION)
+        made = AutoModelForCausalLM.from_config(
+            config(family, heads, kv_heads, special), attn_implementation=CACHED_ATTENTION
+        )
         model = made.requires_grad_(False).eval().to(kind)
         self.shelved, self.tabled = CachedPolicy(model), CachedPolicy(copy.deepcopy(model).to(DEVICE))
         assert isinstance(self.shelved.steps, ByShelf)
