@@ -1,6 +1,7 @@
 """The kernels of `stretto.model.ragged_gpu` as assembly for an H100, which compiling does not need.
 
-python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96      type, soft cap, width of a head; assembly by kernel
+Words are type, soft cap and width of a head: ``python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96`` prints a JSON
+list, with the assembly by kernel for each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import sys
 from typing import Any
 
 from stretto.model import ragged_gpu
-from stretto.model.ragged_gpu import triton
+
+triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 
 _INTEGERS = dict.fromkeys(("slots_R4", "items_N3", "writes_W3", "bounds"), "*i64")
 _SUMS = dict.fromkeys(("sums_NHD", "tops_NH", "masses_NH"), "*fp32")

@@ -142,7 +142,7 @@ def test_tokens_are_written_to_their_place_in_their_layer_and_nowhere_else() -> 
     new = torch.randn(2, 4, 3, 8, device=DEVICE)
     writes = np.array([[3, 0, 5], [1, 1, 0], [1, 2, 8], [0, 2, 7]])  # rows 0 and 1 on the first shelf, 2 on the second
     where = torch.from_numpy(writes).to(DEVICE)
-    write_rows(*new, table(held, [[6, 1], [9]]), where, LAYER)
+    write_rows(new[0], new[1], table(held, [[6, 1], [9]]), where, LAYER)
     for kind in range(2):
         expected = [torch.zeros_like(cache[kind]) for cache in held]
         expected[0][LAYER, 0, :, 5], expected[0][LAYER, 1, :, 0] = new[kind, 3], new[kind, 1]
