@@ -1,7 +1,7 @@
 """The kernels of `stretto.model.ragged_gpu` as assembly for an H100, which compiling does not need.
 
-Words are type, soft cap and width of a head: ``python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96`` prints a JSON
-list, with the assembly by kernel for each.
+Words are type, soft cap and width of a head: ``python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96`` prints a
+list as JSON, with the assembly by kernel for each.
 """
 
 from __future__ import annotations
