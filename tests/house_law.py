@@ -21,6 +21,9 @@ HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 400
+WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
+#: Where the date is written down for a reader, and nothing is decided by it.
+WRITES_DATES = frozenset({"engine/openai_app.py", "store/ledger.py"})
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,17 @@ def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if documented else 0
     return (function.end_lineno or function.lineno) - function.lineno + 1 - docstring
+
+
+def by_wall_clock(package: Path) -> list[str]:
+    """Uses of a clock that may jump, outside of the files that only write the date down."""
+    return [
+        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)} may jump; waits are by time.monotonic"
+        for path in sources(package)
+        if str(path.relative_to(package)) not in WRITES_DATES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(tuple(WALL_CLOCK))
+    ]
 
 
 def heavy(package: Path, house: House) -> list[str]:

@@ -2,6 +2,7 @@
 
 - every place in the code (`file.py:name`, a path of the repository) exists, and so does every page that is linked;
 - every number that a run writes has its line in docs/metrics.md;
+- docs/recipe.md is what the configurations say, and every key has its sentence;
 - the tables of docs/staleness.md and docs/faults.md are those of the benchmarks' committed results.
 """
 
@@ -19,6 +20,7 @@ import pytest
 from benchmarks.faults import summary as kills_summary
 from benchmarks.staleness import summary
 from benchmarks.summary import rows as summary_rows
+from stretto.launch.recipe_table import recipe_table
 from stretto.store.inspection import Inspection
 from stretto.store.metrics import EvaluationLine, StepMetrics
 from stretto.trainer.metrics import _NAMES as MEASURED
@@ -29,6 +31,12 @@ METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 _PLACE = re.compile(r"`([\w./-]+\.(?:py|toml|json|md))(?::([\w.]+))?`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def test_the_page_of_the_keys_is_what_the_configurations_say() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    assert page == recipe_table(), "python -m stretto.launch.recipe_table > docs/recipe.md"
+    assert [line for line in page.splitlines() if line.endswith("|  |") and not line.startswith("| `kind` ")] == []
 
 
 @cache

@@ -3,6 +3,7 @@
 - Imports go down: never to a neighbour, never upstairs, never hidden in a function (outside cli).
 - Rooms, and only these, stand where they are drawn; their names and their files' names say something.
 - Rooms that say "no torch" load none; core needs the standard library, msgspec and numpy alone.
+- Nothing is decided by the wall clock.
 - Files and functions can be read at a glance; every third-party import is declared; every recipe loads.
 - Each of these checkers catches a violation that is planted in a small house.
 """
@@ -91,6 +92,10 @@ def test_files_and_functions_can_be_read_at_a_glance(folder: Path) -> None:
     assert_kept(law.too_long(folder))
 
 
+def test_no_wait_and_no_decision_is_by_the_wall_clock() -> None:
+    assert_kept(law.by_wall_clock(PACKAGE))
+
+
 def test_light_rooms_load_no_torch() -> None:
     assert_kept(law.heavy(PACKAGE, HOUSE))
 
@@ -147,6 +152,7 @@ CHECKERS: dict[str, Checker] = {
     "heavy_core": law.heavy_core,
     "undeclared": lambda package: law.undeclared(package, ["torch>=2.11", "msgspec", "numpy"]),
     "too_long": law.too_long,
+    "by_wall_clock": law.by_wall_clock,
     "heavy": lambda package: law.heavy(package, SMALL),
 }
 
@@ -172,6 +178,7 @@ PLANTED: list[tuple[str, str, str, str]] = [
     ("undeclared", "rewards/web.py", "import requests.adapters\n", "imports requests, which is no dependency"),
     ("too_long", "rewards/long.py", "\n" * 401, "rewards/long.py: 401 lines"),
     ("too_long", "rewards/long.py", "def run():\n" + "    pass\n" * 60, "long.py:1: run has 61 lines"),
+    ("by_wall_clock", "rewards/slow.py", "late = time.time() > 9\n", "rewards/slow.py:1: time.time may jump"),
     ("heavy", "rewards/learned.py", "from stretto.model import load\n", "rewards: importing it loads torch"),
 ]
 

@@ -22,6 +22,10 @@ app = typer.Typer(
 app.add_typer(score)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that says what to do.")]
+RecipeOrRun = Annotated[
+    Path,
+    typer.Argument(metavar="RECIPE.toml|RUN_DIR", help="The recipe that says what to do; with --resume, a run folder."),
+]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe."),
@@ -35,10 +39,10 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder
 
 @app.command()
 def train(
-    recipe: RecipeFile,
+    recipe: RecipeOrRun,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE-DATE].")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN_DIR, or in --run-dir.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
@@ -48,7 +52,7 @@ def train(
     from stretto.launch.train import check, prepare
 
     if dry_run:
-        check(recipe, overrides or [])
+        check(recipe, overrides or [], resume)
         return
     prepared = prepare(recipe, overrides or [], run_dir, resume)
     with open_display(prepared.steps) as display:

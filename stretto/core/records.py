@@ -14,6 +14,9 @@ import hashlib
 import msgspec
 
 MOST_STOPS = 64  #: stop texts of one request
+MOST_STOP_TOKENS = 256  #: stop tokens of one request; every row of an engine has room for as many as any one has had
+MOST_ANSWERS = 65_536  #: answers to one request
+MOST_INTERRUPTIONS = 2**31 - 1  #: of one answer
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
 MOST_LIKELIEST = 20  #: tokens that are told of each place of an answer

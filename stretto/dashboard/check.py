@@ -12,6 +12,7 @@ from rich.table import Table
 
 from stretto.dashboard.history import read_history
 from stretto.dashboard.laws import FINAL, LAWS, OPEN
+from stretto.store.schema import check_resting_log
 
 _SHOWN = 5
 
@@ -32,8 +33,9 @@ def check_run(folder: str | Path) -> Findings:
     """Hold every law against a run: running, finished or dead.
 
     Raises:
-        StoreError: there is no ledger, or it cannot be read at all.
+        StoreError: there is no ledger, or it, or its log, or the recipe, cannot be read at all.
     """
+    check_resting_log(Path(folder) / "ledger.sqlite")
     history = read_history(Path(folder))
     breaches = {law.__name__.replace("_", " "): tuple(law(history)) for law in LAWS}
     states = Counter(answer.state for answer in history.answers)

@@ -12,6 +12,7 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Record
+from stretto.store.policies import same_weights
 from stretto.store.reading import last_step, read_batches
 from stretto.store.run_folder import RunFolder
 from stretto.store.schema import open_for_reading
@@ -21,15 +22,20 @@ _TIMES = "seconds"
 
 
 class Parting(Record, frozen=True):
-    """`step` is the first at which the runs differ, in `fields`; where they do not, how many steps they share."""
+    """`step` is the first at which the runs differ, in `fields`; where they do not, how many steps they share.
+    `policies` are the versions whose weights were compared."""
 
     step: int
     fields: tuple[str, ...] = ()
+    policies: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if not self.fields:
-            return f"equal in all {self.step} steps: batches, tokens, log-probabilities, rewards, losses and policies"
-        return f"they part at step {self.step}: {', '.join(self.fields)}"
+        if self.fields:
+            return f"they part at step {self.step}: {', '.join(self.fields)}"
+        equal = f"equal in all {self.step} steps: batches, tokens, log-probabilities, rewards and losses"
+        if not self.policies:
+            return f"{equal}; there is no version whose weights could be compared"
+        return f"{equal}, and the weights of versions {', '.join(map(str, self.policies))}"
 
 
 def diff_runs(first: str | Path, second: str | Path) -> Parting:
@@ -40,17 +46,17 @@ def diff_runs(first: str | Path, second: str | Path) -> Parting:
         StoreError: a ledger cannot be read, or has not kept its tokens.
     """
     folders = RunFolder.open(first), RunFolder.open(second)
-    steps = 0
-    if fields := _weights(folders, 0):
+    steps, compared = 0, list[int]()
+    if fields := _weights(folders, 0, compared):
         return Parting(step=0, fields=fields)
     for step, (one, other) in enumerate(zip_longest(*map(_steps, folders)), start=1):
         if one is None or other is None:
             missing = folders[0] if one is None else folders[1]
             return Parting(step=step, fields=(f"{missing.path} ends before",))
-        if fields := tuple(_differences(one, other)) or _weights(folders, step):
+        if fields := tuple(_differences(one, other)) or _weights(folders, step, compared):
             return Parting(step=step, fields=fields)
         steps = step
-    return Parting(step=steps)
+    return Parting(step=steps, policies=tuple(compared))
 
 
 class _Step(Record, frozen=True):
@@ -95,8 +101,9 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
         yield from (f"measured {name}" for name in names if one.metrics.get(name) != other.metrics.get(name))
 
 
-def _weights(folders: tuple[RunFolder, RunFolder], version: int) -> tuple[str, ...]:
-    """Whether the policies of a version differ, where both runs have kept them."""
-    first, second = (folder.policy(version) / "model.safetensors" for folder in folders)
-    differ = first.is_file() and second.is_file() and first.read_bytes() != second.read_bytes()
-    return (f"weights of version {version}",) if differ else ()
+def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
+    """Whether the policies of a version differ; a version that could be compared is put on the list."""
+    same = same_weights(*(folder.policy(version) for folder in folders))
+    if same is not None:
+        compared.append(version)
+    return (f"weights of version {version}",) if same is False else ()

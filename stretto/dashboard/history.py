@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 import tomllib
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,23 +110,40 @@ def read_history(folder: Path) -> History:
     """Read a run folder.
 
     Raises:
-        StoreError: there is no ledger, it is of another format, or it cannot be read at all.
+        StoreError: there is no ledger, it is of another format, or it, or the recipe, cannot be read at all.
     """
     path = folder / "ledger.sqlite"
     if not path.is_file():
         raise StoreError(f"{path}: does not exist")
+    policies = _policies(folder)  # before the ledger: a run that goes on writes the batch down first
+    bounds = _bounds(folder / "recipe.toml")
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
             if found != READABLE_FORMAT:
                 raise StoreError(f"{path}: has format {found}, this version of stretto checks format {READABLE_FORMAT}")
             connection.execute("BEGIN")
-            return _history(folder, connection)
+            return _history(connection, bounds, policies)
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
-def _history(folder: Path, connection: sqlite3.Connection) -> History:
+def _address(path: Path) -> str:
+    """To read only. In a folder that cannot be written there is no room for the index of a log; without a log it needs
+    none."""
+    log, index = path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
+    bare = not index.exists() and not (log.exists() and log.stat().st_size)
+    how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
+    return f"{path.absolute().as_uri()}?{how}"
+
+
+def _policies(folder: Path) -> tuple[int, ...]:
+    """The versions whose policy is kept."""
+    kept = [path.name[1:] for path in (folder / "policy").glob("v*") if path.is_dir()]
+    return tuple(sorted(int(version) for version in kept if version.isdecimal()))
+
+
+def _history(connection: sqlite3.Connection, bounds: Bounds, policies: tuple[int, ...]) -> History:
     damage = tuple(text for (text,) in connection.execute("PRAGMA integrity_check").fetchall() if text != "ok")
     found = connection.execute("SELECT value FROM meta WHERE name = 'standing'").fetchone()
     position = json.loads(found[0])["position"] if found else None
@@ -134,10 +151,10 @@ def _history(folder: Path, connection: sqlite3.Connection) -> History:
     return History(
         groups=_groups(connection),
         steps=tuple(_step(row) for row in connection.execute(_STEPS)),
-        bounds=_bounds(folder / "recipe.toml"),
+        bounds=bounds,
         given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
         position=(position["epoch"], position["index"]) if position else None,
-        policies=tuple(sorted(int(path.name[1:]) for path in (folder / "policy").glob("v*") if path.is_dir())),
+        policies=policies,
         damage=damage,
     )
 
@@ -179,15 +196,21 @@ def _step(row: tuple[object, ...]) -> Step:
 
 
 def _bounds(recipe: Path) -> Bounds:
-    rollout: Mapping[str, object] = {}
-    if recipe.is_file():
-        rollout = tomllib.loads(recipe.read_text())["rollout"]
-    number = {name: float(str(value)) for name, value in rollout.items() if isinstance(value, (int, float))}
-    return Bounds(
-        batch_size=int(number["batch_size"]),
-        group_size=int(number["group_size"]),
-        min_group_size=int(number["min_group_size"]),
-        max_staleness=number.get("max_staleness", math.inf),
-        beyond_bound=str(rollout["beyond_bound"]),
-        max_attempts=int(number["max_attempts"]),
-    )
+    """Raises StoreError: without the recipe nobody knows what was promised."""
+    try:
+        rollout = tomllib.loads(recipe.read_text(encoding="utf-8"))["rollout"]
+        number = {name: float(value) for name, value in rollout.items() if isinstance(value, (int, float))}
+        return Bounds(
+            batch_size=int(number["batch_size"]),
+            group_size=int(number["group_size"]),
+            min_group_size=int(number["min_group_size"]),
+            max_staleness=number.get("max_staleness", math.inf),
+            beyond_bound=str(rollout["beyond_bound"]),
+            max_attempts=int(number["max_attempts"]),
+        )
+    except OSError as error:
+        raise StoreError(f"{recipe}: cannot be read: {error.strerror or error}") from error
+    except KeyError as error:
+        raise StoreError(f"{recipe}: has no {error.args[0]}; bring the run's own recipe back") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"{recipe}: cannot be read: {error}; bring the run's own recipe back") from error

@@ -8,8 +8,21 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stretto.core.errors import RefusedRequest, TornPublication
-from stretto.core.records import COLDEST, LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, GenerateRequest, Sampling
+from stretto.core.records import (
+    COLDEST,
+    LONGEST_STOP,
+    MOST_ANSWERS,
+    MOST_INTERRUPTIONS,
+    MOST_LIKELIEST,
+    MOST_STOP_TOKENS,
+    MOST_STOPS,
+    Begun,
+    GenerateRequest,
+    Sampling,
+)
 from stretto.engine.decoding import NO_CHARACTER
+
+_LARGEST_FLOAT = 3.4e38  # answers keep log-probabilities in float32
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
@@ -19,6 +32,7 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
         RefusedRequest: with the first field that is wrong.
     """
     prompt, sampling = request.prompt_token_ids, request.sampling
+    _check_counts(request)
     outside = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token < vocab_size]
     wrong_seeds = [seed for seed in request.seeds if not 0 <= seed < 1 << 64]
     if not prompt:
@@ -37,12 +51,21 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
     _check_sampling(sampling, vocab_size)
 
 
-def check_begun(request: GenerateRequest, vocab_size: int, version: int) -> None:
-    """Refuse beginnings of answers that no engine can have written.
+def _check_counts(request: GenerateRequest) -> None:
+    """What one request may have of something, so that it takes neither the memory nor the time of all others."""
+    if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
+        raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
+    if (answers := len(request.seeds)) > MOST_ANSWERS:
+        raise RefusedRequest("seeds", f"{answers:,} seeds", f"at most {MOST_ANSWERS:,} answers to one request")
+
+
+def check_begun(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
+    """Refuse beginnings of answers that no engine can have written. `check_request` has passed.
 
     Raises:
         RefusedRequest: with the first that is wrong.
     """
+    room = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
     if request.begun and len(request.begun) != len(request.seeds):
         allowed = "none, or one for each seed"
         raise RefusedRequest("begun", f"{len(request.begun)} answers for {len(request.seeds)} seeds", allowed)
@@ -50,12 +73,24 @@ def check_begun(request: GenerateRequest, vocab_size: int, version: int) -> None
         tokens = len(begun.token_ids)
         if not tokens == len(begun.behavior_logprobs) == len(begun.versions):
             raise RefusedRequest("begun", f"{tokens} tokens", "as many log-probabilities and versions")
-        if tokens >= request.sampling.max_tokens:
-            raise RefusedRequest("begun", f"{tokens} tokens", f"fewer than max_tokens = {request.sampling.max_tokens}")
+        if tokens and tokens >= room:
+            allowed = f"fewer than {room}, which max_tokens and the context of {context_length} leave"
+            raise RefusedRequest("begun", f"{tokens} tokens", allowed)
         if outside := [token for token in begun.token_ids if not 0 <= token < vocab_size]:
             raise RefusedRequest("begun", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
-        if begun.versions and not 0 <= begun.versions[-1] <= version:
-            raise RefusedRequest("begun", f"version {begun.versions[-1]}", f"at most {version}, the version in use")
+        _check_stamps(begun, version)
+
+
+def _check_stamps(begun: Begun, version: int) -> None:
+    """What stands beside the tokens of a beginning."""
+    if wrong := [logprob for logprob in begun.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
+        raise RefusedRequest("begun.behavior_logprobs", f"{wrong[0]}", "finite numbers")
+    if outside := [stamp for stamp in begun.versions if not 0 <= stamp <= version]:
+        raise RefusedRequest("begun.versions", f"version {outside[0]}", f"0 to {version}, the version in use")
+    if list(begun.versions) != sorted(begun.versions):
+        raise RefusedRequest("begun.versions", "a version after a newer one", "versions that never decrease")
+    if not 0 <= begun.interrupted <= MOST_INTERRUPTIONS:
+        raise RefusedRequest("begun.interrupted", f"{begun.interrupted}", f"0 to {MOST_INTERRUPTIONS:,}")
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

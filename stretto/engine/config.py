@@ -44,3 +44,8 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="numbers of weights and cache")
     transport: Literal["unix", "tcp"] = Field("unix", description="wire to the conductor on one machine")
     base_port: int = Field(8300, ge=1, le=65_535, description="first port when transport is tcp")
+
+    @property
+    def cache_bytes(self) -> int:
+        """`cache_gib` in bytes."""
+        return int(self.cache_gib * 2**30)

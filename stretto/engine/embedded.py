@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,7 +30,8 @@ from stretto.engine.answers import Answers, Written
 from stretto.engine.checking import check_begun, check_request, check_tensors
 from stretto.engine.config import EngineConfig
 from stretto.engine.decoding import Detokenizer
-from stretto.engine.sampling import sample
+from stretto.engine.room import longest_row
+from stretto.engine.sampling import BrokenLogits, sample
 from stretto.engine.scheduler import Member, Scheduler
 from stretto.engine.stops import StopTexts
 from stretto.engine.stretches import Stretches
@@ -62,14 +64,13 @@ class EmbeddedEngine:
         detokenizer: Callable[[], Detokenizer] | None = None,
     ) -> None:
         """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
-        cache_bytes = int(config.cache_gib * 2**30)
-        self._policy = CachedPolicy(model.requires_grad_(False).eval(), cache_bytes)
+        self._policy = CachedPolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         use_onednn(model)
         self._parameters = dict(model.named_parameters())
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
         layout = self._policy.layout
-        self._scheduler = Scheduler(config.slots, cache_bytes // layout.bytes_per_token, layout.slot)
+        self._scheduler = Scheduler(config.slots, config.cache_bytes // layout.bytes_per_token, layout.slot)
         self._stop_texts = StopTexts(detokenizer)
         self._answers = Answers(config.slots, layout.context_length, self._stop_texts)
         self._stretches = Stretches(name)
@@ -105,14 +106,20 @@ class EmbeddedEngine:
         """Answers that wait for a row."""
         return self._scheduler.waiting
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a prompt and its answer may have together: what the context and the cache hold."""
+        return longest_row(self._policy.layout, self._config.cache_bytes)
+
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; its answers come out of later steps.
 
         Raises:
             RefusedRequest: with the field that is wrong, what it holds and what is allowed.
         """
-        check_request(request, self._vocab_size, self._policy.layout.context_length)
-        check_begun(request, self._vocab_size, self.version)
+        context_length = self._policy.layout.context_length
+        check_request(request, self._vocab_size, context_length)
+        check_begun(request, self._vocab_size, context_length, self.version)
         if request.sampling.stop:
             self._stop_texts.check_served()
         self._scheduler.add(request)
@@ -125,11 +132,23 @@ class EmbeddedEngine:
             if row in self._policy:
                 self._policy.release(row)
 
+    def give_up(self, requests: Iterable[str]) -> None:
+        """Abort requests whose logits are not finite; all others go on, after computing their keys and values again.
+
+        What is cached of those requests may not be finite either, and would reach the answers that get their slots: a
+        token that is hidden from them still enters the products, and 0 * nan is nan. So the whole cache is made anew.
+        """
+        for request in requests:
+            self.abort(request)
+        self._scheduler.interrupt()
+        self._policy = CachedPolicy(self._policy.model, self._config.cache_bytes)
+
     def step(self) -> list[Completion]:
         """One token for every running answer; returns those that ended with it. Nothing happens when idle.
 
         Raises:
-            FloatingPointError: the model's logits are not finite.
+            BrokenLogits: the model's logits for some answers are not finite. No answer has a new token then; without
+                `give_up` the next step fails again.
         """
         start, answers = time.monotonic(), self._answers
         for row, member in self._scheduler.admit():
@@ -141,8 +160,10 @@ class EmbeddedEngine:
         order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
         places = answers.lengths[order] - answers.prompts[order]
         seeds, filtered = answers.seeds[order], answers.filtered(order)
-        answers.note_likeliest(order, logits_RV)
         tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
+        if len(broken := order[~np.isfinite(logprobs)]):
+            raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
+        answers.note_likeliest(order, logits_RV)
         ended = answers.record(order, tokens, logprobs, self.version)
         completions = [answers.close(row, self._end(row)) for row in ended.tolist()]
         self._tally(completions)

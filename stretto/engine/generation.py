@@ -7,17 +7,24 @@ follow(request, listener) ─► listener ◄─ wrote(tokens), ended(completion
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.frames import frame
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import MOST_ANSWERS, Completion, GenerateRequest
 from stretto.engine.answers import Written
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.sampling import BrokenLogits
 
-#: Answers that may wait for a row; more of them would only grow the memory and the waiting.
-MOST_WAITING = 65_536
+log = logging.getLogger(__name__)
+
+#: Answers that may wait for a row; more of them would only grow the memory and the waiting. One request may fill it.
+MOST_WAITING = MOST_ANSWERS
+
+#: What an engine did whose answers break off, if nothing else is known.
+ENDED = "ended before the answer did"
 
 #: Turns of the event loop between two steps. A request takes two or three until it is queued (its bytes are read, its
 #: handler starts, the handler has the body); with one turn between steps it would wait for as many steps. Three halve
@@ -41,8 +48,8 @@ class Listener(Protocol):
         """An answer is whole; it holds the tokens that were told before, too."""
         ...
 
-    def break_off(self) -> None:
-        """No more answers will come: the engine failed, or the request was aborted."""
+    def break_off(self, why: str = ENDED) -> None:
+        """No more answers will come: the engine failed, or the request was aborted. `why` follows the engine's name."""
         ...
 
 
@@ -67,7 +74,7 @@ class Stream:
         self.missing -= 1
         self._wake.set()
 
-    def break_off(self) -> None:
+    def break_off(self, why: str = ENDED) -> None:
         self.broken = self.missing > 0  # whole answers are delivered all the same
         self._wake.set()
 
@@ -120,7 +127,9 @@ class Generation:
         """
         if self.stopping:
             raise EngineLost(self.engine.name, "is stopping")
-        if self.engine.waiting > MOST_WAITING:
+        if request.id in self._listeners:  # the engine may be done with it; whoever asked is still being answered
+            raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+        if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
             raise EngineLost(self.engine.name, f"has {self.engine.waiting:,} answers waiting already")
         self.engine.add(request)
         self._work.set()
@@ -144,7 +153,7 @@ class Generation:
                     self.engine.check_integrity()  # nothing is owed to anybody, so nothing may be held
                     self._work.clear()
                     await self._work.wait()  # without a deadline: having nothing to do is no failure
-                for completion in self.engine.step():
+                for completion in self._step():
                     self._listeners[completion.request].ended(completion)
                 if self._told:
                     self._tell()
@@ -159,7 +168,29 @@ class Generation:
         for listener in self._listeners.values():
             listener.break_off()
 
+    def _step(self) -> list[Completion]:
+        return self.engine.step()
+
     def _tell(self) -> None:
         for written in self.engine.written(self._told):
             self._told[written.request][written.member] += len(written.token_ids)
             self._listeners[written.request].wrote(written)
+
+
+class SharedGeneration(Generation):
+    """The engine of clients who know nothing of each other: what one of them asks must not end the answers of others.
+
+    A request whose logits are not finite ends by itself. The weights are, since they were loaded from a folder
+    (`stretto.model.folder.load_policy`); their sums have left the range of `engine.dtype`. In a run that is an error,
+    which `Generation` raises: an answer that is missing for such a reason would bend the distribution that is trained.
+    """
+
+    def _step(self) -> list[Completion]:
+        try:
+            return super()._step()
+        except BrokenLogits as broken:
+            for request in broken.requests:
+                log.warning("%s gives up request %s: %s", self.engine.name, request, broken)
+                self._listeners[request].break_off(f"cannot go on: {broken}")
+            self.engine.give_up(broken.requests)
+            return []

@@ -34,7 +34,7 @@ _JSON = "application/json"
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _RETRY = (b"retry-after", b"1")
 _MODELS, _COMPLETIONS, _CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
-_TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/spans"})
+_TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/written", "/spans"})
 _KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
 
 Understand = Callable[[bytes, str], Awaitable[Asked]]
@@ -93,7 +93,8 @@ class OpenAIApp:
         elif path == "/health":
             stopping = self._generation.stopping
             told = {"status": "stopping" if stopping else "ok", "model": self._card.id, "engine": health}
-            await reply(send, 503 if stopping else 200, _JSON, msgspec.json.encode(told))
+            status, headers = (503, [_RETRY]) if stopping else (200, [])
+            await reply(send, status, _JSON, msgspec.json.encode(told), headers)
         elif path == "/openapi.json":
             await reply(send, 200, _JSON, openapi(self._card.id))
         elif path == _MODELS:
@@ -155,8 +156,8 @@ class OpenAIApp:
         pieces = await choices.whole()
         if choices.gone:
             return
-        if not pieces:
-            await _unavailable(send, EngineLost(self._generation.engine.name, "ended before the answer did"))
+        if choices.broken is not None and not pieces:
+            await _unavailable(send, EngineLost(self._generation.engine.name, choices.broken))
             return
         whole = Reply(
             id=name,
@@ -188,8 +189,8 @@ class OpenAIApp:
             unfinished -= sum(piece.finish is not None for piece in pieces)
             if choices.gone:
                 return
-            if choices.broken and unfinished:
-                told = error(f"{self._generation.engine.name} ended before the answer did", "server_error")
+            if choices.broken is not None and unfinished:
+                told = error(f"{self._generation.engine.name} {choices.broken}", "server_error")
                 await send({"type": "http.response.body", "body": b"data: " + told + b"\n\n"})
                 return
             parts = [part for piece in pieces for part in form.chunk(piece)]

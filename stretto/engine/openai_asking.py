@@ -42,7 +42,7 @@ class ServedModel:
     """What clients need to know of the model."""
 
     name: str
-    context_length: int  # tokens of prompt and answer together at most
+    context_length: int  # tokens of prompt and answer together at most: what the context and the engine's cache hold
     vocab_size: int
 
 

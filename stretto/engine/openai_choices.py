@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from stretto.core.records import Completion, Likeliest, StopReason
 from stretto.engine.answers import Written, rest_of
 from stretto.engine.decoding import Detokenizer, RunningText
+from stretto.engine.generation import ENDED
 from stretto.engine.stops import StopFinder
 
 Finish = Literal["stop", "length"]
@@ -101,7 +102,7 @@ class Choices:
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
-        self.broken = False  # the engine failed or stopped
+        self.broken: str | None = None  # why no more tokens come: the engine failed, stopped, or gave up the request
         self.gone = False  # the client went away
         self.first_token: float | None = None  # when the first token was there, as time.monotonic
         self._changed: dict[int, Choice] = {}
@@ -121,8 +122,8 @@ class Choices:
         self._changed[choice.index] = choice
         self._wake.set()
 
-    def break_off(self) -> None:
-        self.broken = True
+    def break_off(self, why: str) -> None:
+        self.broken = self.broken or why
         self._wake.set()
 
     def leave(self) -> None:
@@ -131,7 +132,7 @@ class Choices:
 
     async def whole(self) -> list[Piece]:
         """Every choice as one piece, when all have ended; empty when they never will."""
-        while self.missing and not (self.broken or self.gone):
+        while self.missing and self.broken is None and not self.gone:
             self._wake.clear()
             await self._wake.wait()  # the client keeps the deadline
         return [] if self.missing else [piece for choice in self.choices if (piece := choice.drain()) is not None]
@@ -167,5 +168,5 @@ class PromptListener:
             choice.end(completion.stop_reason)
             self._whole.changed(choice)
 
-    def break_off(self) -> None:
-        self._whole.break_off()
+    def break_off(self, why: str = ENDED) -> None:
+        self._whole.break_off(why)

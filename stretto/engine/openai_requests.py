@@ -140,7 +140,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return self.logprobs or 0
 
     def most_tokens(self, room: int) -> int:
-        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return min(_COMPLETION_TOKENS, room) if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """Each prompt as text or as token ids.

@@ -23,6 +23,18 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-52
 
 
+class BrokenLogits(FloatingPointError):
+    """The logits of some answers are not finite, so there is no distribution to draw from."""
+
+    def __init__(self, requests: frozenset[str]) -> None:
+        """`requests` are the ids of those that the answers belong to."""
+        self.requests = requests
+        super().__init__(requests)
+
+    def __str__(self) -> str:
+        return "the model's logits are not finite: its weights are broken, or too large for engine.dtype"
+
+
 @dataclass(frozen=True)
 class Filtered:
     """The rows of a step that may not draw every token, and the settings of each; most steps have none."""
@@ -63,26 +75,21 @@ def sample(
     Returns:
         Token ids [R], and their log-probabilities [R] under the distribution that they were drawn from, the softmax of
         ``logits / temperature`` over the tokens that the filters leave. Where the temperature is 0, that distribution
-        is a single point, which says nothing; the log-probability at temperature 1 stands instead.
-
-    Raises:
-        FloatingPointError: the logits of a row are not finite, so there is no distribution to draw from.
+        is a single point, which says nothing; the log-probability at temperature 1 stands instead. Where the logits of
+        a row are not finite there is no distribution to draw from: the token is any, its log-probability NaN.
     """
     greedy = temperatures == 0.0
     logits_RV = tempered(logits_RV, temperatures, filtered)
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: that is slow where it underflows, as it does at every token that a filter took.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:]
-    targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * total_R1
+    targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * cumulative_RV[:, -1:]
     # The first token whose cumulative probability exceeds the target, so never one of probability zero. With 52 random
-    # bits the target stays below the total after rounding, too.
-    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True)
+    # bits the target stays below the total after rounding, too; a target that is NaN lies anywhere, or behind the last.
+    tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True).clamp(max=logits_RV.shape[1] - 1)
     if greedy.any():
         likeliest_R1 = logits_RV.argmax(-1, keepdim=True)
         tokens_R1 = torch.where(torch.from_numpy(greedy).to(tokens_R1.device)[:, None], likeliest_R1, tokens_R1)
-    if not bool(total_R1.isfinite().all()):
-        raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return tokens_R1[:, 0].cpu().numpy(), logprobs_RV.gather(1, tokens_R1)[:, 0].cpu().numpy()
 
 

@@ -53,11 +53,6 @@ class StopFinder:
         """What was held back: no more text comes."""
         return self._give_out(len(self._held))
 
-    def found_with(self, pending: str) -> bool:
-        """Whether a stop text is complete, if the text went on like this."""
-        text = self._held + pending
-        return self.found or any(stop.text in text for stop in self._stops)
-
     def _give_out(self, ready: int) -> str:
         piece, self._held = self._held[:ready], "" if self.found else self._held[ready:]
         return piece
@@ -111,8 +106,8 @@ class Watch:
         return any(self._completed_by(token) for token in tokens)
 
     def _completed_by(self, token: int) -> bool:
-        self._stop.push(self._text.push((token,)))
-        return self._stop.found_with(self._text.pending)
+        self._stop.push(self._text.push((token,)))  # what is pending are U+FFFD, which no stop text holds
+        return self._stop.found
 
 
 class StopTexts:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from stretto.core.events import Span
 
 #: Steps that follow each other within this many seconds are one stretch of generating.
 _GAP = 0.02
 
+#: Spans that wait to be handed out. A run asks for them all the time; whoever only serves may never do.
+MOST_SPANS = 16_384
+
 
 class Stretches:
-    """Collects spans; a span that continues the last one (same name and version, no gap) makes it longer.
+    """Collects spans; a span that continues the last one (same name and version, no gap) makes it longer. When nobody
+    asks for them, the newest `MOST_SPANS` are kept.
 
     >>> stretches = Stretches("engine-0")
     >>> for start in (0.0, 0.002, 0.004): stretches.add("generate", start, start + 0.002, version=3)
@@ -19,7 +25,7 @@ class Stretches:
 
     def __init__(self, role: str) -> None:
         self._role = role
-        self._done: list[Span] = []
+        self._done: deque[Span] = deque(maxlen=MOST_SPANS)
         self._last: Span | None = None
 
     def add(self, name: str, start: float, end: float, version: int) -> None:
@@ -36,5 +42,6 @@ class Stretches:
         """All spans since the last call."""
         if self._last is not None:
             self._done.append(self._last)
-        drained, self._done, self._last = self._done, [], None
+        drained, self._last = list(self._done), None
+        self._done.clear()
         return drained

@@ -6,7 +6,7 @@
     POST /abort            AbortRequest      →  EngineHealth
     POST /written          WrittenRequest    →  list of WrittenTokens: how far unfinished answers have come
     GET  /health                             →  EngineHealth
-    GET  /spans                              →  list of Span; each span is handed out once
+    GET  /spans                              →  list of Span; each span is handed out once, the newest are kept for it
 
 Closing the connection of /generate says the same as /abort. Bodies are MessagePack. A refusal has a
 status of 400 or above and a `Refusal` as its body. The server of `stretto serve` has these beside OpenAI's; its /health

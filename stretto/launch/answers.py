@@ -31,7 +31,7 @@ class Engines(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]]) -> Sequence[WrittenTokens]: ...
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Sequence[WrittenTokens]: ...
 
 
 class PartialJournal(Protocol):
@@ -79,6 +79,7 @@ class Answers:
         self._engines, self._journal, self._whole = engines, journal, whole
         self._groups: dict[str, GroupInFlight] = {} if whole else dict(begun)
         self._ending = False
+        self._keeping = asyncio.Lock()  # what two ask for at the same time, both would journal
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         """All answers of the group, when the last of them has ended, in the order of the members.
@@ -129,19 +130,23 @@ class Answers:
         whole = (group for group in self._groups.values() if group.judging)
         return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
 
-    async def keep(self) -> None:
-        """Journal what is new in the groups in flight. To be called now and then: a crash costs what came since."""
+    async def keep(self, patience: float | None = None) -> None:
+        """Journal what is new in the groups in flight. To be called now and then: a crash costs what came since.
+
+        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for an answer.
+        """
         if self._whole:
             return
-        for id, group in self._groups.items():
-            for member in group.ended.keys() - group.journaled:
-                self._keep_ended(id, member, group)
-        turns = {id: group.turn for id, group in self._groups.items()}
-        known = {id: group.known() for id, group in self._groups.items()}
-        for written in await self._engines.written(known):
-            group_now = self._groups.get(written.request)
-            if group_now is not None and group_now.turn == turns.get(written.request):
-                self._keep_written(group_now, written)
+        async with self._keeping:
+            for id, group in self._groups.items():
+                for member in group.ended.keys() - group.journaled:
+                    self._keep_ended(id, member, group)
+            turns = {id: group.turn for id, group in self._groups.items()}
+            known = {id: group.known() for id, group in self._groups.items()}
+            for written in await self._engines.written(known, patience):
+                group_now = self._groups.get(written.request)
+                if group_now is not None and group_now.turn == turns.get(written.request):
+                    self._keep_written(group_now, written)
 
     def _keep_ended(self, id: str, member: int, group: GroupInFlight) -> None:
         completion, known = group.ended[member], len(group.begun.get(member, Begun()).token_ids)

@@ -19,6 +19,10 @@ _READ_BYTES = 1 << 20
 Received = TypeVar("Received")
 
 
+class ConductorGone(Exception):
+    """The conductor closed its end of the wire: nobody waits for this role any more."""
+
+
 class RoleEnd(Generic[Received]):
     """The role's end: blocking. Its wait for the next order has no deadline, because its owner is the conductor:
     when that ends, the socket closes and `receive` returns None."""
@@ -33,16 +37,26 @@ class RoleEnd(Generic[Received]):
     def receive(self) -> Received | None:
         """The next message; None when the conductor has closed its end."""
         while not self._bodies:
-            data = self._socket.recv(_READ_BYTES)
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except ConnectionResetError:  # it closed with something unread
+                data = b""
             if not data:
                 return None
             self._bodies.extend(self._unframer.feed(data))
         return self._decoder.decode(self._bodies.popleft())
 
     def send(self, message: msgspec.Struct) -> None:
-        """One message, whole, whichever thread sends it."""
+        """One message, whole, whichever thread sends it.
+
+        Raises:
+            ConductorGone: the conductor has closed its end.
+        """
         with self._sending:
-            self._socket.sendall(frame(message))
+            try:
+                self._socket.sendall(frame(message))
+            except ConnectionError:
+                raise ConductorGone from None
 
 
 class ConductorEnd(Generic[Received]):

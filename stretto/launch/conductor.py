@@ -6,6 +6,7 @@
     answer (many)  a ticket              a judged group          the engine's frames, the verdicts
     training       a batch               a version               a finished group, then the trainer
     loading        a publication         a live version          publish (one loader per engine)
+    journaling     tokens so far         the ledger's partials   a second, then the engines
     observing      counters, spans       the run folder's lines  a second
 
 The data goes round: admission ─► answer ─► training ─► loading ─► admission. Nothing in the circle waits for a slower
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
@@ -92,8 +93,10 @@ class Conductor:
 
     async def run(self) -> None:
         """Returns after the last step, or at a step's end after `request_stop`. The first failure is raised."""
+        journaling = asyncio.ensure_future(self._journaling())
         loops: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._training()),
+            journaling,
             asyncio.ensure_future(self._fleet.keep_loaded()),
             asyncio.ensure_future(self._observing()),
             self._failure,
@@ -106,6 +109,7 @@ class Conductor:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
                 await loop
+            await put_away([journaling])
             await self._give_up()
         finally:
             self._conducting = False  # answers that end from now on, and engines that join, start nothing
@@ -115,7 +119,7 @@ class Conductor:
         """Write down how far the answers in flight have come, for the run may go on one day; then let the engines give
         them up, so that every token is accounted for by the one who counts it."""
         self._conducting = False
-        await self._in_flight.keep()
+        await self._in_flight.keep(_LOOK_SECONDS)
         self._in_flight.end()
         at_engines = self._fleet.open
         await put_away([task for id, task in self._answers.items() if id not in at_engines])
@@ -228,11 +232,15 @@ class Conductor:
 
     # ── observing ────────────────────────────────────────────────────────────────────────────────
 
+    async def _journaling(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            await self._in_flight.keep()
+
     async def _observing(self) -> None:
         watchdog = Watchdog(self._what_has_moved, self._deadlines.still)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            await self._in_flight.keep()
             await self._look(_LOOK_SECONDS)
             self._examiner.check()
             watchdog.look()

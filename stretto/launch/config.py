@@ -58,7 +58,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True):
 
     prompts: int = Field(512, ge=1, description="held-out prompts asked each time")
     every: int = Field(0, ge=0, description="training steps between evaluations; 0: only at the start and the end")
-    seed: int = Field(20_250_530, ge=0)
+    seed: int = Field(20_250_530, ge=0, description="of the sampling, the same for all evaluations")
 
 
 class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -74,5 +74,6 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     stop: float = Field(6.0, gt=0, le=60, description="a clean stop to finish the step in progress")
     hung: float = Field(10.0, gt=0, description="a process of a role to give a sign of life; it is killed then")
     still: float = Field(300.0, gt=0, description="a run to go on in which nobody gets anything done")
-    trainer_restarts: int = Field(3, ge=0, description="times that the trainer is replaced before the run gives up")
-    engine_restarts: int = Field(5, ge=0, description="times that one engine is replaced before the run gives up")
+    trainer_restarts: int = Field(3, ge=0, description="times that the trainer is replaced within `restart_window`")
+    engine_restarts: int = Field(5, ge=0, description="times that one engine is replaced within `restart_window`")
+    restart_window: float = Field(3600.0, gt=0, description="a role that dies more often in it ends the run")

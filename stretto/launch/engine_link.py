@@ -19,6 +19,7 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.client import HttpEngine
 from stretto.engine.wire import EngineHealth, WrittenTokens
 from stretto.launch.config import DeadlinesConfig
+from stretto.launch.deaths import Deaths
 from stretto.launch.engine_role import EngineSpec
 from stretto.launch.process import RoleProcess
 from stretto.launch.stopping import put_away
@@ -35,9 +36,10 @@ class EngineLink:
     spec: EngineSpec
     process: RoleProcess
     client: HttpEngine
+    deaths: Deaths
     version: int | None = None
     loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
-    restarts: int = 0
+    buried: int = 0
     starting: bool = False
     publication: asyncio.Event = field(default_factory=asyncio.Event)
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,7 +61,7 @@ class EngineLink:
             load_seconds=deadlines.load,
             health_seconds=deadlines.answer,  # an engine replies between two steps, and a step may be long
         )
-        return cls(spec, process, client)
+        return cls(spec, process, client, Deaths(deadlines.engine_restarts, deadlines.restart_window))
 
     @property
     def name(self) -> str:
@@ -119,6 +121,7 @@ class EngineLink:
         self.open |= ids
         try:
             async for completion in self.client.generate(*requests):
+                self.deaths.progressed()
                 yield completion
         except EngineLost:
             if not ids & self._given_up:
@@ -130,7 +133,7 @@ class EngineLink:
 
     async def give_up(self) -> None:
         """Let it give up what it answers; when this returns, it has no request of ours, or does not reply."""
-        with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
+        with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GLIMPSE_SECONDS):
                 for id in list(self.open):
                     self._given_up.add(id)
@@ -138,12 +141,13 @@ class EngineLink:
                 while self.open:
                     await asyncio.sleep(_GLANCE_SECONDS)
 
-    async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
-        """How far its answers have come, beyond what is known of them; nothing if it does not reply within a second."""
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> list[WrittenTokens]:
+        """How far its answers have come, beyond what is known of them; nothing if it does not reply within `patience`
+        seconds (None: `deadlines.answer`)."""
         theirs = {id: list(known[id]) for id in self.open if id in known}
         if theirs:
-            with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
-                async with asyncio.timeout(_GLIMPSE_SECONDS):
+            with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
+                async with asyncio.timeout(patience):
                     return await self.client.written(theirs)
         return []
 
@@ -157,10 +161,10 @@ class EngineLink:
         return self._look
 
     async def _ask_how_it_is(self) -> None:
-        asked = self.restarts
+        asked = self.buried
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
             health = await self.client.health()
-            if asked == self.restarts:
+            if asked == self.buried:
                 self._health = health
             self._spans += await self.client.spans()
 
@@ -172,7 +176,7 @@ class EngineLink:
     def bury(self) -> None:
         """It has died: what it had begun is wasted."""
         self.version = None
-        self.restarts += 1
+        self.buried += 1
         if (health := self._health) is not None:
             wasted = health.wasted + health.unfinished
             self._past.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))

@@ -27,6 +27,7 @@ from stretto.rollout.routing import Router
 
 ENGINE_ROLE = "stretto.launch.engine_role"
 _GLANCE_SECONDS = 0.005
+_BREATH_SECONDS = 0.5  # between two tries: what is missing now, memory say, may be there then
 
 
 class Fleet:
@@ -66,9 +67,21 @@ class Fleet:
         return min((engine.version for engine in self._engines if engine.version is not None), default=-1)
 
     async def start(self, version: int) -> None:
-        """Start all engines; each loads the newest publication, `version` or later, before it serves."""
+        """Start all engines; each loads the newest publication, `version` or later, before it serves.
+
+        Raises:
+            RoleDied: one ended by itself, or was killed more often than `deadlines.engine_restarts`.
+        """
         self._published = version
-        await together(*(self._start(engine) for engine in self._engines))
+        await together(*(self._start_first(engine) for engine in self._engines))
+
+    async def _start_first(self, engine: EngineLink) -> None:
+        try:
+            await self._start(engine)
+        except RoleDied as death:
+            if not engine.process.killed:
+                raise
+            await self._replace(engine, death.how)
 
     async def _start(self, engine: EngineLink) -> None:
         await engine.start(lambda: self._published, self._deadlines.start)
@@ -123,10 +136,10 @@ class Fleet:
         not reply within a second is left alone."""
         await together(*(engine.give_up() for engine in self._engines))
 
-    async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
-        """How far the answers in flight have come, beyond what is known of them; an engine that does not reply within a
-        second is left out."""
-        found = await asyncio.gather(*(engine.written(known) for engine in self._engines))
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> list[WrittenTokens]:
+        """How far the answers in flight have come, beyond what is known of them; an engine that does not reply within
+        `patience` seconds (None: `deadlines.answer`) is left out."""
+        found = await asyncio.gather(*(engine.written(known, patience) for engine in self._engines))
         return [tokens for theirs in found for tokens in theirs]
 
     async def _until_due(self, engine: EngineLink) -> None:
@@ -199,7 +212,7 @@ class Fleet:
                 await asyncio.sleep(RETRY_SECONDS)
                 try:
                     await engine.client.health()
-                except (EngineLost, DeadlineExceeded):
+                except (EngineLost, DeadlineExceeded, WireError):
                     if self._is_astray(engine) and time.monotonic() - began > self._deadlines.hung:
                         engine.process.kill()
                 else:
@@ -212,14 +225,32 @@ class Fleet:
 
     async def _supervise(self, engine: EngineLink) -> NoReturn:
         while True:
-            how = await engine.process.ended()
-            self._leave(engine)
-            engine.bury()
-            if engine.restarts > self._deadlines.engine_restarts:
-                raise RoleDied(engine.name, f"{how}, {engine.restarts} times", str(engine.process.log))
-            self._say(f"{engine.name} {how}: a new one is started")
-            with contextlib.suppress(RoleDied):  # it has died again, which is counted
-                await self._start(engine)
+            await self._replace(engine, await engine.process.ended())
+
+    async def _replace(self, engine: EngineLink, how: str) -> None:
+        """A new process for an engine that has ended in this way."""
+        while True:
+            self._bury(engine, how)
+            try:
+                return await self._start(engine)
+            except RoleDied as death:
+                how = death.how
+            except DeadlineExceeded as late:
+                engine.process.kill()
+                how = str(late)
+            await asyncio.sleep(_BREATH_SECONDS)
+
+    def _bury(self, engine: EngineLink, how: str) -> None:
+        """
+        Raises:
+            RoleDied: it has died too often.
+        """
+        self._leave(engine)
+        engine.bury()
+        if engine.deaths.one_more():
+            raise RoleDied(engine.name, f"{how}, {len(engine.deaths)} times", str(engine.process.log))
+        self._say(f"{engine.name} {how}: a new one is started")
+        self._joined.set()  # whoever waits for an engine waits anew
 
     async def look(self, patience: float | None = None) -> list[Span]:
         """Ask every engine how it is (kept for `counted`), and take the spans that they have told of; one that does not

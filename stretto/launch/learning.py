@@ -32,16 +32,18 @@ async def learn_apart(
     *,
     seed: int,
     seconds: float,
+    hung: float,
     on_learning: OnLearning,
 ) -> None:
     """Train the policy in `model` on examples; `folder` appears when the policy in it is whole.
 
     Raises:
-        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed, or took more than `seconds`.
+        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed, gave no sign of life for `hung`
+            seconds, or took more than `seconds`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
-    process = RoleProcess(role, "stretto.launch.supervised_role", log)
+    process = RoleProcess(role, "stretto.launch.supervised_role", log, hung)
     channel: ConductorEnd[FromSupervised] = ConductorEnd(role, FROM_SUPERVISED, str(log))
     spec = SupervisedSpec(
         parent=os.getpid(),

@@ -274,7 +274,7 @@ class DiskEstimate:
 
 def estimate_disk(plan: Plan, folder: Path) -> DiskEstimate:
     """Ledger: tokens of the longest answers; 16 bytes each (id, log-probability, version) and 200 a row. Policies in
-    float32; checkpoints with Adam's two moments, and one more while it is written."""
+    float32; checkpoints with Adam's two moments, of a critic too, and one more while it is written."""
     recipe, weights = plan.recipe, plan.base.parameters * 4
     trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
     kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
@@ -284,7 +284,7 @@ def estimate_disk(plan: Plan, folder: Path) -> DiskEstimate:
     return DiskEstimate(
         ledger=answers * plan.sampling.max_tokens * 16 + rows,
         policies=kept * weights,
-        checkpoints=(store.keep_checkpoints + 1) * 3 * weights,
+        checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
         available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 
 from stretto.core.errors import RoleFailed, StrettoError, described
+from stretto.launch.channel import ConductorGone
 from stretto.launch.messages import Failed
 
 
@@ -13,8 +15,8 @@ def play(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
     """Run `part`; the exit code of the process. The traceback of an error goes to the role's log."""
     try:
         part()
-    except (BrokenPipeError, ConnectionResetError):
-        return 0  # the conductor closed its end first
+    except ConductorGone:
+        return 0
     except StrettoError as error:
         return _failed(str(error), error.exit_code, tell)
     except OSError as error:
@@ -24,5 +26,6 @@ def play(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
 
 def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None]) -> int:
     traceback.print_exc()
-    tell(Failed(problem=problem, exit_code=exit_code))
+    with contextlib.suppress(ConductorGone):  # the log has it
+        tell(Failed(problem=problem, exit_code=exit_code))
     return exit_code

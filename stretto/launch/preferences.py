@@ -31,17 +31,18 @@ class PreferencesConfig(PreferenceConfig):
     """`[preferences]`: the pairs, the policy to stay close to, and how it is learnt."""
 
     file: str = Field(description="JSONL file, relative to the recipe's folder")
-    prompt_field: str = "prompt"
-    chosen_field: str = "chosen"
-    rejected_field: str = "rejected"
+    prompt_field: str = Field("prompt", description="key of the prompt")
+    chosen_field: str = Field("chosen", description="key of the better answer")
+    rejected_field: str = Field("rejected", description="key of the worse answer")
     reference: str | None = Field(None, description="Hugging Face folder; none: the model that is trained, as it was")
     deadline: float = Field(86_400.0, gt=0, description="seconds that the whole may take")
+    hung: float = Field(10.0, gt=0, description="seconds for its process to give a sign of life; it is killed then")
 
 
 class PreferenceRecipe(BaseModel, extra="forbid", frozen=True):
     """What `stretto dpo` reads."""
 
-    seed: int = Field(1, ge=0, lt=2**63)
+    seed: int = Field(1, ge=0, lt=2**63, description="of everything that is drawn")
     model: ModelConfig
     preferences: PreferencesConfig
 
@@ -89,6 +90,7 @@ def dpo(
             log,
             seed=recipe.seed,
             seconds=recipe.preferences.deadline,
+            hung=recipe.preferences.hung,
             on_learning=on_learning,
         ),
     )

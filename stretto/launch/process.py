@@ -59,14 +59,17 @@ class RoleProcess:
         Raises:
             RoleDied: the system has no room for another process.
         """
-        pulse = Pulse()
         async with self._changing:
-            try:
-                self._process = await self._spawn(spec, threads, (*inherited, pulse.far), {PULSE: str(pulse.far)})
-            except OSError as error:
-                raise RoleDied(self.name, f"cannot be started: {described(error)}") from error
-            finally:
-                os.close(pulse.far)
+            self._process = self._end = None
+            with contextlib.ExitStack() as undo:
+                try:
+                    pulse = Pulse()
+                    undo.callback(pulse.close)
+                    self._process = await self._spawn(spec, threads, (*inherited, pulse.far), {PULSE: str(pulse.far)})
+                except OSError as error:
+                    raise RoleDied(self.name, f"cannot be started: {described(error)}") from error
+                undo.pop_all()
+            pulse.let_go_of_far()
             self._end = asyncio.create_task(self._watched(self._process, pulse), name=f"watch {self.name}")
 
     async def _spawn(
@@ -110,6 +113,11 @@ class RoleProcess:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
+
+    @property
+    def killed(self) -> bool:
+        """Has it ended by a signal? One that ends by itself may do so again."""
+        return self._process is not None and (self._process.returncode or 0) < 0
 
     def cpu_seconds(self) -> float:
         """Seconds for which it has computed, or the kernel for it; 0 once it has ended."""
@@ -175,10 +183,17 @@ class Pulse:
         beaten, self._beaten = self._beaten or not self._begun, False
         return self._stillness.look(moved=beaten)
 
+    def let_go_of_far(self) -> None:
+        """The role has it."""
+        os.close(self.far)
+        self.far = -1
+
     def close(self) -> None:
         """Listen no more."""
         asyncio.get_running_loop().remove_reader(self._near)
         os.close(self._near)
+        if self.far >= 0:
+            self.let_go_of_far()
 
     def _hear(self) -> None:
         if os.read(self._near, _READ_BYTES):

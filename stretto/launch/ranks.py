@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.errors import RoleDied
 from stretto.core.frames import Unframer, frame
 from stretto.core.records import Record
 from stretto.launch.messages import Failed, RankLost, Stop, ToTrainer
@@ -99,7 +100,10 @@ class Siblings:
         log = self._log.with_name(f"{self._log.stem}-rank-{rank}{self._log.suffix}")
         process = RoleProcess(name, "stretto.launch.rank_role", log, self._hung)
         spec = RankSpec(parent=os.getpid(), rank=rank, port=port, trainer=self._trainer, descriptor=far.fileno())
-        await process.start(spec, self._threads, (far.fileno(),))
+        try:
+            await process.start(spec, self._threads, (far.fileno(),))
+        except RoleDied as death:
+            return RankLost(how=f"lost {death.role}, which {death.how}")
         far.close()
         how = await process.ended()
         if (failed := _parting_words(near)) is not None:

@@ -43,7 +43,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 class Recipe(BaseModel, extra="forbid", frozen=True):
     """A whole run."""
 
-    seed: int = Field(1, ge=0, lt=2**63)
+    seed: int = Field(1, ge=0, lt=2**63, description="of everything that is drawn")
     model: ModelConfig
     task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto.core.errors import Problem, RoleError, RunFolderError, StoreError
 from stretto.core.records import Record, Update
 from stretto.launch.lineage import Lineage
 from stretto.launch.recipe import Recipe, differences, load_recipe, to_toml
@@ -32,9 +32,11 @@ from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.trainer_role import TrainerSpec
 from stretto.model.tokenizer import load_tokenizer
 from stretto.store.metrics import MetricsLog, read_metrics
+from stretto.store.policies import same_weights
 from stretto.store.reading import last_step, read_batches
 from stretto.store.rows import update_columns
 from stretto.store.run_folder import RunFolder
+from stretto.store.schema import open_for_reading
 
 #: What a replay may change: everything that decides what a batch does to the weights.
 _MAY_CHANGE = ("algorithm", "trainer")
@@ -75,7 +77,7 @@ def replay(
     Raises:
         UserError: the run, the step or an override is not what it should be.
         StoreError: the run has not kept the tokens of its batches.
-        RoleError: the trainer failed.
+        RoleError: the trainer failed; its logs stay, alone, in the folder of the branch.
     """
     folder = RunFolder.open(run_dir)
     until = last_step(folder.ledger)
@@ -94,10 +96,15 @@ def replay(
     try:
         updates = asyncio.run(_train(folder, target, before, after, branch, say))
         _record(folder, target, after, branch, updates)
+    except RoleError:
+        if logs := _all_but_logs_removed(target):
+            say(f"what the trainer said is in {', '.join(map(str, logs))}")
+        raise
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
-    return Replayed(target, branch, None if changes else _same_policy(folder, target, until))
+    ours, theirs = RunFolder(target).policy(until), folder.policy(until)
+    return Replayed(target, branch, None if changes else same_weights(ours, theirs))
 
 
 async def _train(
@@ -115,7 +122,7 @@ async def _train(
         for batch in read_batches(folder.ledger, branch.first_step, branch.last_step):
             updates.append(await trainer.train(batch, publish=False))
             say(f"step {batch.step}: loss {updates[-1].metrics.get('loss', float('nan')):.6g}")
-        await trainer.save_policy(target / "policy" / f"v{branch.last_step:06d}")
+        await trainer.save_policy(RunFolder(target).policy(branch.last_step))
     if checkpoint is not None:
         shutil.rmtree(checkpoint)
     return updates
@@ -151,6 +158,17 @@ async def _trainer(
         await link.stop(_STOP_GRACE)
 
 
+def _all_but_logs_removed(target: Path) -> list[Path]:
+    """The logs of the trainer and of its ranks, which say more of a failure than its message."""
+    logs = sorted(target.glob("*.txt"))
+    for path in [path for path in target.iterdir() if path not in logs]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return logs
+
+
 def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
     branches = folder.path / "branches"
     taken = [int(path.name) for path in branches.glob("*") if path.name.isdecimal()]
@@ -170,7 +188,7 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, upd
     (target / "recipe.toml").write_text(to_toml(recipe))
     try:
         with (
-            closing(sqlite3.connect(folder.ledger)) as source,
+            closing(open_for_reading(folder.ledger)) as source,
             closing(sqlite3.connect(target / "ledger.sqlite")) as copy,
         ):
             source.backup(copy)
@@ -185,8 +203,3 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, upd
     for line in read_metrics(folder.metrics)[0]:
         again = by_step.get(line.step)
         metrics.append(msgspec.structs.replace(line, trainer=again.metrics) if again is not None else line)
-
-
-def _same_policy(folder: RunFolder, target: Path, version: int) -> bool | None:
-    ours, theirs = (root / "policy" / f"v{version:06d}" / "model.safetensors" for root in (target, folder.path))
-    return ours.read_bytes() == theirs.read_bytes() if ours.is_file() and theirs.is_file() else None

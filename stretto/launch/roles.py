@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
+from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.launch.fleet import Fleet
 from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recorder import Work
-from stretto.launch.specs import Meeting, engine_specs, in_rounds, socket_folder, trainer_spec
+from stretto.launch.specs import SOCKETS_PREFIX, Meeting, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.stopping import Stopped, together
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rewards.pool import RewardPool
 from stretto.store.run_folder import RunFolder
-from stretto.weights.shared_memory import remove, shared_folder
+from stretto.weights.shared_memory import SHARED, remove, shared_folder
 
+_SOCKETS = ".sockets"  # names the folder that the roles of a run meet in
 _STOP_GRACE = 1.0
 _LAST_LOOK_SECONDS = 1.0
 
@@ -89,13 +93,13 @@ async def roles(
         report: told what a reader of the run should know: who was replaced, what a reward says of itself, who did not
             end as it should.
     """
-    recipe, sockets = plan.recipe, socket_folder()
-    meeting = Meeting(
-        mailbox=digest(folder.path.resolve()),  # the folder's lock lets one run at a time use it
-        mailbox_folder=shared_folder(plan.base.parameters * 4, sockets),
-        sockets=sockets,
-    )
-    remove(meeting.mailbox, meeting.mailbox_folder)  # of a run that was killed
+    recipe = plan.recipe
+    mailbox = digest(folder.path.resolve())  # the folder's lock lets one run at a time use it
+    _sweep(folder, mailbox)
+    sockets = socket_folder()
+    folder.write(_SOCKETS, f"{sockets}\n")
+    mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
+    meeting = Meeting(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets)
     model = folder.policy(0)
     trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, Lineage(folder, recipe.store.keep_checkpoints))
     fleet = Fleet(
@@ -107,8 +111,11 @@ async def roles(
     )
 
     def changed(sentence: str) -> None:
-        record_facts(folder, rewards.facts)
         report(sentence)
+        try:
+            record_facts(folder, rewards.facts)
+        except OSError as error:  # whoever reads it later should know; the run goes on without it
+            report(f"not recorded: {described(error)}")
 
     rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed)
     trainer.report_to(report)
@@ -125,6 +132,16 @@ async def roles(
             await end_all(report, fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
         finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
             remove(meeting.mailbox, meeting.mailbox_folder)
+            shutil.rmtree(sockets, ignore_errors=True)
+            (folder.path / _SOCKETS).unlink(missing_ok=True)
+
+
+def _sweep(folder: RunFolder, mailbox: str) -> None:
+    """Put away what a run that was killed has left outside of its folder."""
+    remove(mailbox, SHARED)
+    with contextlib.suppress(FileNotFoundError):
+        sockets = Path((folder.path / _SOCKETS).read_text().strip())
+        if sockets.name.startswith(SOCKETS_PREFIX) and not sockets.is_symlink():
             shutil.rmtree(sockets, ignore_errors=True)
 
 

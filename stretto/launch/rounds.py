@@ -119,7 +119,7 @@ class Rounds:
         """The answers of one group of the round; as for `Portion`."""
         return self._portions[request.id].generate(request)
 
-    async def written(self, known: Mapping[str, Sequence[int]]) -> Sequence[WrittenTokens]:
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Sequence[WrittenTokens]:
         """Nothing: a round that was cut short is asked again as a whole."""
         return ()
 

@@ -11,10 +11,10 @@ import torch
 import uvloop
 from torch import Tensor
 
-from stretto.core.errors import Problem, RecipeError, RoleFailed, WireError
+from stretto.core.errors import Problem, RecipeError, WireError
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import Generation
+from stretto.engine.generation import SharedGeneration
 from stretto.engine.listening import PatientServer, bind, run_app
 from stretto.engine.openai_app import OpenAIApp
 from stretto.engine.openai_asking import ServedModel
@@ -25,6 +25,7 @@ from stretto.model.tokenizer import load_tokenizer
 
 _KEEP_ALIVE_SECONDS = 120
 _PATIENCE_SECONDS = 30.0
+_SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the answer
 _OF_A_RUN = {"count": "one engine is served", "transport": "--host and --port say where", "base_port": "give --port"}
 
 
@@ -88,7 +89,6 @@ def serve(
 
     Raises:
         UserError: the folder, an override or the address is not what it should be.
-        RoleFailed: the model's numbers are not finite.
     """
     config = engine_config(overrides)
     folder = inspect_model_folder(model)
@@ -96,8 +96,8 @@ def serve(
     listening = bind(host, port, "--port")
     torch.set_num_threads(config.threads)
     engine = EmbeddedEngine.load(model, config)
-    generation = Generation(engine)
-    context = folder.context_length
+    generation = SharedGeneration(engine)
+    context = _context(engine, config)
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
     app = OpenAIApp(generation, served, tokenizer, EngineApp(generation, NoMailbox()))
     server = PatientServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
@@ -106,10 +106,19 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     say(f"{served.name}: {folder.architecture}, {folder.parameters:,} parameters, context {context:,}, {config.dtype}")
     say(f"serving at http://{shown}:{listening.getsockname()[1]}/v1")
-    try:
-        uvloop.run(run_app(server, [listening], generation))
-    except FloatingPointError as error:
-        raise RoleFailed("the engine", str(error), RoleFailed.exit_code) from error
+    uvloop.run(run_app(server, [listening], generation))
+
+
+def _context(engine: EmbeddedEngine, config: EngineConfig) -> int:
+    """Tokens that a prompt and its answer may have together.
+
+    Raises:
+        RecipeError: the cache holds no prompt with an answer.
+    """
+    if (context := engine.longest_row) < _SHORTEST_CONTEXT:
+        found = f"{config.cache_gib:g}, which holds the keys and values of no prompt with an answer"
+        raise RecipeError([Problem("engine.cache_gib", found, "give more")])
+    return context
 
 
 def _allow_many_connections() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StrettoError, UserError, described
+from stretto.core.errors import Problem, RunFolderError, StrettoError, described
 from stretto.launch.logbook import Logbook
 from stretto.launch.plan import Plan, digest, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import differences, load_recipe, to_toml
@@ -22,6 +22,8 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger import Ledger
 from stretto.store.provenance import library_versions, machine
 from stretto.store.run_folder import RunFolder
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.stepper import learning_rate
 
 #: What may be changed when a run is resumed: how long it goes on, on how much, and how patient it is.
 _MAY_CHANGE = (
@@ -37,12 +39,14 @@ _MAY_CHANGE = (
 _QUESTIONS = "questions"
 
 
-def check(recipe_path: Path, overrides: Sequence[str]) -> None:
+def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False) -> None:
     """`stretto train --dry-run`: everything is read and measured, nothing is started.
 
     Raises:
         UserError: with every mistake that was found.
     """
+    if resume and recipe_path.is_dir():
+        recipe_path = RunFolder.open(recipe_path).recipe
     plan = make_plan(load_recipe(recipe_path, overrides))
     recipe = plan.recipe
     print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of ", end="")
@@ -62,11 +66,16 @@ def check(recipe_path: Path, overrides: Sequence[str]) -> None:
 def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> Prepared:
     """Check everything, take the run folder; nothing is started yet.
 
+    A run that goes on is named by its folder in the place of a recipe (its own is taken), or by `run_dir`.
+
     Raises:
         UserError: something is wrong that the user can put right.
     """
+    if resume and recipe_path.is_dir():
+        recipe_path, run_dir = RunFolder.open(recipe_path).recipe, run_dir or recipe_path
     if resume and run_dir is None:
-        raise RunFolderError([Problem("--resume", "without --run-dir", "say which run is to go on")])
+        remedy = "say which run is to go on: stretto train --resume RUN_DIR"
+        raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
     plan = make_plan(recipe)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -76,7 +85,7 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
     try:
         prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
         folder.write("recipe.toml", to_toml(recipe))
-    except UserError:
+    except BaseException:
         folder.release()
         raise
     return prepared
@@ -142,14 +151,16 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
     """Positions in a checkpoint mean these questions in this order."""
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         known = ledger.get(_QUESTIONS, str)
+        if known is None:  # it was killed when it had a ledger and nothing in it
+            ledger.put(_QUESTIONS, _fingerprint(plan))
     if known is not None and known != _fingerprint(plan):
         found = "its training questions were others (the data or the tokenizer has changed)"
         raise RunFolderError([Problem(str(folder.path), found, "bring them back, or begin a new run")])
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan) -> Beginning:
-    recipe = plan.recipe
-    changes = differences(load_recipe(folder.recipe), recipe, _MAY_CHANGE)
+    recipe, before = plan.recipe, load_recipe(folder.recipe)
+    changes = differences(before, recipe, _MAY_CHANGE)
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
@@ -160,7 +171,24 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> Beginning:
     if beginning.version > recipe.trainer.steps:
         found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
+    _check_rates(folder, before.trainer, recipe.trainer, beginning)
     return beginning
+
+
+def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: Beginning) -> None:
+    """Steps that are done again are done at the learning rates at which they were done."""
+    again = range(beginning.saved_step, beginning.version)  # the versions at which they are
+    if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
+        return
+    found = (
+        f"was {before.steps} and is {after.steps}, and steps {again.start + 1} to {again.stop}, which are done again "
+        f'behind the last checkpoint, would have other learning rates by trainer.schedule = "{after.schedule}"'
+    )
+    remedy = (
+        f"go on with trainer.steps={before.steps}: at its end, or stopped by Ctrl-C, the run has a checkpoint of its "
+        "last step, and the number of steps can be changed"
+    )
+    raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, remedy)])
 
 
 def _json(value: object) -> str:

@@ -20,6 +20,7 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.config import DeadlinesConfig
+from stretto.launch.deaths import Deaths
 from stretto.launch.lineage import Lineage
 from stretto.launch.messages import (
     FROM_TRAINER,
@@ -42,6 +43,7 @@ from stretto.launch.trainer_role import TrainerSpec
 
 TRAINER_ROLE = "stretto.launch.trainer_role"
 _LAST_ANSWER_SECONDS = 1.0
+_BREATH_SECONDS = 0.5  # between two tries: what is missing now, memory say, may be there then
 
 Answer = TypeVar("Answer", Ready, Published, Trained, Saved)
 
@@ -57,7 +59,8 @@ class TrainerLink:
         self._deadlines, self._lineage = deadlines, lineage
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained and answered for
-        self._restarts = 0
+        self._deaths = Deaths(deadlines.trainer_restarts, deadlines.restart_window)
+        self._publishes = True
         self._answered = 0  # orders
         self._retired = False
         self._spans: list[Span] = []
@@ -78,13 +81,25 @@ class TrainerLink:
         self._say = say
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
-        """Start the process and bring it to `version`; when this returns that is published, if it is to be."""
-        self._spec, self._version = spec, version
-        self.replayed = await self._begin()
-        if publish:
-            await self._ask(Publish(), Published, f"to publish version {version}", self._deadlines.save)
+        """Start the process and bring it to `version`; when this returns that is published, if it is to be.
+
+        Raises:
+            RoleDied: it has died too often.
+        """
+        self._spec, self._version, self._publishes = spec, version, publish
+        try:
+            self.replayed = await self._begin()
+        except RoleDied as death:
+            self.replayed = await self._replace(death)
 
     async def _begin(self) -> list[Update]:
+        """A process that stands where the run stands, and has published that."""
+        updates = await self._reach()
+        if self._publishes:
+            await self._ask(Publish(), Published, f"to publish version {self._version}", self._deadlines.save)
+        return updates
+
+    async def _reach(self) -> list[Update]:
         """A process at the version of the run: from the last checkpoint over the batches since."""
         assert self._spec is not None, "start() comes first"
         folder, lineage = self._spec.checkpoint, self._lineage
@@ -116,6 +131,7 @@ class TrainerLink:
             )
             self._keep(trained.spans)
             self._version = trained.update.version
+            self._deaths.progressed()
         return trained.update
 
     async def save_checkpoint(self, folder: Path) -> None:
@@ -148,27 +164,24 @@ class TrainerLink:
             except RoleDied as death:
                 await self._replace(death)
 
-    async def _replace(self, death: RoleDied) -> None:
-        """A new trainer that stands where the dead one stood, published again.
+    async def _replace(self, death: RoleDied) -> list[Update]:
+        """A new trainer that stands where the dead one stood, published again; the steps that it did again.
 
         Raises:
             RoleDied: it has died too often, or cannot be replaced, or not any more.
         """
         while True:
-            self._restarts += 1
-            if self._lineage is None or self._retired or self._restarts > self._deadlines.trainer_restarts:
+            if self._deaths.one_more() or self._lineage is None or self._retired:
                 raise death
             self._say(f"trainer {death.how}: a new one is started at version {self._version}")
             self._channel.close()
             await self.process.stop(0.0)
             self._new_process()
             try:
-                await self._begin()
-                await self._ask(Publish(), Published, f"to publish version {self._version}", self._deadlines.save)
+                return await self._begin()
             except RoleDied as again:
                 death = again
-            else:
-                return
+                await asyncio.sleep(_BREATH_SECONDS)
 
     async def _ask(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         try:

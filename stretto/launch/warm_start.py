@@ -56,6 +56,7 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
         log,
         seed=recipe.seed,
         seconds=recipe.deadlines.warm_start,
+        hung=recipe.deadlines.hung,
         on_learning=on_learning,
     )
 

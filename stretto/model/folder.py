@@ -112,7 +112,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield partial
         if path.exists():
             path.rename(replaced)
-        partial.rename(path)
+        try:
+            partial.rename(path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(path)
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)

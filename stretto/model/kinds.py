@@ -1,7 +1,9 @@
 """Which kinds of attention a model's layers ask for, and which of them the packed and the cached path compute.
 
     computed   causal, over everything before a token or over a sliding window of it; scores capped by a tanh
-    refused    sinks, biases, latent keys and values, keys shared between layers, bidirectional or linear layers
+    refused    sinks, biases, latent keys and values, keys shared between layers, bidirectional or linear layers;
+               rotary frequencies that follow the longest position of a call, as log-probabilities would follow what
+               else is computed in it
 
 A config says what a model was meant to be, not what its module hands to the attention function. So the module itself
 is asked: one forward over a single token by an attention function that computes nothing and notes what it is given.
@@ -22,6 +24,8 @@ from stretto.core.errors import ModelFolderError, Problem
 _NOTING = "stretto_noting"
 _COMPUTED = ("full_attention", "sliding_attention")
 _REMEDY = "the packed and the cached path do not compute this; use a remote engine for this model"
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # None where there is none
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # None or 1 where there is none
 
 #: Arguments by which transformers asks for attention that neither path computes.
 UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
@@ -74,7 +78,8 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     """Refuse what the config alone gives away.
 
     Raises:
-        ModelFolderError: layers that are neither full nor sliding, latent or shared keys; all of them.
+        ModelFolderError: layers that are neither full nor sliding, latent or shared keys, rotary frequencies that
+            change from call to call; all of them.
     """
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_COMPUTED))
@@ -83,8 +88,37 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         found.append("latent keys and values")
     if getattr(text, "num_kv_shared_layers", None):
         found.append("keys and values shared between layers")
+    changing = sorted(kind for kind in _rope_kinds(text) if "dynamic" in kind or kind == "longrope")
+    found += [f"rotary frequencies of the kind {kind!r}, which follow the longest position" for kind in changing]
     if found:
         raise ModelFolderError(Problem(f"config.json ({text.model_type})", what, _REMEDY) for what in found)
+
+
+def refuse_untrainable(config: PreTrainedConfig) -> None:
+    """Refuse logits that are not those of the output matrix, as far as the config gives them away: an engine serves
+    such a model, and a trainer, which computes log-probabilities chunk by chunk from the output matrix, does not.
+
+    What it does not give away is found when the trainer has the model (`stretto.model.logprobs.check_policy`).
+
+    Raises:
+        ModelFolderError: a soft cap on the logits, or a scale; all of them.
+    """
+    text = config.get_text_config()
+    caps = [(name, value) for name in _CAPS if (value := getattr(text, name, None)) is not None]
+    scales = [(name, value) for name in _SCALES if (value := getattr(text, name, None)) not in (None, 1)]
+    if caps or scales:
+        place, remedy = f"config.json ({text.model_type})", "choose a model whose logits are linear"
+        raise ModelFolderError(
+            Problem(place, f"{name} = {value} changes the logits after the output matrix,: it is not trained", remedy)
+            for name, value in (*caps, *scales)
+        )
+
+
+def _rope_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary frequencies: one for all layers, or one for each kind of layer."""
+    told = getattr(config, "rope_parameters", None) or {}
+    each = [told, *(inner for inner in told.values() if isinstance(inner, dict))]
+    return {str(kind) for rope in each if (kind := rope.get("rope_type"))}
 
 
 def _mistakes(config: PreTrainedConfig, asked: list[Asked]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A step asks one query per row and head. Dense kernels take the rows of a shelf as a rectangle, up to its longest row,
 and start anew for each row and head, which costs more than the little that there is to compute; what bounds the work is
-reading keys and values once. This loop does that and nothing else. Float32 (numba compiles it when it is first called).
+reading keys and values once. This loop does that and nothing else. Keys and values in float32 or bfloat16, sums in
+float32 (numba compiles it when it is first called).
 
 Axes: R row, S slot, H query heads, K key/value heads, L tokens of a slot, D width of a head.
 """
@@ -116,31 +117,78 @@ def _mix(values_LD: Any, weights: Any, first: Any, end: Any, total_D: Any) -> No
 
 
 @_compiled
+def _attend_group(
+    query_GD: Any,
+    keys_LD: Any,
+    values_LD: Any,
+    first: Any,
+    end: Any,
+    scaling: Any,
+    softcap: Any,
+    weights: Any,
+    total_D: Any,
+    out_GD: Any,
+) -> None:
+    """The query heads of one key head look at the tokens from `first` to before `end`; `weights` and `total_D` are
+    memory to work in."""
+    width = _U(len(total_D))
+    for head in range(len(query_GD)):
+        top = _score(query_GD[head], keys_LD, weights, first, end, scaling, softcap)
+        mass = _F(0.0)
+        for p in range(first, end):
+            weights[p] = _exp(weights[p] - top)
+            mass += weights[p]
+        _mix(values_LD, weights, first, end, total_D)
+        share = _F(1.0) / mass
+        for d in range(width):
+            out_GD[head, d] = total_D[d] * share
+
+
+@_compiled
 def _attend(query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling: Any, softcap: Any, out: Any) -> None:
     """Row r looks at the tokens ends[r] - window <= p < ends[r] of slot r."""
-    rows, heads, width = query.shape
-    kv_heads, longest = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
-    weights, total_D = np.empty(longest, np.float32), np.empty(width, np.float32)
-    for row in range(rows):
+    group = query.shape[1] // keys.shape[1]
+    weights, total_D = np.empty(keys.shape[2], np.float32), np.empty(query.shape[2], np.float32)
+    for row in range(len(query)):
         first, end = _U(max(ends[row] - window, 0)), _U(ends[row])
-        for kv_head in range(kv_heads):
+        for kv_head in range(keys.shape[1]):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
             keys_LD, values_LD = keys[row, kv_head].ravel(), values[row, kv_head].ravel()
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                top = _score(query[row, head], keys_LD, weights, first, end, scaling, softcap)
-                mass = _F(0.0)
-                for p in range(first, end):
-                    weights[p] = _exp(weights[p] - top)
-                    mass += weights[p]
-                _mix(values_LD, weights, first, end, total_D)
-                share = _F(1.0) / mass
-                for d in range(width):
-                    out[row, head, d] = total_D[d] * share
+            asked, given = query[row, heads], out[row, heads]
+            _attend_group(asked, keys_LD, values_LD, first, end, scaling, softcap, weights, total_D, given)
+
+
+@_compiled
+def _widen(halves: Any, first: Any, end: Any, floats: Any) -> None:
+    """Bfloat16, as whole numbers, to float32: the same bits with 16 zeros behind them."""
+    for place in range(first, end):
+        floats[place] = np.uint32(np.uint32(halves[place]) << np.uint32(16))
+
+
+@_compiled
+def _attend_halves(
+    query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling: Any, softcap: Any, out: Any
+) -> None:
+    """As `_attend`, of keys and values in bfloat16: those of one head at a time are widened, and stay in the cache of
+    the core while they are used."""
+    group, width = query.shape[1] // keys.shape[1], _U(query.shape[2])
+    numbers = keys.shape[2] * keys.shape[3]  # of one head
+    wide_keys, wide_values = np.empty(numbers, np.uint32), np.empty(numbers, np.uint32)
+    weights, total_D = np.empty(keys.shape[2], np.float32), np.empty(query.shape[2], np.float32)
+    for row in range(len(query)):
+        first, end = _U(max(ends[row] - window, 0)), _U(ends[row])
+        for kv_head in range(keys.shape[1]):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            _widen(keys[row, kv_head].ravel(), first * width, end * width, wide_keys)
+            _widen(values[row, kv_head].ravel(), first * width, end * width, wide_values)
+            keys_LD, values_LD = wide_keys.view(np.float32), wide_values.view(np.float32)
+            asked, given = query[row, heads], out[row, heads]
+            _attend_group(asked, keys_LD, values_LD, first, end, scaling, softcap, weights, total_D, given)
 
 
 def computes_ragged(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether keys and values of this kind are read here."""
-    return AVAILABLE and device.type == "cpu" and dtype == torch.float32
+    return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def ragged_attention(
@@ -149,8 +197,8 @@ def ragged_attention(
     """What row r sees of slot r: the tokens before place ``ends[r]``, as many of them as the rule's window holds.
 
     Args:
-        query_RHD: float32, one query per row and head.
-        keys_SKLD: float32, contiguous; at least as many slots as rows.
+        query_RHD: one query per row and head.
+        keys_SKLD: float32 or bfloat16, contiguous; at least as many slots as rows.
         values_SKLD: like the keys.
         ends: [R], at least 1, at most L.
         rule: of the layer.
@@ -158,10 +206,12 @@ def ragged_attention(
     Returns:
         [R, H, D]
     """
-    out_RHD = torch.empty(query_RHD.shape)
+    out_RHD = torch.empty(query_RHD.shape, dtype=torch.float32)
     window = NO_WINDOW if rule.window is None else rule.window
     softcap = np.float32(NO_CAP if rule.softcap is None else rule.softcap)
     scaling = np.float32(query_RHD.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling)
-    arrays = (x.numpy() for x in (query_RHD.contiguous(), keys_SKLD, values_SKLD))
-    _attend(*arrays, ends, window, scaling, softcap, out_RHD.numpy())
-    return out_RHD
+    halves = keys_SKLD.dtype == torch.bfloat16
+    keys, values = (x.view(torch.uint16).numpy() if halves else x.numpy() for x in (keys_SKLD, values_SKLD))
+    query = query_RHD.float().contiguous().numpy()
+    (_attend_halves if halves else _attend)(query, keys, values, ends, window, scaling, softcap, out_RHD.numpy())
+    return out_RHD.to(query_RHD.dtype)

@@ -1,6 +1,6 @@
 """How the rows of a shelf read what is cached for them: each as far as it is long, or as a rectangle up to the longest.
 
-    rows     a a a a .        ragged   11 tokens are read, one loop over them (float32 on the processor)
+    rows     a a a a .        ragged   11 tokens are read, one loop over them (on the processor)
              b b . . .
              c c c c c        dense    15 tokens are read, hidden ones without weight (everything else)
 

@@ -16,7 +16,7 @@ class CodeConfig(BaseModel, extra="forbid", frozen=True):
     answer_seconds: float = Field(10.0, gt=0, le=3600, description="wall clock of all tests of one answer")
     memory_mib: int = Field(512, ge=64, le=1 << 20, description="address space of a process, and memory of them all")
     processes: int = Field(16, ge=1, le=4096, description="processes and threads; level D allows threads only")
-    open_files: int = Field(64, ge=16, le=4096)
+    open_files: int = Field(64, ge=16, le=4096, description="files that one program may have open")
     files_mib: int = Field(16, ge=1, le=1 << 16, description="what can be written to /tmp, and the size of a file")
     output_mib: int = Field(4, ge=1, le=256, description="more output, or more errors, ends the program")
     warm: bool = Field(True, description="fork programs from a warm interpreter; false: a new sandbox for each")

@@ -37,6 +37,11 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     start_timeout: float = Field(
         default=60.0, gt=0, description="Seconds a worker may take to start and to import the reward."
     )
+    recycle_after: int = Field(
+        default=10_000,
+        ge=1,
+        description="Answers after which a worker is replaced: what the reward leaks, ends with it.",
+    )
     patience: float = Field(
         default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."
     )

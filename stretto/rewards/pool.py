@@ -185,6 +185,11 @@ class RewardPool:
         self._dispatch()
         await self._start_again(slot)
 
+    async def _recycle(self, slot: _Slot) -> None:
+        assert slot.process is not None
+        await slot.process.end()
+        await self._start_again(slot)
+
     async def _start_again(self, slot: _Slot) -> None:
         for tries_left in reversed(range(_START_TRIES)):
             try:
@@ -201,12 +206,19 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         while self._queue:
-            slot = min(self._slots, key=lambda slot: len(slot.outstanding) if slot.ready else _DEPTH)
-            if not slot.ready or len(slot.outstanding) >= _DEPTH:
+            slot = min(self._slots, key=self._load)
+            if self._load(slot) >= _DEPTH:
                 return
             chunk = self._queue.popleft()
             if not chunk.call.done.done():
                 self._send(slot, chunk)
+
+    def _load(self, slot: _Slot) -> int:
+        """Chunks that it holds; one that takes no more is full."""
+        return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
+
+    def _is_worn(self, slot: _Slot) -> bool:
+        return slot.answered >= self._config.recycle_after
 
     def _send(self, slot: _Slot, chunk: Chunk) -> None:
         assert slot.process is not None
@@ -229,6 +241,9 @@ class RewardPool:
         self.busy_seconds += seconds
         self._seconds_per_item += 0.1 * (seconds / len(reply.verdicts) - self._seconds_per_item)
         self._note(Span(role=slot.name, name="score", start=reply.start, end=reply.end))
+        if self._is_worn(slot) and not slot.outstanding and self._failure is None:
+            slot.ready = False
+            self._spawn(self._recycle(slot))
         self._dispatch()
 
     def _ask_again(self, lost: Sequence[Chunk], how: str) -> None:

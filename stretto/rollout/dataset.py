@@ -18,8 +18,8 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
 
     kind: Literal["jsonl"]
     file: str = Field(description="JSONL file, relative to the recipe's folder")
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
+    answer_field: str = Field("answer", description="key of what the reward compares with")
     demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
     held_out: int = Field(64, ge=1, description="rows at the end of the file that are kept for evaluation")
     held_out_file: str | None = Field(None, description="a second file in place of the last rows")

@@ -81,13 +81,13 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
     """How descriptions are drawn: every number of steps is equally likely."""
 
     kind: Literal["programs"]
-    steps_min: int = Field(2, ge=1, le=16)
-    steps_max: int = Field(4, ge=1, le=16)
+    steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")
+    steps_max: int = Field(4, ge=1, le=16, description="steps of the longest programs")
     tests: int = Field(6, ge=1, le=64, description="calls that an answer is tested with")
     mistake_rate: float = Field(0.3, ge=0, lt=1, description="chance of each step of a demonstration to be wrong")
     prompts: int = Field(20_000, ge=1, description="training questions")
     held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
-    demonstrations: int = Field(64_000, ge=0)
+    demonstrations: int = Field(64_000, ge=0, description="worked examples for the warm start")
 
     @model_validator(mode="after")
     def _smallest_is_not_above_largest(self) -> Self:

@@ -135,21 +135,27 @@ def verify(path: Path) -> Manifest:
     """Compare a checkpoint with its manifest, byte for byte.
 
     Raises:
-        StoreError: a file is missing, has another size or another checksum; names it.
+        StoreError: a file is missing, cannot be read, has another size or another checksum; names it.
     """
     try:
         manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as error:
         raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
     for name, seal in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise StoreError(f"{file}: is missing")
-        if (size := file.stat().st_size) != seal.size:
-            raise StoreError(f"{file}: has {size} bytes, the manifest says {seal.size}")
-        if (found := _checksum(file)) != seal.xxh3:
-            raise StoreError(f"{file}: has checksum {found}, the manifest says {seal.xxh3}")
+        try:
+            _verify_file(path / name, seal)
+        except OSError as error:  # a disk that cannot give it back, a folder that must not be looked into
+            raise StoreError(f"{path / name}: cannot be read: {error.strerror or error}") from error
     return manifest
+
+
+def _verify_file(file: Path, seal: FileSeal) -> None:
+    if not file.is_file():
+        raise StoreError(f"{file}: is missing")
+    if (size := file.stat().st_size) != seal.size:
+        raise StoreError(f"{file}: has {size} bytes, the manifest says {seal.size}")
+    if (found := _checksum(file)) != seal.xxh3:
+        raise StoreError(f"{file}: has checksum {found}, the manifest says {seal.xxh3}")
 
 
 def _seal(step: int, part: Path) -> None:

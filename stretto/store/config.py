@@ -21,4 +21,8 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
         le=60,
         description="The ledger writes with the first group that is issued so long after its last writing.",
     )
-    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")
+    keep_checkpoints: int = Field(
+        default=2,
+        ge=2,
+        description="How many of the newest checkpoints are kept; while one is written, another is needed.",
+    )

@@ -40,6 +40,7 @@ from stretto.store.rows import (
 )
 from stretto.store.schema import open_for_writing
 from stretto.store.seals import check, seal
+from stretto.store.wal import log_of
 
 Value = TypeVar("Value")
 
@@ -204,12 +205,17 @@ class Ledger:
         self.flush()
 
     def sync(self) -> None:
-        """Force everything that was written to disk: a checkpoint must not outlive the batches that led to it."""
+        """Force everything that was written to disk: a checkpoint must not outlive the batches that led to it.
+
+        The log alone: SQLite forces the ledger itself to disk before it begins the log anew. And never the ledger by
+        hand: a process that closes any descriptor of a file gives up all its locks on that file, SQLite's too; the next
+        reader would take itself for the last one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
+        """
         self.flush()
+        log = log_of(self._path)
         try:
-            for name in (self._path, self._path.with_name(f"{self._path.name}-wal")):
-                if name.exists():
-                    sync_file(name)
+            if log.exists():
+                sync_file(log)
         except OSError as error:
             raise StoreError(f"{self._path}: cannot be forced to disk: {error.strerror or error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -66,20 +66,42 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
     Raises:
         StoreError: a line that is not the last cannot be read; names file and line.
     """
-    if not path.exists():
-        return []
-    rows = path.read_bytes().split(b"\n")
     lines: list[Line] = []
-    for number, row in enumerate(rows[:-1], start=1):
-        try:
-            lines.append(decoder.decode(row))
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"{path}: line {number} cannot be read: {error}") from error
+    for line in _each_line(path, decoder):
+        if isinstance(line, StoreError):
+            raise line
+        lines.append(line)
     return lines
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Write the file anew with only the lines that `keep` wants."""
-    kept = [msgspec.json.encode(line) + b"\n" for line in read_lines(path, decoder) if keep(line)]
-    if path.exists():
+    """Write the file anew with only the lines that `keep` wants.
+
+    A line that cannot be read is left out, and a file that cannot be written stays as it is, each with a warning: lines
+    are worth less than the run that goes on behind them.
+    """
+    if not path.exists():
+        return
+    kept, broken = [], []
+    try:
+        for line in _each_line(path, decoder):
+            if isinstance(line, StoreError):
+                broken.append(line)
+            elif keep(line):
+                kept.append(msgspec.json.encode(line) + b"\n")
         write_atomically(path, b"".join(kept))
+    except OSError as error:
+        _log.warning("%s cannot be written anew (%s); the run goes on with it as it is", path, error.strerror)
+        return
+    if broken:
+        _log.warning("%s; the run goes on without it and %d more", broken[0], len(broken) - 1)
+
+
+def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:
+    if not path.exists():
+        return
+    for number, row in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            yield decoder.decode(row)
+        except msgspec.MsgspecError as error:
+            yield StoreError(f"{path}: line {number} cannot be read: {error}")

@@ -12,18 +12,21 @@ lock                                        who writes here now
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
+import re
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from stretto.core.errors import Problem, RunFolderError
+from stretto.store import lock
 from stretto.store.files import write_atomically
+from stretto.store.leftovers import sweep
 
-_RUN_FILES = ("ledger.sqlite", "recipe.toml")
-_FREE_NAMES = {"lock", "log.txt", "logs"}  # what a run leaves that ended before it began
+_INNER = ("logs", "policy", "checkpoints", "plots")
+_FREE_NAMES = {lock.NAME, "log.txt", "logs"}  # what a run leaves that ended before it began
+_RECIPE = "recipe.toml"
+_HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
 
 
 class RunFolder:
@@ -36,9 +39,9 @@ class RunFolder:
             ledger = Ledger(folder.ledger, StoreConfig())
     """
 
-    def __init__(self, path: Path, lock: int | None = None) -> None:
+    def __init__(self, path: Path, held: int | None = None) -> None:
         self.path = path
-        self._lock = lock
+        self._lock = held
 
     @classmethod
     def create(cls, path: str | Path) -> Self:
@@ -52,25 +55,27 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _refused(folder, f"cannot be made: {error.strerror}", "give another folder") from error
-        lock = _acquire(folder)
+        held = lock.acquire(folder)
         problem = _why_not_new(folder)
         if problem is not None:
-            os.close(lock)
+            os.close(held)
             raise RunFolderError([problem])
-        run = cls(folder, lock)
-        for inner in (run.logs, run.policies, run.checkpoints, run.plots):
-            inner.mkdir(exist_ok=True)
-        return run
+        sweep([folder])
+        for inner in _INNER:
+            (folder / inner).mkdir(exist_ok=True)
+        return cls(folder, held)
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
-        """The folder of a run that ended, to go on writing.
+        """The folder of a run that ended, to go on writing; what it left half-written is removed.
 
         Raises:
             RunFolderError: there is no run, or it is still running.
         """
         folder = cls.open(path).path
-        return cls(folder, _acquire(folder))
+        run = cls(folder, lock.acquire(folder))
+        sweep([folder, *(folder / inner for inner in _INNER)])
+        return run
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -106,7 +111,7 @@ class RunFolder:
 
     @property
     def recipe(self) -> Path:
-        return self.path / "recipe.toml"
+        return self.path / _RECIPE
 
     @property
     def log(self) -> Path:
@@ -148,31 +153,18 @@ class RunFolder:
         return self.path / "plots"
 
 
-def _acquire(folder: Path) -> int:
-    """The descriptor that holds the lock. The kernel lets go of it when the owner dies, however it dies."""
-    path = folder / "lock"
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise _refused(folder, f"cannot be written: {error.strerror}", "give a folder of your own") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
-        os.close(lock)
-        raise _refused(folder, f"is in use by {owner}", "wait for it, or give another --run-dir") from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return lock
-
-
 def _why_not_new(folder: Path) -> Problem | None:
-    if any((folder / name).exists() for name in _RUN_FILES):
+    """A ledger makes a run. A recipe beside the folders that `create` makes is of a run that was killed before it had
+    one; any other is somebody's own, and not to be written over."""
+    if (folder / "ledger.sqlite").exists():
         return Problem(str(folder), "holds another run", "go on with it by --resume, or give another --run-dir")
+    killed = all((folder / inner).is_dir() for inner in _INNER)
     strange = sorted(
         path.name
         for path in folder.iterdir()
-        if path.name not in _FREE_NAMES and not (path.is_dir() and not any(path.iterdir()))
+        if path.name not in _FREE_NAMES
+        and not (path.is_dir() and not any(path.iterdir()))
+        and not (killed and (path.name == _RECIPE or _HALF_A_RECIPE.fullmatch(path.name)))
     )
     if strange:
         return Problem(str(folder), f"is not empty and holds no run ({strange[0]}, ...)", "give an empty or new folder")

@@ -11,11 +11,13 @@ sealed with a checksum (`store.seals`).
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
 from stretto.core.errors import StoreError
-from stretto.store.wal import check_log
+from stretto.store import lock
+from stretto.store.wal import check_log, log_of
 
 FORMAT = 2
 
@@ -93,20 +95,40 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, to read only, also while a run writes.
+    """The ledger at `path`, to read only, also while a run writes. Nothing of the run is changed by a look: beside the
+    ledger, at most the index of its log and an empty log appear.
 
     Raises:
-        StoreError: missing, another format, or not a ledger.
+        StoreError: missing, another format, not a ledger, or damaged.
     """
     if not path.is_file():
         raise StoreError(f"{path}: does not exist")
+    check_resting_log(path)
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
-        connection.execute("PRAGMA query_only = ON")
+        connection = sqlite3.connect(_address(path), isolation_level=None, uri=True)
         _check_format(path, connection)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
     return connection
+
+
+def check_resting_log(path: Path) -> None:
+    """`check_log`, unless a run writes to the ledger just now, whose log may be about to get its end.
+
+    Raises:
+        StoreError: the log of a run that is not running is damaged.
+    """
+    if not lock.is_held(path.parent):
+        check_log(path)
+
+
+def _address(path: Path) -> str:
+    """SQLite reads a log by an index beside it. Where neither is there, and neither can be made, nobody writes: the
+    ledger is read as it is."""
+    log, index = log_of(path), path.with_name(f"{path.name}-shm")
+    bare = not index.exists() and not (log.exists() and log.stat().st_size)
+    how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
+    return f"{path.absolute().as_uri()}?{how}"
 
 
 def _check_format(path: Path, connection: sqlite3.Connection) -> None:

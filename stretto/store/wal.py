@@ -22,13 +22,18 @@ _MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # the order of bytes in which check
 Sums = tuple[int, int]
 
 
+def log_of(ledger: Path) -> Path:
+    """Where SQLite keeps the log of a ledger."""
+    return ledger.with_name(f"{ledger.name}-wal")
+
+
 def check_log(ledger: Path) -> None:
     """Return if the log of a ledger that nobody has open, if there is one, ends where a kill may have ended it.
 
     Raises:
         StoreError: frames were written behind one that cannot be read: SQLite would forget them without a word.
     """
-    log = ledger.with_name(f"{ledger.name}-wal")
+    log = log_of(ledger)
     if not log.exists():
         return
     try:

@@ -25,13 +25,11 @@ from stretto.trainer.surrogates import Surrogate
 ClipLow = Annotated[float, Field(gt=0, le=1, description="ratios below 1 - clip_low are clipped")]
 ClipHigh = Annotated[float, Field(gt=0, description="ratios above 1 + clip_high are clipped")]
 Ratio = Annotated[float, Field(gt=1)]
-Around = Annotated[
-    Anchor,
-    Field(
-        description="the policy around which the trust region lies; recomputed: before this step (decoupled); "
-        "interpolated: the same, estimated from versions; behavior: the one that sampled (not decoupled)"
-    ),
-]
+_ANCHOR = (
+    "the policy around which the trust region lies; recomputed: before this step (decoupled); "
+    "interpolated: the same, estimated from versions; behavior: the one that sampled (not decoupled)"
+)
+Around = Annotated[Anchor, Field(description=_ANCHOR)]
 
 
 class _Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
@@ -42,7 +40,7 @@ class DecoupledPPO(_Section):
     """PPO's clip around the policy before the step (AReaL, equation 5)."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
-    anchor: Literal["recomputed", "interpolated"] = "recomputed"
+    anchor: Literal["recomputed", "interpolated"] = Field("recomputed", description=_ANCHOR)
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
 
@@ -51,7 +49,7 @@ class PPO(_Section):
     """PPO's clip around the policy that sampled."""
 
     kind: Literal["ppo"] = "ppo"
-    anchor: Literal["behavior"] = "behavior"
+    anchor: Literal["behavior"] = Field("behavior", description=_ANCHOR)
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
 
@@ -97,7 +95,7 @@ class M2PO(_Section):
     """No clip; the farthest tokens are left out until the second moment is small enough."""
 
     kind: Literal["m2po"] = "m2po"
-    anchor: Literal["behavior"] = "behavior"
+    anchor: Literal["behavior"] = Field("behavior", description=_ANCHOR)
     threshold: float = Field(0.04, gt=0, description="largest mean of (log ratio)^2 over the tokens in the quadrants")
 
 
@@ -105,7 +103,7 @@ class TOPR(_Section):
     """The policy gradient, tapered by the answer's ratio where the advantage is negative."""
 
     kind: Literal["topr"] = "topr"
-    anchor: Literal["behavior"] = "behavior"
+    anchor: Literal["behavior"] = Field("behavior", description=_ANCHOR)
 
 
 class PolicyGradient(_Section):

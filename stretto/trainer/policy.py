@@ -31,7 +31,8 @@ class Policy(nn.Module):
         self._sampling, self._half = sampling, config.dtype != "float32"
 
     def forward(self, packed: PackedTokens, *, entropy: bool = False) -> TokenLogprobs:
-        """log p of the wanted tokens, [N], as they are drawn; the body runs in `config.dtype`, the rest in float32."""
+        """log p of the wanted tokens, [N], as they are drawn. Products of matrices run in `config.dtype`, that of the
+        output matrix included; the logarithms of what it gives are taken in float32."""
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._half):
             logprobs, entropies = token_logprobs(self.model, packed, self._sampling, entropy=entropy)
         # Copies: of a view of what it returned a divided module would not see the gradient coming.

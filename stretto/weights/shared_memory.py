@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from stretto.core.errors import TornPublication, WireError
 from stretto.weights import publication
 from stretto.weights.mailbox import Gather, as_it_is
 
-_SHARED = Path("/dev/shm")
+SHARED = Path("/dev/shm")
 _KEPT = 2
 _RUN = re.compile(r"[A-Za-z0-9_.]+")
 
@@ -35,8 +36,8 @@ def shared_folder(needed: int, fallback: Path) -> Path:
 
     `needed` is the size of one version; containers often have 64 MiB of shared memory only.
     """
-    if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) and shutil.disk_usage(_SHARED).free > (_KEPT + 2) * needed:
-        return _SHARED
+    if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > (_KEPT + 2) * needed:
+        return SHARED
     return fallback
 
 
@@ -67,7 +68,7 @@ class SharedMemoryPublisher:
         Raises:
             TornPublication: what was read back is not what was written; nothing was switched.
             ValueError: a dtype that cannot be published, or a version below 0.
-            OSError: no room; nothing was switched, nothing is left.
+            OSError: no room, with the path; nothing was switched, nothing is left.
         """
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
@@ -138,18 +139,22 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gath
         gathered = (gather(name, tensor) for name, tensor in tensors.items())
         for chunk in publication.chunks(manifest, gathered):
             checksum.update(chunk)
-            _write_all(file.fileno(), chunk)
+            _write_all(file, chunk)
         file.seek(0)
-        _write_all(file.fileno(), memoryview(publication.header(_sealed(manifest, checksum.digest()))))
+        _write_all(file, memoryview(publication.header(_sealed(manifest, checksum.digest()))))
 
 
 def _sealed(manifest: publication.WeightsManifest, checksum: bytes) -> publication.WeightsManifest:
     return msgspec.structs.replace(manifest, checksum=checksum)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _write_all(file: FileIO, data: memoryview) -> None:
+    """Raises OSError with the path, which the system does not name when it refuses to write to an open file."""
+    try:
+        while data:
+            data = data[os.write(file.fileno(), data) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 def _private(path: str, flags: int) -> int:

@@ -59,7 +59,8 @@ def test_the_module_can_be_run_as_well() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train"], "Missing argument 'RECIPE.toml'"),
+        (["train"], "Missing argument 'RECIPE.toml|RUN_DIR'"),
+        (["sft"], "Missing argument 'RECIPE.toml'"),
         (["trian"], "No such command 'trian'"),
         (["train", str(TINY), "--run-folder", "x"], "No such option: --run-folder"),
         (["eval", "model"], "Missing option '--task'"),
@@ -129,6 +130,8 @@ def test_a_run_folder_that_cannot_be_is_refused(door: Door, tmp_path: Path) -> N
     door("train", TINY, "--run-dir", tmp_path / "full").refused("is not empty and holds no run (thesis.tex, ...)")
     door("train", TINY, "--resume").refused("--resume: without --run-dir")
     door("train", TINY, "--resume", "--run-dir", tmp_path / "new").refused("new: does not exist")
+    door("train", "--resume", tmp_path / "full").refused("full: holds no run")
+    door("train", "--resume", tmp_path / "full", "--dry-run").refused("full: holds no run")
     door("inspect", tmp_path / "full").refused("holds no run")
     door("export", tmp_path / "full", tmp_path / "out.jsonl").refused("holds no run")
     assert not (tmp_path / "full" / "recipe.toml").exists()

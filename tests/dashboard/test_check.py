@@ -187,8 +187,20 @@ def test_a_breach_is_found_by_its_law(
 
 
 def test_a_policy_without_a_step_is_found(run_dir: Path) -> None:
-    (run_dir / "policy" / "v000009").mkdir(parents=True)
+    for name in ("v000009", "v000001", "v000001.mine", ".v000010.4711.partial"):
+        (run_dir / "policy" / name).mkdir(parents=True)
     assert check_run(run_dir).breaches["versions grow by one"] == ("policy 9 belongs to no step on record",)
+
+
+@pytest.mark.parametrize("text", [None, "", "[rollout]\n", "[rollout", "[rollout]\nbatch_size = 2\n"])
+def test_a_recipe_that_says_nothing_of_what_was_promised_is_named(run_dir: Path, text: str | None) -> None:
+    recipe = run_dir / "recipe.toml"
+    if text is None:
+        recipe.unlink()
+    else:
+        recipe.write_text(text)
+    with pytest.raises(StoreError, match=f"^{recipe}: "):
+        check_run(run_dir)
 
 
 def test_a_file_that_is_damaged_is_found_or_refused(run_dir: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import Generation
+from stretto.engine.generation import Generation, SharedGeneration
 from stretto.engine.listening import PatientServer, bind, run_app
 from stretto.engine.openai_app import OpenAIApp
 from stretto.engine.openai_asking import ServedModel
@@ -80,10 +80,14 @@ def generated(engine: EmbeddedEngine, request: GenerateRequest) -> list[Completi
 
 @asynccontextmanager
 async def openai_served(
-    engine: EmbeddedEngine, folder: Path, mailbox: Mailbox | None = None, patience: float = 0.0
+    engine: EmbeddedEngine,
+    folder: Path,
+    mailbox: Mailbox | None = None,
+    patience: float = 0.0,
+    kind: type[Generation] = SharedGeneration,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, PatientServer]]:
     """An HTTP client of a running server, and that server."""
-    generation = Generation(engine)
+    generation = kind(engine)
     tokens = EngineApp(generation, mailbox or Mailbox())
     app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens)
     server = PatientServer(app, generation, keep_alive_seconds=60, patience=patience)

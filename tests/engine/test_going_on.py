@@ -2,11 +2,12 @@
 
 - They come out as they would have: the same tokens, the log-probabilities and versions of the beginning as they were.
 - How far an unfinished answer has come can be asked at any time, and is enough to go on from.
-- A beginning that no engine can have written is refused, with the field.
+- A beginning that no engine can have written is refused, with the field, and the engine goes on.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -91,16 +92,53 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     [
         ((Begun(),), "begun: 1 answers for 3 seeds; none, or one for each seed"),
         ((Begun((4,), (), (0,)), Begun(), Begun()), "begun: 1 tokens; as many log-probabilities and versions"),
-        ((Begun((4,) * 24, (-0.5,) * 24, (0,) * 24), Begun(), Begun()), "begun: 24 tokens; fewer than max_tokens = 24"),
+        (
+            (Begun((4,) * 24, (-0.5,) * 24, (0,) * 24), Begun(), Begun()),
+            "begun: 24 tokens; fewer than 24, which max_tokens and the context of 192 leave",
+        ),
         ((Begun((99,), (-0.5,), (0,)), Begun(), Begun()), "begun: token 99; 0 to 21, the vocabulary"),
         ((Begun((-1,), (-0.5,), (0,)), Begun(), Begun()), "begun: token -1; 0 to 21, the vocabulary"),
-        ((Begun((4,), (-0.5,), (7,)), Begun(), Begun()), "begun: version 7; at most 0, the version in use"),
+        ((Begun((4,), (-0.5,), (7,)), Begun(), Begun()), "begun.versions: version 7; 0 to 0, the version in use"),
+        ((Begun((4, 4), (-1, -1), (9, 0)), Begun(), Begun()), "begun.versions: version 9; 0 to 0, the version in use"),
+        ((Begun((4,), (-0.5,), (-(2**70),)), Begun(), Begun()), f"begun.versions: version {-(2**70)}; 0 to 0"),
+        ((Begun((4,), (math.nan,), (0,)), Begun(), Begun()), "begun.behavior_logprobs: nan; finite numbers"),
+        ((Begun((4,), (-math.inf,), (0,)), Begun(), Begun()), "begun.behavior_logprobs: -inf; finite numbers"),
+        ((Begun((4,), (-1e39,), (0,)), Begun(), Begun()), "begun.behavior_logprobs: -1e+39; finite numbers"),
+        ((Begun((4,), (-0.5,), (0,), 2**63), Begun(), Begun()), f"begun.interrupted: {2**63}; 0 to 2,147,483,647"),
+        ((Begun((4,), (-0.5,), (0,), -1), Begun(), Begun()), "begun.interrupted: -1; 0 to 2,147,483,647"),
     ],
-    ids=["too few", "uneven", "too long", "no token", "below the vocabulary", "from the future"],
+    ids=[
+        *("too few", "uneven", "too long", "no token", "below the vocabulary"),
+        *("from the future", "began in the future", "before the first version"),
+        *("NaN", "infinite", "infinite as float32", "interrupted too often", "interrupted less than never"),
+    ],
 )
 def test_a_beginning_that_no_engine_can_have_written_is_refused(
     folder: Path, begun: tuple[Begun, ...], message: str
 ) -> None:
     with pytest.raises(RefusedRequest) as refused:
         engine(folder).add(replace(REQUEST, begun=begun))
-    assert str(refused.value) == message
+    assert message in str(refused.value)
+
+
+def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
+    ours = engine(folder)
+    ours.version = 3
+    going_back = replace(REQUEST, seeds=(1,), begun=(Begun((4, 4), (-0.5, -0.5), (2, 1)),))
+    with pytest.raises(RefusedRequest, match=r"begun\.versions: a version after a newer one; versions that never"):
+        ours.add(going_back)
+    forward = replace(going_back, begun=(Begun((4, 4), (-0.5, -0.5), (1, 2)),))
+    assert finished(ours, forward)[0].versions[:3] == (1, 2, 3)
+
+
+def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_place_goes_on(folder: Path) -> None:
+    ours, long = engine(folder), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
+
+    def begun(tokens: int) -> GenerateRequest:
+        return replace(long, begun=(Begun((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
+
+    for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
+        with pytest.raises(RefusedRequest, match=f"begun: {tokens} tokens; fewer than 189, .* the context of 192"):
+            ours.add(begun(tokens))
+    assert ours.idle
+    assert len(finished(ours, begun(188))[0].token_ids) == 189

@@ -137,6 +137,8 @@ def test_the_defaults_are_those_of_openai(asking: Asking) -> None:
     assert asked.sampling == Sampling(max_tokens=16, temperature=1.0, stop_token_ids=(2,))
     (asked,) = chat(asking).requests
     assert asked.sampling.max_tokens == CONTEXT - len(asked.prompt_token_ids)
+    (asked,) = completion(asking, prompt=[5] * (CONTEXT - 3)).requests
+    assert asked.sampling.max_tokens == 3  # no more than there is room for, when nothing was said
 
 
 def test_every_field_of_the_sampling_arrives(asking: Asking) -> None:

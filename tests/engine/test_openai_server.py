@@ -11,7 +11,6 @@ import copy
 import json
 import math
 import resource
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,14 @@ from stretto.engine.asgi import LARGEST_BODY
 from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.generation import Generation
 from stretto.engine.wire import Refusal
-from stretto.model.folder import quiet_transformers
 from stretto.model.tokenizer import load_tokenizer
 from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_process
 from tests.engine.serving import Mailbox
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 
 
 def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
@@ -195,7 +195,8 @@ def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folde
             refused = await client.post(COMPLETIONS, json=asked())
             assert_error(refused, 503)
             assert refused.headers["retry-after"] == "1"
-            assert (await client.get("/health")).status_code == 503
+            health = await client.get("/health")
+            assert (health.status_code, health.headers["retry-after"]) == (503, "1")
             request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=2))
             told = await client.post("/generate", content=msgspec.msgpack.encode([request]))
             assert (told.status_code, told.headers["retry-after"]) == (503, "1")
@@ -232,7 +233,7 @@ def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
 
     async def main() -> None:
         engine = engine_of(byte_folder, slots=2)
-        async with openai_served(engine, byte_folder, Mailbox({1: broken})) as (client, _):
+        async with openai_served(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
             whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
             stream = asyncio.create_task(collected(client, asked(n=8)))
             while engine.health().waiting < 10:
@@ -254,6 +255,7 @@ def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: S
         completions = sorted([c async for c in client.generate(request)], key=lambda completion: completion.member)
         assert completions == generated(engine_of(byte_folder), request)
         assert (await client.health()).version == 0
+        assert await client.written({"a": [0, 0, 0]}) == []  # it has ended
         hot = msgspec.structs.replace(request, sampling=Sampling(max_tokens=2, temperature=math.nan))
         with pytest.raises(RefusedRequest, match="temperature"):
             await anext(client.generate(hot))
@@ -322,19 +324,24 @@ def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Pat
         assert running.process.stderr.read() == ""
 
 
-def test_a_model_whose_numbers_break_ends_the_command_with_a_message(byte_folder: Path, tmp_path: Path) -> None:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.fill_(3e38)  # finite, as a folder has to be; their sums are not
-    shutil.copytree(byte_folder, tmp_path / "broken")
-    with quiet_transformers():
-        model.save_pretrained(tmp_path / "broken")
-    with serve_process(tmp_path / "broken") as broken:
-        assert_error(broken.post(COMPLETIONS, {"model": "broken", "prompt": "a"}), 503)
-        assert broken.process.wait(30) == 1
-        assert broken.process.stderr is not None
-        told = broken.process.stderr.read()
-        assert told == "stretto: the engine: the model's logits are not finite: its weights are broken\n"
+def test_what_the_cache_cannot_hold_is_no_part_of_the_context(byte_folder: Path) -> None:
+    cache = 200 * TOKEN_BYTES / 2**30  # the next slot after 128 tokens is the whole context of 256
+    with serve_process(byte_folder, f"engine.cache_gib={cache}") as running:
+        card = httpx.get(f"{running.url}/v1/models/{NAME}", trust_env=False).json()
+        assert card["max_model_len"] == 128
+        chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "seed": 1}
+        told = running.post(CHAT, chat).json()
+        assert told["usage"]["total_tokens"] == 128 or told["choices"][0]["finish_reason"] == "stop"
+        assert running.post(COMPLETIONS, asked(max_tokens=126)).status_code == 200
+        refused = running.post(COMPLETIONS, asked(max_tokens=127))
+        assert_error(refused, 400, "max_tokens")
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_cache_that_holds_no_answer_ends_the_command_with_a_message(byte_folder: Path) -> None:
+    told = r"engine\.cache_gib: 1e-06, which holds .* no prompt with an answer"
+    with pytest.raises(AssertionError, match=told), serve_process(byte_folder, "engine.cache_gib=1e-6"):
+        pass
 
 
 def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:

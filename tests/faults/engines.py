@@ -70,7 +70,7 @@ class Engines:
 
     async def give_up(self) -> None: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[WrittenTokens]:
         await asyncio.sleep(self.chance.random() * 0.1)
         found = []
         for id, counts in known.items():

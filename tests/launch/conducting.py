@@ -85,7 +85,7 @@ class ToyFleet:
 
     async def give_up(self) -> None: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]]) -> list[WrittenTokens]:
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[WrittenTokens]:
         """One token of the first answer to each group, once."""
         self.written_for.append(len(known))
         return [

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,10 @@ class Laboratory:
     cache: Path
 
     @contextmanager
-    def start(self, *arguments: str | Path, run_dir: Path | None = None, **environment: str) -> Iterator[Command]:
-        """``python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends."""
+    def start(
+        self, *arguments: str | Path, run_dir: Path | None = None, before: Sequence[str] = (), **environment: str
+    ) -> Iterator[Command]:
+        """``BEFORE python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends."""
         mark = uuid.uuid4().hex
         # Sockets lie there, and the path of a socket has 107 bytes at most.
         temporary = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
@@ -163,7 +165,7 @@ class Laboratory:
             _MARK: mark,
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
+            [*before, sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -183,9 +185,11 @@ class Laboratory:
             for path in shared_files(run_dir) if run_dir is not None else ():
                 path.unlink(missing_ok=True)
 
-    def train(self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY) -> Any:
+    def train(
+        self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY, before: Sequence[str] = ()
+    ) -> AbstractContextManager[Command]:
         """`start` with ``train RECIPE --run-dir RUN_DIR ARGUMENTS``."""
-        return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir)
+        return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir, before=before)
 
     def run(self, *arguments: str | Path) -> Ended:
         """Run a command in this process; it leaves no other process behind."""

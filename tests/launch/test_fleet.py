@@ -41,7 +41,7 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def in_fleet(folder: Path, work: Work[T], count: int = 2, **deadlines: float) -> T:
+def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], None] = print, **deadlines: float) -> T:
     """Start a fleet, supervise it while `work` goes on, stop it; nothing is left."""
     specs = [
         EngineSpec(
@@ -62,6 +62,7 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, **deadlines: float) ->
     async def main() -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "answer": 5.0} | deadlines)
         fleet = Fleet(specs, folder, settings, role="tests.launch.toy_engine")
+        fleet.report_to(say)
         try:
             await fleet.start(0)
             return await beside(fleet.supervise(), work(fleet))
@@ -276,6 +277,27 @@ def test_an_engine_that_does_not_start_is_named(folder: Path) -> None:
 
     with pytest.raises(RoleDied, match=r"engine-\d ended with exit code 1; its last words are in"):
         in_fleet(folder, work)
+
+
+def test_an_engine_that_is_killed_while_it_starts_is_replaced(folder: Path) -> None:
+    said: list[str] = []
+    (folder / "newest").write_text("killed 4")
+
+    async def work(fleet: Fleet) -> int:
+        return fleet.live
+
+    assert in_fleet(folder, work, count=1, say=said.append) == 4
+    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
+
+
+def test_an_engine_that_is_killed_too_often_while_it_starts_ends_the_run(folder: Path) -> None:
+    (folder / "newest").write_text("killed 4")
+
+    async def work(fleet: Fleet) -> None:
+        raise AssertionError("it has not started")
+
+    with pytest.raises(RoleDied, match=r"engine-0 was killed by SIGKILL .*, 1 times"):
+        in_fleet(folder, work, count=1, engine_restarts=0)
 
 
 def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -> None:

@@ -21,6 +21,7 @@ from tests.launch.running import (
     assert_the_law,
     exported,
     said,
+    shared_files,
     steps_done,
     wait_for_step,
     wait_until,
@@ -109,3 +110,20 @@ def test_a_killed_trainer_ends_the_run_with_its_name_and_the_run_goes_on(
     before = steps_done(run_dir)
     laboratory.trained(run_dir, f"trainer.steps={before + 2}", "--resume")
     assert assert_the_law(run_dir).steps == before + 2
+
+
+def test_what_a_killed_run_has_left_outside_of_its_folder_goes_when_it_goes_on(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=100000", "trainer.checkpoint_every=2") as command:
+        wait_for_step(command, 3)
+        command.kill_all()
+        command.process.wait(10)
+        assert list(command.temporary.iterdir()) != []  # the folder of the sockets
+        assert list(shared_files(run_dir)) != []
+        laboratory.trained(
+            run_dir, f"trainer.steps={steps_done(run_dir) + 1}", "trainer.checkpoint_every=2", "--resume"
+        )
+        command.assert_nothing_is_left()
+    assert not (run_dir / ".sockets").exists()

@@ -19,7 +19,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
-from stretto.launch.plan import Plan, available_memory, base_folder, estimate_memory, make_plan, warnings
+from stretto.launch.plan import Plan, available_memory, base_folder, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import validate
 from stretto.model.build import BuildConfig, build_policy
 from stretto.model.tokenizer import load_tokenizer
@@ -259,6 +259,15 @@ def test_the_memory_estimate_grows_with_what_needs_memory(plan_for: Planner) -> 
     assert estimate_memory(plan_for(engine={"slots": 1024})).engines > small.engines
     assert estimate_memory(plan_for(trainer={"micro_batch_tokens": 65_536})).trainer > small.trainer
     assert "GiB; available" in str(small)
+
+
+def test_the_disk_estimate_counts_what_each_checkpoint_holds(plan_for: Planner, tmp_path: Path) -> None:
+    alone = estimate_disk(plan_for(store={"keep_checkpoints": 3}), tmp_path)
+    assert alone.checkpoints == 4 * 3 * alone.policies // 2, "parameters and two moments; of policies one and the start"
+    critic = {"advantages": {"kind": "gae", "critic": {}}}
+    judged = estimate_disk(plan_for(store={"keep_checkpoints": 3}, algorithm=critic), tmp_path)
+    assert judged.checkpoints == 2 * alone.checkpoints
+    assert judged.total - alone.total == alone.checkpoints
 
 
 def test_what_works_but_perhaps_not_as_hoped_is_said(plan_for: Planner) -> None:

@@ -93,10 +93,13 @@ def test_a_killed_conductor_takes_its_roles_along_and_its_run_goes_on(laboratory
     before = last_step(run_dir / "ledger.sqlite")
     assert before >= 3
     shutil.rmtree(run_dir / "policy" / f"v{before:06d}", ignore_errors=True)  # as if killed between these two
-    laboratory.trained(run_dir, f"trainer.steps={before + 3}", "--resume")
+    (run_dir / "policy" / f".v{before:06d}.4711.partial").mkdir()
+    ended = laboratory.run("train", "--resume", run_dir, f"trainer.steps={before + 3}")
+    assert ended.code == 0, ended.out + ended.err
     found = assert_the_law(run_dir)
-    policies = sorted(path.name for path in (run_dir / "policy").iterdir() if not path.name.startswith("."))
+    policies = sorted(path.name for path in (run_dir / "policy").iterdir())
     assert policies == [f"v{version:06d}" for version in range(before + 4)]
+    assert not list((run_dir / "checkpoints").glob(".*"))
     assert found.steps == before + 3
     trained = [t["trained_step"] for t in exported(laboratory, run_dir) if t["state"] == "trained"]
     assert sorted(trained) == [step for step in range(1, before + 4) for _ in range(2 * 4)]

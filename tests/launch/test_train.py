@@ -1,7 +1,9 @@
 """What `stretto train` checks before it takes a run folder, and before it goes on in one.
 
 - A folder belongs to one run, one recipe and one set of questions.
-- A broken checkpoint is passed over for the one before.
+- A run is gone on with by its folder alone.
+- A broken checkpoint is passed over for the one before; steps are done again as they were done.
+- A run that was killed before it had begun can be begun, or gone on with.
 """
 
 from __future__ import annotations
@@ -145,6 +147,73 @@ def test_fewer_steps_than_were_done_are_refused(recipe: Path) -> None:
     run_dir = begin(recipe)
     checkpoint(run_dir, 4)
     assert f"{run_dir}: trainer.steps: 3, and the run has done 4 steps" in refusal(recipe, run_dir, "trainer.steps=3")
+
+
+def test_steps_that_are_done_again_keep_their_learning_rates(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("steps = 9\n", 'steps = 9\nschedule = "linear"\nwarmup_steps = 3\n'))
+    run_dir = begin(recipe)
+    record(run_dir, 3)
+    go_on(recipe, run_dir, "trainer.steps=12")  # those of the warm-up do not depend on it
+    go_on(recipe, run_dir, "trainer.steps=9")
+    checkpoint(run_dir, 4)
+    record(run_dir, 6)
+    assert refusal(recipe, run_dir, "trainer.steps=12") == (
+        f"{run_dir}: trainer.steps: was 9 and is 12, and steps 5 to 6, which are done again behind the last "
+        'checkpoint, would have other learning rates by trainer.schedule = "linear"; go on with trainer.steps=9: at '
+        "its end, or stopped by Ctrl-C, the run has a checkpoint of its last step, and the number of steps can be "
+        "changed"
+    )
+    assert "steps = 9" in (run_dir / "recipe.toml").read_text()
+    checkpoint(run_dir, 6)
+    assert go_on(recipe, run_dir, "trainer.steps=12").steps == 12
+
+
+def test_a_constant_learning_rate_goes_on_for_as_many_steps_as_one_likes(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 4)
+    record(run_dir, 6)
+    assert go_on(recipe, run_dir, "trainer.steps=12").steps == 12
+
+
+def test_a_run_goes_on_by_its_folder_alone(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 4)
+    recipe.unlink()
+    monkeypatch.chdir(run_dir.parent)
+    prepared = prepare(Path(run_dir.name), ["trainer.steps=12"], None, resume=True)
+    prepared.folder.release()
+    assert (prepared.path, prepared.steps, prepared.beginning.version) == (Path(run_dir.name), 12, 4)
+    with pytest.raises(RunFolderError, match=f"{run_dir.parent}: holds no run"):
+        prepare(run_dir.parent, [], None, resume=True)
+
+
+def test_a_run_that_was_killed_before_its_ledger_is_begun_anew(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    for file in (*run_dir.glob("*.sqlite*"), *run_dir.glob("*.json")):
+        file.unlink()
+    (run_dir / "policy" / "v000000").rename(recipe.parent / "elsewhere")
+    assert begin(recipe) == run_dir
+    assert go_on(recipe, run_dir).beginning == Beginning()
+
+
+def test_a_run_that_was_killed_while_its_ledger_was_made_goes_on(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    for file in run_dir.glob("*.sqlite*"):
+        file.unlink()
+    (run_dir / "ledger.sqlite").touch()
+    assert go_on(recipe, run_dir).beginning == Beginning()
+    rows(recipe.parent, 7)
+    assert "its training questions were others" in refusal(recipe, run_dir), "they are on record now"
+
+
+def test_a_run_that_cannot_go_on_is_not_held(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    manifest = checkpoint(run_dir, 2) / "manifest.json"
+    manifest.rename(manifest.with_name("away"))
+    with pytest.raises(StoreError):
+        go_on(recipe, run_dir)
+    manifest.with_name("away").rename(manifest)
+    assert go_on(recipe, run_dir).beginning.version == 2
 
 
 def test_a_folder_in_use_names_its_owner_until_it_is_released(recipe: Path) -> None:

@@ -29,7 +29,13 @@ T = TypeVar("T")
 BATCH = Batch(step=1, version=0, groups=(), oldest_trainable=0)
 
 
-def linked(folder: Path, parts: list[str], work: Callable[[TrainerLink], Awaitable[T]], **deadlines: float) -> T:
+def linked(
+    folder: Path,
+    parts: list[str],
+    work: Callable[[TrainerLink], Awaitable[T]],
+    say: Callable[[str], None] = print,
+    **deadlines: float,
+) -> T:
     """Start a trainer that plays the first of the parts (see `toy_trainer`), whose replacements play the others."""
     (folder / "script").write_text("\n".join(parts))
     spec = TrainerSpec(
@@ -47,6 +53,7 @@ def linked(folder: Path, parts: list[str], work: Callable[[TrainerLink], Awaitab
     async def main(run: RunFolder) -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
         link = TrainerLink(folder / "log.txt", settings, Lineage(run, 2), role="tests.launch.toy_trainer")
+        link.report_to(say)
         try:
             await link.start(spec)
             return await work(link)
@@ -84,6 +91,25 @@ def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_pat
 
     assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
     assert "gave no sign of life for 2 s and was killed" in said[1]
+
+
+def test_a_trainer_that_is_killed_before_it_is_ready_is_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        return await link.train(BATCH)
+
+    assert linked(tmp_path, ["is killed", "is killed", "works"], work, said.append).step == 1
+    assert said == ["trainer was killed by SIGKILL (out of memory?): a new one is started at version 0"] * 2
+
+
+def test_a_trainer_that_dies_too_often_before_it_is_ready_ends_the_run(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> None:
+        raise AssertionError("it has not started")
+
+    with pytest.raises(RoleDied, match=r"trainer was killed by SIGKILL"):
+        linked(tmp_path, ["is killed", "is killed", "works"], work, trainer_restarts=1)
+    assert still_to_play(tmp_path) == ["works"]
 
 
 def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 It answers every seed with one token of the version it serves. The prompt tells it to misbehave: 1 dies in
 mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more. The file
-``SPEC.model`` holds the newest version, or "broken", with which no engine starts.
+``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "killed VERSION": the first engine
+that starts takes the word away and kills itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -99,7 +101,11 @@ async def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
     die_with_parent(spec.parent)
     socket = spec.address.removeprefix("unix:")
-    engine = ToyEngine(int(Path(spec.model).read_text()), Path(socket))
+    newest = Path(spec.model)
+    if (words := newest.read_text().split())[0] == "killed":
+        newest.write_text(words[1])
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine = ToyEngine(int(newest.read_text()), Path(socket))
     server = await asyncio.start_unix_server(engine.serve, socket)
     await server.serve_forever()
 

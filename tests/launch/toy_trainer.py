@@ -1,9 +1,9 @@
 """A trainer of another make: ``python -m tests.launch.toy_trainer SPEC``. Speaks the wire, holds no model.
 
 The file ``SPEC.model`` has one line for each process that is started, what it is to do: "works"; "dies" in its first
-step; "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it; "lingers",
-which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends. Whoever is started
-takes its line away.
+step; "is killed" or "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it;
+"lingers", which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends. Whoever is
+started takes its line away.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def main() -> None:
     die_with_parent(spec.parent)
     keep_beating()
     part, version = take_a_line(Path(spec.model)), 0
+    if part == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if part == "hangs":
         time.sleep(0.1)  # it gives a sign of life first
         os.kill(os.getpid(), signal.SIGSTOP)

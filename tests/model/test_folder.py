@@ -212,6 +212,15 @@ def test_a_folder_that_was_not_finished_never_appears(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one_there(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("old")
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "policy") as partial:
+        partial.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert (tmp_path / "policy" / "config.json").read_text() == "old"
+
+
 def test_two_policies_keep_their_own_attention(folder: Path) -> None:
     cached, plain = load_policy(folder, attention=CACHED_ATTENTION), load_policy(folder, attention="eager")
     assert (cached.config._attn_implementation, plain.config._attn_implementation) == (CACHED_ATTENTION, "eager")

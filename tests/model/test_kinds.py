@@ -1,5 +1,5 @@
 """Promises: kinds of attention that are not computed are refused by name, before anything is generated or trained; what
-a module does not hand to its attention function is noticed.
+a module does not hand to its attention function is noticed; logits that cannot be trained are known by the config.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from stretto.core.errors import ModelFolderError
 from stretto.model.cached import CachedPolicy
-from stretto.model.kinds import check_attention, refuse_unsupported
+from stretto.model.kinds import check_attention, refuse_unsupported, refuse_untrainable
+from stretto.model.logprobs import check_policy
+from stretto.model.packed import PACKED_ATTENTION
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 30,
@@ -28,6 +30,14 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 SLIDING = ["sliding_attention", "full_attention"]
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
 
 
 def config(family: str, **special: object) -> PreTrainedConfig:
@@ -64,11 +74,59 @@ def test_the_shape_of_keys_is_the_modules_and_not_the_configs() -> None:
         ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
         ({"kv_lora_rank": 8}, "latent"),
         ({"num_kv_shared_layers": 2}, "shared between layers"),
+        ({"rope_parameters": DYNAMIC}, "rotary frequencies of the kind 'dynamic'"),
+        ({"rope_parameters": LONG}, "rotary frequencies of the kind 'longrope'"),
     ],
 )
 def test_what_the_config_gives_away_is_refused_by_name(settings: dict[str, object], found: str) -> None:
     with pytest.raises(ModelFolderError, match=found):
         refuse_unsupported(config("qwen3", **settings))
+
+
+def test_rotary_frequencies_are_looked_at_for_each_kind_of_layer() -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    for sliding, full in ((plain, DYNAMIC), (LONG, plain)):
+        rope = {"sliding_attention": sliding, "full_attention": full}
+        with pytest.raises(ModelFolderError, match=r"'dynamic'|'longrope'"):
+            check_attention(model("gemma3_text", sliding_window=64, layer_types=SLIDING, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_rotary_frequencies_that_are_the_same_for_every_length_are_computed(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    check_attention(model("llama", rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "found"),
+    [
+        ("gemma2", {"layer_types": SLIDING}, r"config.json \(gemma2\): final_logit_softcapping = 30.0 changes"),
+        ("gemma3_text", {"layer_types": SLIDING, "final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0"),
+        ("cohere", {}, "logit_scale = 0.0625"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+        ("gemma2", {"layer_types": SLIDING, "final_logit_softcapping": None}, None),
+        ("gemma3_text", {"layer_types": SLIDING}, None),
+        ("cohere", {"logit_scale": 1.0}, None),
+        ("granite", {}, None),
+        ("qwen3", {}, None),
+    ],
+)
+def test_what_a_config_says_of_its_logits_is_what_the_check_of_the_model_finds(
+    family: str, settings: dict[str, Any], found: str | None
+) -> None:
+    """An engine serves all of them; what is refused before anything starts is what a trainer would refuse."""
+    check_attention(model(family, **settings))
+    trained: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config(family, **settings), attn_implementation=PACKED_ATTENTION
+    ).eval()
+    if found is None:
+        refuse_untrainable(config(family, **settings))
+        check_policy(trained)
+        return
+    with pytest.raises(ModelFolderError, match=found):
+        refuse_untrainable(config(family, **settings))
+    with pytest.raises(ModelFolderError, match="after the output matrix"):
+        check_policy(trained)
 
 
 def test_attention_sinks_are_refused_before_the_first_token() -> None:

@@ -2,10 +2,12 @@
 
 - each row sees the tokens before its end, within the layer's window, and nothing else;
 - ragged and dense reading give the same, to rounding, for any lengths, groups of heads, windows and caps;
-- what lies behind a row's end, or in slots without a row, has no effect.
+- what lies behind a row's end, or in slots without a row, has no effect;
+- bfloat16 keys and values are read as the float32 numbers that they are: only the result is rounded.
 """
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,7 +97,18 @@ def test_scores_far_apart_do_not_overflow() -> None:
         torch.testing.assert_close(read.attend(query, keys, values, Rule(scaling=1.0)), torch.tensor([[[2.0]]]))
 
 
-def test_only_float32_on_the_processor_is_read_ragged() -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_bfloat16_is_read_as_the_numbers_it_stands_for(window: int | None) -> None:
+    halves = [x.bfloat16() for x in drawn(4, rows=4, heads=4, kv_heads=2, width=16)]
+    newest, rule = np.array([0, 7, 30, SLOT - 1]), Rule(window=window)
+    query, keys, values = halves
+    expected = Ragged(newest + 1).attend(query.float(), keys.float(), values.float(), rule)
+    taken = Ragged(newest + 1).attend(query, keys, values, rule)
+    assert torch.equal(taken, expected.bfloat16())
+
+
+def test_the_processor_reads_both_kinds_of_numbers_ragged() -> None:
     newest = np.array([3, 5])
-    assert isinstance(reading(newest, frozenset({None}), CPU, torch.float32), Ragged if AVAILABLE else Dense)
-    assert isinstance(reading(newest, frozenset({None}), CPU, torch.bfloat16), Dense)
+    for kind in (torch.float32, torch.bfloat16):
+        assert isinstance(reading(newest, frozenset({None}), CPU, kind), Ragged if AVAILABLE else Dense)
+    assert isinstance(reading(newest, frozenset({None}), CPU, torch.float16), Dense)

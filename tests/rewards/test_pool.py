@@ -27,6 +27,10 @@ from stretto.rewards.wire import ScoreItem
 
 _MODULE = """
 import os, signal, sys, time
+leaked = []
+def leaks(prompt, completion, answer):
+    leaked.append(open(os.devnull))
+    return len(leaked) <= int(answer)
 def reward(prompt, completion, answer):
     print("noise on stdout")
     if completion == "hang": signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -127,6 +131,20 @@ def test_an_answer_that_hangs_is_undecided_and_the_others_are_scored(config: Mak
     assert first[2].reason == "timeout after 0.3 s"
     assert 0.3 <= seconds < 5
     assert outcomes(afterwards) == ["right"]
+
+
+def test_a_worker_is_replaced_before_what_its_reward_leaks_does_harm(config: Make) -> None:
+    leaks = config("pool_rewards:leaks", workers=1, recycle_after=4)
+
+    async def one_by_one(pool: RewardPool) -> list[Verdict]:
+        return [verdict for _ in range(10) for verdict in await pool.score(items("", answer="4"))]
+
+    async def together(pool: RewardPool) -> list[list[Verdict]]:
+        return await asyncio.gather(*[pool.score(items("ok", "no")) for _ in range(20)])
+
+    assert outcomes(scored(leaks, one_by_one)) == ["right"] * 10
+    worn = config(workers=2, recycle_after=3)
+    assert [outcomes(verdicts) for verdicts in scored(worn, together)] == [["right", "wrong"]] * 20
 
 
 def test_hanging_answers_never_use_up_the_slots(config: Make) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints.
 
 Promises: a checkpoint is whole or absent, wherever writing it is cut off; a flipped bit, a missing byte and a missing
-file are found and named; the newest whole one is used and the broken ones are named; old ones go.
+file, or one that cannot be read, are found and named; the newest whole one is used and the broken ones are named; old
+ones go.
 """
 
 from __future__ import annotations
@@ -89,6 +90,22 @@ def test_damage_is_found_named_and_stepped_over(tmp_path: Path, damage: str) -> 
     assert newest is not None
     assert newest.step == 5
     assert newest.broken == (str(found.value),)
+
+
+@pytest.mark.parametrize("unreadable", ["file", "manifest"])
+def test_a_disk_that_does_not_give_it_back_is_named_and_stepped_over(tmp_path: Path, unreadable: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(5, fill)
+    path = checkpoints.save(10, lambda folder: (folder / "empty").touch())
+    file = path / ("empty" if unreadable == "file" else "manifest.json")
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # as long as nothing, and to read it is an input/output error
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert newest.step == 5
+    (told,) = newest.broken
+    assert told.startswith(f"{file}: cannot be read: ")
+    assert "Input/output error" in told
 
 
 def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path: Path) -> None:

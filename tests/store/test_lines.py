@@ -1,7 +1,7 @@
 """Metrics and spans as lines.
 
 Promises: what was appended is read back; a torn last line is left out and cut before the next one is written; a broken
-line in the middle is named; a disk that is full costs a warning, never the run.
+line in the middle is named, and costs a run that goes on a warning; so does a disk that is full, never the run.
 """
 
 from __future__ import annotations
@@ -91,6 +91,33 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + path.read_bytes())
     with pytest.raises(StoreError, match=r"spans.jsonl: line 1 cannot be read"):
         read_spans(path)
+
+
+def test_a_run_goes_on_without_the_lines_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        MetricsLog(path).append(metrics(step))
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:40] + b"\0\xff\n" + second + b"{}\n" + third)
+    with caplog.at_level(logging.WARNING):
+        rewind_metrics(path, 2)
+    assert [step.step for step in read_metrics(path)[0]] == [1, 2]
+    [record] = caplog.records
+    assert f"{path}: line 2 cannot be read" in record.getMessage()
+    assert record.getMessage().endswith("the run goes on without it and 1 more")
+
+
+def test_a_run_goes_on_with_lines_that_cannot_be_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        MetricsLog(path).append(metrics(step))
+    before = path.read_bytes()
+    (tmp_path / f".metrics.jsonl.{os.getpid()}.part").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        rewind_metrics(path, 1)
+    assert path.read_bytes() == before
+    [record] = caplog.records
+    assert f"{path} cannot be written anew (No space left on device)" in record.getMessage()
 
 
 def test_a_full_disk_costs_one_warning_and_the_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,8 @@
 """The run folder.
 
 Promises: one writer at a time, named when it is in the way; the lock of a killed writer holds nobody up; a folder with
-something else in it is never written to; the message gives the way out.
+something else in it is never written to; what a kill left half-written holds nobody up and does not stay; the message
+gives the way out.
 """
 
 from __future__ import annotations
@@ -81,6 +82,56 @@ def test_another_run_is_never_written_over(tmp_path: Path) -> None:
     with RunFolder.resume(tmp_path / "run"), pytest.raises(RunFolderError, match="in use"):
         RunFolder.resume(tmp_path / "run")
     RunFolder.open(tmp_path / "run")
+
+
+def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path: Path) -> None:
+    begun(tmp_path)
+    for name in (".step-000040.part", ".step-000020.old", "step-000020", "broken-step-000030"):
+        (tmp_path / "checkpoints" / name / "shard").mkdir(parents=True)
+    for name in (".v000012.4711.partial", ".v000000.part", ".v000010.4711.replaced", "v000010", "v000011"):
+        (tmp_path / "policy" / name / "model").mkdir(parents=True)
+    for name in (".recipe.toml.4711.part", ".metrics.jsonl.4711.part", "metrics.jsonl", "plots/.reward.png.part"):
+        (tmp_path / name).touch()
+    RunFolder.open(tmp_path)
+    assert (tmp_path / "checkpoints" / ".step-000040.part").exists(), "whoever only looks removes nothing"
+    with RunFolder.resume(tmp_path):
+        assert sorted(path.name for path in tmp_path.glob("*/*")) == [
+            "broken-step-000030",
+            "step-000020",
+            "v000010",
+            "v000011",
+        ]
+        assert list(tmp_path.glob(".*")) == []
+        assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("aside", ["checkpoints/.step-000020.old", "policy/.v000010.4711.replaced"])
+def test_what_had_stepped_aside_for_what_never_came_is_there_again(tmp_path: Path, aside: str) -> None:
+    begun(tmp_path)
+    (tmp_path / aside).mkdir()
+    (tmp_path / aside / "whole").touch()
+    with RunFolder.resume(tmp_path):
+        (kept,) = tmp_path.glob("*/*/whole")
+    assert kept.parent.name in ("step-000020", "v000010")
+
+
+@pytest.mark.parametrize("left", ["recipe.toml", ".recipe.toml.4711.part"])
+def test_a_run_that_was_killed_before_it_had_a_ledger_leaves_the_folder_free(tmp_path: Path, left: str) -> None:
+    RunFolder.create(tmp_path).release()
+    (tmp_path / left).write_text("seed = 1\n")
+    with pytest.raises(RunFolderError, match="holds no run"):
+        RunFolder.resume(tmp_path)
+    with RunFolder.create(tmp_path) as folder:
+        assert list(tmp_path.glob(".*")) == []
+        folder.write("recipe.toml", "seed = 2\n")
+    assert (tmp_path / "recipe.toml").read_text() == "seed = 2\n"
+
+
+def test_a_recipe_of_somebody_elses_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("# mine")
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match=r"not empty and holds no run \(recipe.toml"):
+            RunFolder.create(tmp_path)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

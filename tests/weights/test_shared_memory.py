@@ -4,6 +4,7 @@ half-written is never loaded; the newest two are kept; nothing is left behind, n
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -210,6 +211,19 @@ def test_removing_a_run_leaves_other_runs_alone(tmp_path: Path) -> None:
     assert remove("a", tmp_path) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["stretto-ab-v000000.weights"]
     remove("ab", tmp_path)
+
+
+def test_no_room_for_a_publication_is_told_with_its_path_and_leaves_nothing(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    publisher.publish(0, tensors().items())
+    partial = tmp_path / f"stretto-run-v000001.{os.getpid()}.partial"
+    partial.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        publisher.publish(1, tensors().items())
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(partial))
+    assert subscriber.newest() == 0
+    assert list(tmp_path.iterdir()) == [file_of(tmp_path, 0)]
 
 
 def test_shared_memory_without_room_is_not_used(tmp_path: Path) -> None:

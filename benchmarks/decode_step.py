@@ -1,0 +1,144 @@
+"""Where a decode step's time goes: 64 answers of about 130 tokens, one thread, against the core's fastest product.
+
+    python -m benchmarks.decode_step [--models 3.4M 48M] [--dtypes float32 bfloat16]
+
+The products of a step (all linear layers, and the two of attention) are counted, and divided by its time and
+by what the fastest square product reaches on this core (`benchmarks.flops.ceiling`): the fraction of the ceiling. The
+time is then split into products, attention (the compiled loop, timed alone with the same lengths), the other calls to
+torch, and the rest: Python, and the engine's and the sampler's work in numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from benchmarks.flops import ceiling
+from benchmarks.generators import prompts
+from benchmarks.report import Table, save
+from benchmarks.shapes import SHAPES, make
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.cached import CACHED_ATTENTION
+from stretto.model.folder import load_policy
+from stretto.model.packed import Rule
+from stretto.model.reading import reading
+
+ROWS, LENGTH, STEPS = 64, 130, 60
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
+
+
+def measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
+    """One model in one type."""
+    model = load_policy(make(name, folder), attention=CACHED_ATTENTION, dtype=dtype)
+    engine = _running(model, dtype)
+    step = 1000 * _median_seconds(engine.step, STEPS)
+    products, others = _torch_milliseconds(engine)
+    attention = 1000 * _attention_seconds(model)
+    work, peak = _operations(model), ceiling(KINDS[dtype])
+    rest = step - products - others - attention
+    return {
+        "model": name,
+        "dtype": dtype,
+        "step_ms": step,
+        "tokens_per_second": 1000 * ROWS / step,
+        "ceiling_gflops": peak / 1e9,
+        "gflops": work / step / 1e6,
+        "fraction": work / (step / 1000) / peak,
+        "share": {name: ms / step for name, ms in _named(products, attention, others, rest)},
+    }
+
+
+def _named(products: float, attention: float, others: float, rest: float) -> list[tuple[str, float]]:
+    return [("products", products), ("attention", attention), ("other calls to torch", others), ("rest", rest)]
+
+
+def _running(model: PreTrainedModel, dtype: str) -> EmbeddedEngine:
+    engine = EmbeddedEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
+    for number, prompt in enumerate(prompts(ROWS, 1024)):
+        sampling = Sampling(max_tokens=1900)
+        engine.add(GenerateRequest(id=str(number), prompt_token_ids=prompt, seeds=(number,), sampling=sampling))
+    while engine.health().generated < ROWS * (LENGTH - STEPS // 2 - len(prompt)):
+        engine.step()
+    return engine
+
+
+def _median_seconds(work: Callable[[], object], times: int) -> float:
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _torch_milliseconds(engine: EmbeddedEngine) -> tuple[float, float]:
+    """Milliseconds of a step in torch's products, and in its other calls, each without what it calls itself."""
+    steps = 20
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(steps):
+            engine.step()
+    products = others = 0.0
+    for event in seen.key_averages():
+        if any(part in event.key for part in _PRODUCTS):
+            products += event.self_cpu_time_total
+        else:
+            others += event.self_cpu_time_total
+    return products / steps / 1000, others / steps / 1000
+
+
+def _attention_seconds(model: PreTrainedModel) -> float:
+    """Seconds of a step in the reading of keys and values, all layers."""
+    config = model.config.get_text_config()
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    slots = 1 << LENGTH.bit_length()
+    cache = torch.randn(2, ROWS, kv_heads, slots, width).to(model.dtype)
+    query = torch.randn(ROWS, heads, width).to(model.dtype)
+    read = reading(np.full(ROWS, LENGTH - 1), frozenset({None}), model.device, model.dtype)
+    seconds = _median_seconds(lambda: read.attend(query, cache[0], cache[1], Rule()), STEPS)
+    return seconds * int(config.num_hidden_layers)
+
+
+def _operations(model: PreTrainedModel) -> float:
+    """Of one step: a multiplication and an addition for each weight and row, and for each cached number, twice."""
+    config = model.config.get_text_config()
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    cached = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * LENGTH
+    return float(2 * ROWS * (weights + cached))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", choices=list(KINDS), default=list(KINDS))
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    table = Table("model", "type", "step ms", "tokens/s", "ceiling GFLOP/s", "fraction of it", "where the time goes")
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        for name in words.models:
+            for dtype in words.dtypes:
+                row = measure(name, dtype, Path(folder))
+                rows.append(row)
+                shares = ", ".join(f"{part} {share:.0%}" for part, share in row["share"].items())
+                numbers = (f"{row[key]:.2f}" for key in ("step_ms", "tokens_per_second", "ceiling_gflops", "fraction"))
+                table.add(name, dtype, *numbers, shares)
+                table.show_last()
+    save("decode-step", {"rows": rows, "answers": ROWS, "tokens_each": LENGTH})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Who writes in a run folder: one process at a time, by a lock that the kernel takes back when its owner dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+from stretto.core.errors import Problem, RunFolderError
+
+NAME = "lock"
+
+#: A look at the lock (`is_held`) shares it for an instant; a writer does not take that for another writer.
+_TRIES, _PAUSE = 25, 0.01
+
+
+def acquire(folder: Path) -> int:
+    """The descriptor that holds the lock; to close it is to release it.
+
+    Raises:
+        RunFolderError: another process holds it, or the folder cannot be written.
+    """
+    try:
+        lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        found = f"cannot be written: {error.strerror}"
+        raise RunFolderError([Problem(str(folder), found, "give a folder of your own")]) from error
+    try:
+        _take(lock)
+    except OSError as error:
+        owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
+        os.close(lock)
+        found = f"is in use by {owner}"
+        raise RunFolderError([Problem(str(folder), found, "wait for it, or give another --run-dir")]) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock
+
+
+def is_held(folder: Path) -> bool:
+    """Whether somebody writes in the folder now; where that cannot be told, somebody may."""
+    try:
+        lock = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> None:
+    for _ in range(_TRIES - 1):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE)
+        else:
+            return
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

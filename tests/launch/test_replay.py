@@ -1,0 +1,40 @@
+"""`stretto replay`, where it fails: what the trainer said of it stays, and nothing else.
+
+That a replay comes to the run's weights is shown on whole runs, in tests/faults/test_determinism.py.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import RoleError, StoreError
+from stretto.launch.replay import replay
+from tests.launch import test_train
+from tests.launch.test_train import begin, record
+
+recipe = test_train.recipe
+
+
+def test_a_trainer_that_fails_leaves_its_log_where_the_message_says(recipe: Path) -> None:
+    run_dir, said = begin(recipe), list[str]()
+    record(run_dir, 1)
+    (run_dir / "policy" / "v000000" / "model.safetensors").write_bytes(b"no weights")
+    log = run_dir / "branches" / "001" / "trainer.txt"
+    with pytest.raises(RoleError):
+        replay(run_dir, 0, [], None, say=said.append)
+    assert said == [f"what the trainer said is in {log}"]
+    assert list(log.parent.iterdir()) == [log]
+
+
+def test_a_replay_without_its_batches_leaves_nothing(recipe: Path) -> None:
+    run_dir, said = begin(recipe), list[str]()
+    record(run_dir, 1)
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)) as connection:
+        connection.execute("DELETE FROM payloads")
+    with pytest.raises(StoreError, match=r"store\.keep_payloads"):
+        replay(run_dir, 0, [], None, say=said.append)
+    assert list((run_dir / "branches").iterdir()) == []
