@@ -1,4 +1,5 @@
-"""What every test process inherits: one torch thread each, no network, no clock in Hypothesis.
+"""What every test process inherits: one torch thread each, no network, no clock in Hypothesis; kernels for GPUs run in
+Triton's interpreter where there is no GPU.
 
 The environment is set before anything imports torch, so that child processes inherit it too: two processes with two
 torch threads each on two cores spin against each other and run 10 to 50 times slower.
@@ -19,6 +20,9 @@ os.environ.update(
         "MPLBACKEND": "Agg",
     }
 )
+
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")

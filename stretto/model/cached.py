@@ -8,8 +8,9 @@ cache was dropped, brings its earlier tokens along as *context*::
     logits                                                        one line per row                [R, V]
 
 Everything but attention sees plain tokens, so all linear layers run once over all T of them; siblings of one prompt
-share its context. Keys and values live in `stretto.model.shelves`. The order within the layer is write, then read:
-a new row's newest token attends to the context that the same layer has just written.
+share its context. Keys and values live in `stretto.model.shelves`; who writes and reads them depends on the device
+(`stretto.model.steps`, `stretto.model.tables`). The order within the layer is write, then read: a new row's newest
+token attends to the context that the same layer has just written.
 
 Axes: T packed token, R row, H query heads, K key/value heads, G = H / K, L cached tokens, D width of a head, V
 vocabulary.
@@ -18,7 +19,7 @@ vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -33,8 +34,9 @@ from stretto.model.captured import capture
 from stretto.model.kinds import Attention, check_attention
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.packed import Rule, packed_attention
-from stretto.model.reading import Reading, reading
-from stretto.model.shelves import HOLE, CacheLayout, Shelf, Shelves
+from stretto.model.shelves import HOLE, CacheLayout, Shelves
+from stretto.model.steps import Beginning, Step, StepPlan
+from stretto.model.tables import steps
 
 CACHED_ATTENTION = "stretto_cached"
 Ints = npt.NDArray[np.int64]
@@ -59,39 +61,6 @@ class Context:
         return self.token_ids[self.shared :]
 
 
-@dataclass(frozen=True)
-class ShelfStep:
-    """The rows of one shelf: what is written to it, and how its rows read."""
-
-    shelf: Shelf
-    start: int
-    stop: int
-    sources: Tensor | slice  # [W] packed tokens whose keys and values are written
-    cells: Tensor  # [W * K] where they are written, for each key head
-    reading: Reading
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        keys, values = self.shelf.keys[layer], self.shelf.values[layer]
-        for cache, new_TKD in ((keys, k_TKD), (values, v_TKD)):
-            # As rows of the whole cache: writing them by slot and position takes twice as long.
-            cache.view(-1, cache.shape[-1]).index_copy_(0, self.cells, self._written(new_TKD))
-        return self.reading.attend(q_THD[self.start : self.stop], keys, values, rule)
-
-    def _written(self, new_TKD: Tensor) -> Tensor:
-        """[W * K, D]"""
-        if isinstance(self.sources, slice):
-            return new_TKD[self.sources].flatten(0, 1)
-        return new_TKD.index_select(0, self.sources).flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What the attention function needs to know, made once per step and shared by all layers."""
-
-    contexts: Packing | None  # None in a step that brings no context, which is most steps
-    shelves: tuple[ShelfStep, ...]
-
-
 def cached_attention(
     module: nn.Module,
     query: Tensor,
@@ -111,7 +80,7 @@ def cached_attention(
     """
     layer, rule = cast(int, module.layer_idx), Rule(scaling, sliding_window, softcap)
     q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
-    parts = [shelf.attend(layer, q_THD, k_TKD, v_TKD, rule) for shelf in stretto_step.shelves]
+    parts = [rows.attend(layer, q_THD, k_TKD, v_TKD, rule) for rows in stretto_step.rows]
     if (packing := stretto_step.contexts) is not None:
         q, k, v = (x[:, :, : packing.tokens] for x in (query, key, value))
         asked: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
@@ -144,7 +113,7 @@ class CachedPolicy:
         self.model = model
         self.calls = capture(model)
         self.layout = cache_layout(model, attention)
-        self._windows = attention.windows
+        self.steps = steps(self.layout, attention.windows)
         most_tokens = None if most_bytes is None else most_bytes // self.layout.bytes_per_token
         self._shelves = Shelves(self.layout, most_tokens)
 
@@ -195,9 +164,16 @@ class CachedPolicy:
         newest_places = lengths[order] - 1
         places = [np.arange(context.shared, len(context.token_ids)) for context in carried]
         positions = np.concatenate([*places, newest_places])
-        attention = partial(cached_attention, stretto_step=self._plan(used, newest_places, carried))
-        logits = self.calls(self._tensor(tokens), self._tensor(positions), len(order), attention)
-        return order, logits.float()
+        step = Step(tokens, positions, self._packing(carried), tuple(used), tuple(_begun(carried, order)))
+        return order, self.steps.logits(step, self._call).float()
+
+    def _packing(self, carried: Sequence[Context]) -> Packing | None:
+        sizes = [len(context.token_ids) for context in carried]
+        borrowed = [(context.lender, context.shared) for context in carried]
+        return pack(sizes, self.layout.device, borrowed) if carried else None
+
+    def _call(self, token_ids: Tensor, positions: Tensor, rows: int, plan: StepPlan) -> Tensor:
+        return self.calls(token_ids, positions, rows, partial(cached_attention, stretto_step=plan))
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:
         for shelf in self._shelves.used():
@@ -208,45 +184,19 @@ class CachedPolicy:
             self._shelves.place(row, int(lengths[row]))
         self._shelves.close_holes()
 
-    def _plan(self, used: Sequence[Shelf], newest_places: Ints, carried: Sequence[Context]) -> StepPlan:
-        sizes = [len(context.token_ids) for context in carried]
-        borrowed = [(context.lender, context.shared) for context in carried]
-        start, writes = sum(len(context.own) for context in carried), self._context_writes(carried)
-        shelves: list[ShelfStep] = []
-        ends = np.cumsum([len(shelf.owners) for shelf in used])[:-1]
-        for shelf, places in zip(used, np.split(newest_places, ends), strict=True):
-            shelves.append(self._shelf_step(shelf, start, places, writes.get(shelf.length, [])))
-            start = shelves[-1].stop
-        return StepPlan(pack(sizes, self.layout.device, borrowed) if carried else None, tuple(shelves))
 
-    def _context_writes(self, carried: Sequence[Context]) -> dict[int, list[Ints]]:
-        """Per length of shelf, the (packed token, slot, position) triples [3, W] of context that enters the cache."""
-        writes: dict[int, list[Ints]] = {}
-        ends = np.cumsum([len(context.own) for context in carried])
-        starts = ends - [len(context.own) for context in carried]
-        for context, start, end in zip(carried, starts, ends, strict=True):
-            lent = starts[context.lender] + np.arange(context.shared)
-            sources = np.concatenate([lent, np.arange(start, end)])
-            for row in context.rows:
-                shelf, slot = self._shelves.place_of(row)
-                triple = np.stack([sources, np.full(len(sources), slot), np.arange(len(sources))])
-                writes.setdefault(shelf.length, []).append(triple)
-        return writes
-
-    def _shelf_step(self, shelf: Shelf, start: int, newest: Ints, writes: list[Ints]) -> ShelfStep:
-        rows = len(newest)
-        sources: Tensor | slice = slice(start, start + rows)
-        slots, places = np.arange(rows), newest
-        if writes:
-            own = np.stack([np.arange(start, start + rows), slots, newest])
-            written, slots, places = np.concatenate([*writes, own], axis=1)
-            sources = self._tensor(written)
-        cells = self._tensor(shelf.cells(slots, places))
-        read = reading(newest, self._windows, self.layout.device, self.layout.dtype)
-        return ShelfStep(shelf, start, start + rows, sources, cells, read)
-
-    def _tensor(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.layout.device)
+def _begun(carried: Sequence[Context], order: Ints) -> Iterator[Beginning]:
+    """The packed tokens of context that enter the cache, for each row of them."""
+    if not carried:
+        return
+    places = {row: place for place, row in enumerate(order.tolist())}
+    ends = np.cumsum([len(context.own) for context in carried])
+    starts = ends - [len(context.own) for context in carried]
+    for context, start, end in zip(carried, starts, ends, strict=True):
+        lent = starts[context.lender] + np.arange(context.shared)
+        sources = np.concatenate([lent, np.arange(start, end)])
+        for row in context.rows:
+            yield Beginning(places[row], sources)
 
 
 def _without_empty(contexts: Sequence[Context]) -> list[Context]:

@@ -1,0 +1,56 @@
+"""How the reading of a step is shared out: what each row sees is cut into chunks of about one length.
+
+    rows     a a a a a a a a a a        chunks of 4, at most 8     a a a a | a a a a | a a
+             b b                                                   b b
+             c c c c c                                             c c c c | c
+                                                                   (three places are left empty)
+
+The number of places is fixed by the number of rows, so that one launch serves every step with so many rows; the length
+of a chunk follows from what there is to read. A row far longer than the others is cut into more chunks, and no place
+has more to read than the next.
+
+Axes: N place for a chunk, R row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Who reads what in one step.
+
+    Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
+    (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty ones, bounds ``0 3 4 6``.
+    """
+
+    items: Ints  # [N, 3] row, first token, token behind the last; places without a chunk hold zeros
+    bounds: Ints  # [R + 1], row r has the chunks bounds[r] to before bounds[r + 1]
+
+
+def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
+    """Cut the tokens ``firsts[r] <= p < ends[r]`` of each row into chunks.
+
+    Args:
+        firsts: [R]
+        ends: [R], more than `firsts`.
+        most: chunks that there are places for; more than there are rows.
+        grain: tokens; chunks are multiples of it, but for the last of a row.
+    """
+    seen = ends - firsts
+    # ceil(seen / length) < seen / length + 1, so all rows together have at most total / length + R chunks.
+    grains = -(-int(seen.sum()) // (grain * (most - len(ends))))
+    length = grain * grains
+    counts = -(-seen // length)
+    bounds = np.concatenate([[0], counts.cumsum()])
+    rows = np.arange(len(ends)).repeat(counts)
+    starts = firsts[rows] + (np.arange(len(rows)) - bounds[rows]) * length
+    items = np.zeros((most, 3), np.int64)
+    items[: len(rows)] = np.stack([rows, starts, np.minimum(starts + length, ends[rows])], axis=1)
+    return Chunks(items, bounds)

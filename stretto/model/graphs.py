@@ -1,0 +1,172 @@
+"""A step that is captured once and replayed: CUDA graphs, whose inputs are arrays of whole numbers.
+
+On a GPU a decode step is launched as hundreds of small kernels, and launching takes longer than running them. A CUDA
+graph launches all of them at once, but with the shapes and the addresses of the moment when it was captured. So shapes
+come in few sizes (`bucket`), and the inputs are copied to where the graph looks for them::
+
+    numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
+
+Whatever else the function reads must stay where it is: parameters do, weights are copied into them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+
+#: From here on there is a size between two powers of two.
+_FIRST_MIDDLE = 16
+
+
+def bucket(rows: int) -> int:
+    """The next size that is captured: powers of two, and from 16 on the middle between two of them.
+
+    >>> sorted({bucket(rows) for rows in range(1, 200)})
+    [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    """
+    power = 1 << (rows - 1).bit_length()
+    middle = power // 4 * 3
+    return middle if power > _FIRST_MIDDLE and rows <= middle else power
+
+
+class Capture(Protocol):
+    """What makes a replay of a function without arguments, which reads and writes tensors that stay where they are."""
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The replay: it does what the function does, and gives the same tensor every time, with new content.
+
+        The function may be called some times, or not at all, before this returns.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors on a device that are filled by one copy."""
+
+    buffer: Tensor
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def like(cls, arrays: Sequence[Ints], device: torch.device) -> Inputs:
+        """Room for arrays of these shapes."""
+        # Two numbers are 16 bytes: Triton compiles a kernel anew for pointers that are less aligned.
+        sizes = [-(-array.size // 2) * 2 for array in arrays]
+        buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        cuts = zip(buffer.split(sizes), arrays, strict=True)
+        return cls(buffer, tuple(part[: array.size].view(array.shape) for part, array in cuts))
+
+    def fill(self, arrays: Sequence[Ints]) -> Inputs:
+        """Copy arrays of the same shapes in."""
+        parts = (part for array in arrays for part in (array.ravel(), np.zeros(array.size % 2, np.int64)))
+        self.buffer.copy_(torch.from_numpy(np.concatenate(list(parts))))
+        return self
+
+
+class Graphs:
+    """A function of int64 tensors, captured for each set of their shapes when it is first seen.
+
+    Example: the second call replays what the first has captured, over other numbers::
+
+        graphs = Graphs(CudaCapture(device), device)
+        graphs(double, [np.array([1, 2])])   # tensor([2, 4])
+        graphs(double, [np.array([3, 4])])   # tensor([6, 8]), in the same memory
+    """
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture = capture
+        self._device = device
+        self._captured: dict[tuple[tuple[int, ...], ...], tuple[Inputs, Callable[[], Tensor]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __call__(self, function: Callable[..., Tensor], arrays: Sequence[Ints]) -> Tensor:
+        """What the function makes of the arrays; the next call of the same shapes writes over it.
+
+        Args:
+            function: the same for all calls, but for what it does with other shapes.
+            arrays: its arguments, as tensors on the device.
+        """
+        shapes = tuple(array.shape for array in arrays)
+        if shapes not in self._captured:
+            inputs = Inputs.like(arrays, self._device).fill(arrays)
+            self._captured[shapes] = (inputs, self._capture(partial(function, *inputs.parts)))
+        inputs, replay = self._captured[shapes]
+        inputs.fill(arrays)
+        return replay()
+
+
+class CudaCapture:
+    """Captures CUDA graphs, which share the memory of what they compute on the way: one is replayed at a time.
+
+    A function that waits for the GPU, as a mixture of experts may to see who is asked, is no graph; it is called itself
+    then, with a word in the log.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._refused = False
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self._refused:
+            return function
+        self._warm_up(function)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._apart(), _no_waiting():
+                function()
+            # Other threads may use the GPU meanwhile, as those that load weights do.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                output = function()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
+            self._refused = True
+            return function
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    def _warm_up(self, function: Callable[[], Tensor]) -> None:
+        """Kernels are compiled, and libraries take their memory, when they are first called."""
+        with self._apart():
+            function()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """On the stream that captures, between what was queued before and what is queued after."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Calls that wait for the GPU raise: found out before capturing, which they would leave half done."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
