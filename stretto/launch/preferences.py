@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from stretto.launch.config import ModelConfig
 from stretto.launch.encoding import encode_preferences
 from stretto.launch.learning import OnLearning, learn_apart, learn_into, refuse_old
-from stretto.launch.plan import base_folder, check_kind, check_devices, check_vocabulary
+from stretto.launch.plan import base_folder, check_devices, check_kind, check_vocabulary
 from stretto.launch.recipe import parse_recipe, validated
 from stretto.launch.supervised_role import Preferences
 from stretto.model.folder import inspect_model_folder
