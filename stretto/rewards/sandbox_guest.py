@@ -293,7 +293,7 @@ def perform() -> int:
         task: dict[str, Any] = marshal.load(file)
     sys.argv = ["program.py"]
     # The site module, which the guest does without, would make these; scripts end with them.
-    builtins.exit = builtins.quit = sys.exit
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     calls = task.get("calls")
     if calls is None:
         return _concluded(lambda: _execute(task, "__main__"))
