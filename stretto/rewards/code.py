@@ -17,7 +17,7 @@ from stretto.rewards.code_comparison import same_text, same_value
 from stretto.rewards.code_config import CodeConfig
 from stretto.rewards.code_formats import parse_tests
 from stretto.rewards.code_tests import CallTest, ProgramTests, StdinTest
-from stretto.rewards.program import extract_program
+from stretto.rewards.program import Program, extract_program, helpers
 from stretto.rewards.sandbox import Ended, Sandbox, SandboxFailed
 from stretto.rewards.sandbox_probe import Report, probe
 from stretto.rewards.sandbox_walls import Walls
@@ -83,15 +83,15 @@ class CodeReward:
         Raises:
             SandboxFailed: it could not be run.
         """
-        source = program_of(answer, tests)
-        if source is None:
+        program = program_of(answer, tests)
+        if program is None:
             return Judgement(0, tests.count, "no program in the answer")
         clock = _Clock(self._config)
-        passed, problem = self._judge_calls(source, tests.calls, clock) if tests.calls else (0, "")
+        passed, problem = self._judge_calls(program, tests.calls, clock) if tests.calls else (0, "")
         for number, test in enumerate(tests.stdin, start=1):
             if problem and not to_the_end:
                 break
-            found = self._judge_input(source, test, clock)
+            found = self._judge_input(program, test, clock)
             problem = problem or (f"test {number}: {found}" if found else "")
             passed += not found
         return Judgement(passed, tests.count, problem)
@@ -99,20 +99,21 @@ class CodeReward:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _judge_input(self, source: str, test: StdinTest, clock: _Clock) -> str:
+    def _judge_input(self, program: Program, test: StdinTest, clock: _Clock) -> str:
         """What is wrong with the program on one input; empty: nothing."""
         if clock.left <= 0:
             return "time limit of all tests"
-        ended = self._run({"source": source}, test.stdin.encode(errors="surrogateescape"), clock.allow(1))
+        ended = self._run(program._asdict(), test.stdin.encode(errors="surrogateescape"), clock.allow(1))
         clock.spent += ended.seconds
         if not ended.well:
             return ended.how
         return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
 
-    def _judge_calls(self, source: str, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
+    def _judge_calls(self, program: Program, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
         """All calls in one process, which is told the arguments and nothing of the results."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
-        ended = self._run({"source": source, "calls": calls}, b"", clock.allow(len(tests)))
+        ended = self._run({**program._asdict(), "calls": calls}, b"", clock.allow(len(tests)))
+        clock.spent += ended.seconds
         results = [_result(line) for line in ended.output.split(b"\n")]
         if ended.well and (len(results) != len(tests) + 1 or ended.output[-1:] != b"\n"):
             return 0, "it wrote among the results of its calls"
@@ -139,11 +140,14 @@ class CodeReward:
         raise AssertionError("the last try returns or raises")
 
 
-def program_of(answer: str, tests: ProgramTests) -> str | None:
-    """The program of an answer as it is run: `prelude` stands before it, and `preamble` where the answer goes on from
-    the head of the function instead of giving it again."""
-    program = extract_program(answer, tests.preamble, tests.entry_point)
-    return None if program is None else tests.prelude + program
+def program_of(answer: str, tests: ProgramTests) -> Program | None:
+    """The program of an answer as it is run: behind the `prelude` and before the `setup`; behind the `preamble` too, of
+    which the head of the function is left out where the answer gives it again."""
+    source = extract_program(answer, tests.preamble, tests.entry_point)
+    if source is None:
+        return None
+    given = "" if source.startswith(tests.preamble) else helpers(tests.preamble, tests.entry_point)
+    return Program(source, before="\n".join(filter(None, (tests.prelude, given))), after=tests.setup)
 
 
 @dataclass

@@ -29,16 +29,18 @@ from stretto.rewards.code_tests import CallTest, ProgramTests, StdinTest
 _LARGEST_PACKED = 64 << 20  # bytes of packed tests after unpacking
 _DEPTH = 3  # JSON in JSON in JSON
 
-#: LiveCodeBench and APPS let functions use these without importing them.
+#: LiveCodeBench and APPS let functions use these without importing them. Of two things of one name the later stands:
+#: the module `bisect` and not its function, as in `bisect.insort`; Python's own `pow`, with a modulus, and not math's.
 _PRELUDE = """\
-import collections, functools, heapq, itertools, math, re, string, bisect, operator, random
+from typing import *
 from bisect import *
 from collections import *
 from functools import *
 from heapq import *
 from itertools import *
 from math import *
-from typing import *
+import collections, functools, heapq, itertools, math, re, string, bisect, operator, random
+from builtins import *
 """
 
 
@@ -85,7 +87,7 @@ def _row(row: Mapping[str, Any]) -> ProgramTests:
         calls = calls_of_check(_text(row["test"], "test"), name)
         return ProgramTests(calls=tuple(calls), preamble=_text(row.get("prompt", ""), "prompt"), entry_point=name)
     if "test_list" in row:
-        return ProgramTests(calls=tuple([call_of_assert(_text(line, "test_list")) for line in row["test_list"]]))
+        return _mbpp(row)
     if "input_output" in row:
         return parse_tests(row["input_output"])
     if "tests" in row:
@@ -93,6 +95,22 @@ def _row(row: Mapping[str, Any]) -> ProgramTests:
         preamble, entry_point = (_text(row.get(field, ""), field) for field in ("preamble", "entry_point"))
         return msgspec.structs.replace(tests, preamble=preamble, entry_point=entry_point)
     raise BadTests(f"tests are an object with {', '.join(map(repr, row)) or 'nothing'}, of no form that is known")
+
+
+def _mbpp(row: Mapping[str, Any]) -> ProgramTests:
+    """Asserts, with what they import (rows that were checked by hand) and with what they set up (the others)."""
+    imports, setup = row.get("test_imports") or "", row.get("test_setup_code") or ""
+    texts = {"test_imports": _joined(imports, "test_imports"), "test_setup_code": _text(setup, "test_setup_code")}
+    for place, text in texts.items():
+        try:
+            compile(text, place, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BadTests(f"{place} is no Python: {error}") from None
+    return ProgramTests(
+        calls=tuple([call_of_assert(_text(line, "test_list")) for line in row["test_list"]]),
+        prelude=texts["test_imports"],
+        setup=texts["test_setup_code"],
+    )
 
 
 def _list(tests: object, metadata: Mapping[str, Any]) -> ProgramTests:

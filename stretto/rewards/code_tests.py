@@ -26,13 +26,14 @@ class CallTest(Record, frozen=True):
 
 
 class ProgramTests(Record, frozen=True):
-    """All tests of one question: see `code.program_of` for `prelude`, `preamble` and `entry_point`."""
+    """All tests of one question: see `code.program_of` for the texts."""
 
     stdin: tuple[StdinTest, ...] = ()
     calls: tuple[CallTest, ...] = ()
-    prelude: str = ""
-    preamble: str = ""
+    prelude: str = ""  #: what an answer may use without importing it
+    preamble: str = ""  #: what the answer was given to go on from: imports, helpers, and the head of `entry_point`
     entry_point: str = ""
+    setup: str = ""  #: what the tests do with the names of a program before they call it
 
     @property
     def count(self) -> int:

@@ -1,8 +1,8 @@
 r"""Is an answer the gold answer? True, False, or None where this file cannot tell and math-verify is asked.
 
-The gold answer says what is asked for: where it gives a value, ``x = 5`` is read as 5; where it gives the equation of a
-line, 5 is no answer; where it gives an inequality, the interval says the same, and not the other way round (a model
-that writes the question back as ``x > 5`` would be right too often).
+The gold answer says what is asked for: where it gives a value, ``x = 5`` is read as 5, and ``2x = 5`` as nothing; where
+it gives the equation of a line, 5 is no answer; where it gives an inequality, the interval says the same, and not the
+other way round (a model that writes the question back, as ``x > 5`` or ``2x = 5``, would be right too often).
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from stretto.rewards.math_relations import (
-    as_asked,
-    as_interval,
-    as_one,
+from stretto.rewards.math_naming import (
+    as_named,
     as_points,
-    as_value,
+    has_one_name,
+    in_order_of,
+    in_usual_order,
     is_naming,
+    is_number,
+    is_system,
+    name,
     names,
-    same_relation,
+    says_its_last_side,
 )
+from stretto.rewards.math_relations import as_asked, as_interval, as_one, as_value, same_relation
 from stretto.rewards.math_scalars import Opinion, any_of, same_scalar
 from stretto.rewards.math_structure import (
     Choice,
@@ -44,9 +48,26 @@ def same(gold: Node, answer: Node) -> Opinion:
     Raises:
         Undecided: its numbers are too large.
     """
+    if isinstance(answer, Relation) and all(map(is_number, answer.sides)) and not says_its_last_side(answer, same):
+        return False
     gold, answer = _simplest(gold), _simplest(answer)
+    named, given = as_named(gold), as_named(answer)
+    if named is not None and given is not None and not (isinstance(gold, Listing) and isinstance(answer, Listing)):
+        turned = in_order_of(named, given)
+        return turned is not None and same(named.sides[-1], turned.sides[-1])
+    if given is not None and named is None:
+        if isinstance(gold, Relation) and gold.signs != ("=",):
+            return False  # a range
+        answer = _in_usual_order(answer, given)
     if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
-        return same(gold, answer.sides[-1])
+        return _same_as_named(gold, answer)
+    if isinstance(answer, Listing) and is_system(answer) and not _names_something(gold):
+        return False
+    return _same_form(gold, answer)
+
+
+def _same_form(gold: Node, answer: Node) -> Opinion:
+    """Each form against each other one."""
     match gold, answer:
         case Choice(), Choice():
             return gold.letter == answer.letter
@@ -101,6 +122,37 @@ def _simplest(given: Node) -> Node:
     return as_points(one) or one if isinstance(one, Listing) and not one.opening else one
 
 
+def _names_something(gold: Node) -> bool:
+    relations = gold.items if isinstance(gold, Listing) else (gold,)
+    return any(isinstance(item, Relation) for item in relations)
+
+
+def _in_usual_order(answer: Node, given: Relation) -> Node:
+    """An answer that names several values (`given`: in the form of `as_named`), where the gold answer names none."""
+    turned = in_usual_order(given)
+    if isinstance(answer, Relation):
+        return turned
+    pairs = zip(_items(turned.sides[0]), _items(turned.sides[-1]), strict=True)
+    return Listing("", "", tuple(Relation(sides, ("=",)) for sides in pairs))
+
+
+def _items(given: Node) -> tuple[Node, ...]:
+    return given.items if isinstance(given, Listing) else (given,)
+
+
+def _same_as_named(gold: Node, answer: Relation) -> Opinion:
+    """Is `gold` what the answer gives a name to?"""
+    first, last = answer.sides[0], answer.sides[-1]
+    if not says_its_last_side(answer, same):
+        return False
+    if isinstance(gold, Listing):
+        if (called := as_named(gold)) is not None and name(first) in map(name, _items(called.sides[0])):
+            return False  # x = 1, 2 gives one name what x = 1, y = 2 gives to two
+        if answer.signs[-1] == r"\in" and not gold.ordered and isinstance(last, Listing) and last.ordered:
+            return False  # an interval
+    return same(gold, last)
+
+
 def _same_words(gold: Node, answer: Node) -> Opinion:
     """The same letters. Of a formula only a product of letters is a text: ``ab - c`` is none."""
     if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
@@ -128,6 +180,10 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
     pairs = gold.items, answer.items
     if len(gold.items) != len(answer.items):
         return False if not gold.items or not answer.items else _same_distinct(gold, answer)
+    if answer.opening == "{" and (gold.ordered or names(gold)) and not _names_something(answer):
+        return False  # a set has no order: {1, 2} is no pair, and no interval
+    if gold.ordered and has_one_name(answer):
+        return False  # "x = 1 or x = 2" is a set too
     has_dots = any(isinstance(item, Dots) for item in (*gold.items, *answer.items))
     if gold.ordered or has_dots:
         return False if _differ_in_ends(gold, answer) else _in_order(*pairs)
@@ -199,7 +255,7 @@ def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
 def _same_vector(matrix: Matrix, listing: Listing) -> Opinion:
     """One column, or one row, against a tuple; a matrix against a list of its rows."""
     if not listing.ordered:
-        return None
+        return None if listing.opening == "" else False
     if len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows):
         cells = [cell for row in matrix.rows for cell in row]
         return len(cells) == len(listing.items) and listing.closing in ")]" and _in_order(cells, listing.items)

@@ -70,6 +70,10 @@ _EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
 _RELATION = re.compile(
     rf"(?<![A-Za-z0-9\\$^_])[a-zA-Z](?:_?[0-9]|\([a-z]\))?(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
 )
+_EQUATION = re.compile(  # 2x + 3 = 13: of an unknown with a factor, whose letter is not that of a unit
+    rf"(?<![A-Za-z0-9\\$^_.])(?=[^=\n]{{0,60}}?[0-9]\*?[abcnp-rt-z](?![A-Za-z0-9])){_EXPRESSION}\s*=\s*{_EXPRESSION}"
+    r"(?![0-9a-zA-Z%])"
+)
 _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _SPOKEN = (
     DATE,
@@ -250,7 +254,7 @@ def _told(rest: str) -> str:
 def _last(text: str) -> Piece | None:
     """The last formula or number that is not denied; an empty piece where all are."""
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
-    for form in (_RELATION, _TUPLE, _SET):
+    for form in (_RELATION, _EQUATION, _TUPLE, _SET):
         spans += _found(form, text, spans)
     formulas = [(start, end) for start, end, _ in spans]
     for form in _SPOKEN:

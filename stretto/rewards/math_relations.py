@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import sympy
 from sympy.core.function import AppliedUndef
 
 from stretto.rewards.math_equality import is_positive, proportional, same_value
+from stretto.rewards.math_naming import Same, is_naming, is_number, name
 from stretto.rewards.math_scalars import Opinion, expression, times
-from stretto.rewards.math_structure import Listing, Node, Ratio, Relation, Scalar, Union, Unreadable, Words
+from stretto.rewards.math_structure import Listing, Node, Relation, Scalar, Union, Unreadable
 
-Same = Callable[[Node, Node], Opinion]
 Step = tuple[str, sympy.Basic]
 
-_NAMING = ("=", r"\in", r"\equiv")
 _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
@@ -39,7 +37,7 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
     """``x = 5`` names 5: the same name needs the same value. Other equations are the same when one is a multiple."""
-    one, other = _name(gold.sides[0]), _name(answer.sides[0])
+    one, other = name(gold.sides[0]), name(answer.sides[0])
     if one is not None and other is not None and (one == other or _is_called(one, other) or _is_called(other, one)):
         return same(gold.sides[-1], answer.sides[-1])
     if (renamed := _same_definition(gold, answer)) is not None:
@@ -87,34 +85,6 @@ def _is_called(function: str, letter: str) -> bool:
     return len(letter) == 1 and function.startswith(f"{letter}(")
 
 
-def _name(side: Node) -> str | None:
-    """What only gives a name to the other side: x, f(x), AB/CD, (p, q), a text."""
-    match side:
-        case Words(text=text):
-            return text.replace(" ", "")
-        case Listing(items=items):
-            names = [_name(item) for item in items]
-            return None if None in names else "(" + ",".join(map(str, names)) + ")"
-        case Ratio(parts=parts):
-            names = [_name(part) for part in parts]
-            return None if None in names else ":".join(map(str, names))
-        case Scalar(latex=latex):
-            try:
-                found = expression(latex)
-            except Unreadable:
-                return latex.replace(" ", "")
-            return str(found) if _is_name(found) else None
-    return None
-
-
-def _is_name(found: sympy.Basic) -> bool:
-    if isinstance(found, sympy.Symbol | AppliedUndef):
-        return True
-    if isinstance(found, sympy.Mul):
-        return all(_is_name(part) for part in found.args)
-    return isinstance(found, sympy.Pow) and found.exp == -1 and _is_name(found.base)
-
-
 def _steps(relation: Relation) -> list[Step] | None:
     """``a < b >= c`` as differences that are positive or not negative (or unequal to, or equal to, zero)."""
     steps: list[Step] = []
@@ -148,16 +118,11 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 def as_asked(gold: Relation) -> Node | None:
     """What a gold relation may be answered with besides itself: the value that it names, or the range that it says."""
     if is_naming(gold):
-        return gold.sides[-1] if _name(gold.sides[0]) is not None else None
+        return gold.sides[-1] if name(gold.sides[0]) is not None else None
     if gold.signs == (r"\neq",):
         low, high = Scalar(r"-\infty"), Scalar(r"\infty")
         return Union((Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))))
     return as_interval(gold)
-
-
-def is_naming(relation: Relation) -> bool:
-    """Does it say what something is equal to, or in which set it is?"""
-    return all(sign in _NAMING for sign in relation.signs)
 
 
 def as_interval(relation: Relation) -> Listing | None:
@@ -168,14 +133,14 @@ def as_interval(relation: Relation) -> Listing | None:
     if not all(sign in ("<", r"\le") for sign in signs) or len(sides) > 3:
         return None
     if len(sides) == 2:
-        below, above = (_is_number(side) for side in sides)
+        below, above = (is_number(side) for side in sides)
         if below == above:
             return None
         low, high = (sides[0], Scalar(r"\infty")) if below else (Scalar(r"-\infty"), sides[1])
         opening = "[" if below and signs[0] == r"\le" else "("
         closing = "]" if above and signs[0] == r"\le" else ")"
         return Listing(opening, closing, (low, high))
-    if not _is_number(sides[0]) or _is_number(sides[1]) or not _is_number(sides[2]):
+    if not is_number(sides[0]) or is_number(sides[1]) or not is_number(sides[2]):
         return None
     return Listing("[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")", (sides[0], sides[2]))
 
@@ -183,11 +148,11 @@ def as_interval(relation: Relation) -> Listing | None:
 def as_value(relation: Relation) -> Node:
     """``6 · 7 = 42`` says 42; ``5 = x`` is ``x = 5``."""
     sides = relation.sides
-    if not is_naming(relation) or not _is_number(sides[0]):
+    if not is_naming(relation) or not is_number(sides[0]):
         return relation
-    if all(map(_is_number, sides)):
+    if all(map(is_number, sides)):
         return sides[-1]
-    is_turned = len(sides) == 2 and _name(sides[1]) is not None
+    is_turned = len(sides) == 2 and name(sides[1]) is not None
     return Relation(sides[::-1], relation.signs) if is_turned else relation
 
 
@@ -196,7 +161,7 @@ def as_one(given: Node) -> Node:
     if not isinstance(given, Listing) or given.opening or len(given.items) != 2:
         return given
     halves = [item for item in given.items if isinstance(item, Relation) and len(item.sides) == 2]
-    variables = {_name(side) for half in halves for side in half.sides if not _is_number(side)}
+    variables = {name(side) for half in halves for side in half.sides if not is_number(side)}
     ranges = [found for half in halves if (found := as_interval(half)) is not None]
     if len(ranges) != 2 or len(variables) != 1 or None in variables:
         return given
@@ -212,36 +177,3 @@ def _below(low: Node, high: Node) -> bool:
     """Is a number less than another one?"""
     difference = _difference(high, low)
     return difference is not None and is_positive(difference)
-
-
-def names(listing: Listing) -> list[str] | None:
-    """The different letters that ``a = 1, b = 2`` gives values to, in their order; None where it is something else."""
-    found = [_name(item.sides[0]) if isinstance(item, Relation) and is_naming(item) else None for item in listing.items]
-    letters = [name.partition("_")[0] for name in found if name is not None]
-    return letters if len(letters) == len(found) == len(set(letters)) else None
-
-
-def as_points(listing: Listing) -> Relation | None:
-    """``p = 2, q = 3, p = 3, q = 2`` as ``(p, q) = (2, 3), (3, 2)``; None where no names come again in that order."""
-    relations = [item for item in listing.items if isinstance(item, Relation) and is_naming(item)]
-    called = [_name(relation.sides[0]) for relation in relations]
-    size = len(set(called))
-    if len(relations) != len(listing.items) or size < 2 or len(called) == size or None in called:
-        return None
-    if len(called) % size or called != called[:size] * (len(called) // size):
-        return None
-    points = [
-        Listing("(", ")", tuple(relation.sides[-1] for relation in relations[at : at + size]))
-        for at in range(0, len(relations), size)
-    ]
-    name = Listing("(", ")", tuple(relation.sides[0] for relation in relations[:size]))
-    return Relation((name, Listing("", "", tuple(points))), ("=",))
-
-
-def _is_number(side: Node) -> bool:
-    if not isinstance(side, Scalar):
-        return False
-    try:
-        return not expression(side.latex).free_symbols
-    except Unreadable:
-        return False

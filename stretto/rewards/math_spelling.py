@@ -123,6 +123,7 @@ _REPLACED: Final = tuple(
         (r"\\geqslant|\\geq(?![a-z])|>=", r"\\ge "),
         (r"\\lt(?![a-z])", "<"),
         (r"\\gt(?![a-z])", ">"),
+        (r"==+", "="),
         (r"!=|\\ne(?![a-z])|\\not\s*=|<>", r"\\neq "),
         (r"\\(?:iff|Leftrightarrow|implies|Longrightarrow)(?![a-z])", r"\\Rightarrow "),
         (r"\\(?:simeq|sim|thickapprox)(?![a-z])", r"\\approx "),

@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^\n`]*$", re.MULTILINE)
-_PYTHON = frozenset({"", "python", "python3", "py", "py3", "python2", "pypy3"})
+_FENCE = re.compile(
+    r"^(?P<margin>[ \t]*(?P<bullet>(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)"
+    r"(?P<ticks>`{3,}|~{3,})[ \t]*(?P<label>[\w+.#-]*)[^\n`]*$",
+    re.MULTILINE,
+)
+_PYTHON = frozenset({"python", "python3", "py", "py3", "python2", "pypy3"})
 _THOUGHTS_END = "</think>"
+
+
+class Program(NamedTuple):
+    """A program as it is run: `before` and `after` it other texts, in the same module."""
+
+    source: str
+    before: str = ""
+    after: str = ""
 
 
 def extract_program(answer: str, preamble: str = "", entry_point: str = "") -> str | None:
     """The program of an answer; `None`: there is none.
 
-    A block of code counts when it is closed and says that it is Python, or says nothing. With an `entry_point` the
-    answer may also go on from the `preamble` (the head of the function, in the prompts of HumanEval): it does when it
-    does not define that name itself.
+    A block of code counts when it is closed and says that it is Python; where none says so, when it says nothing
+    (beside blocks that do, that is an output or an example). With an `entry_point` the answer may also go on from the
+    `preamble` (the head of the function, in the prompts of HumanEval): where it does not define that name itself.
 
-    >>> extract_program("First\\n```python\\nx = 1\\n```\\nor rather\\n```\\nprint(2)\\n```\\nas asked.")
+    >>> extract_program("First\\n```python\\nx = 1\\n```\\nor\\n```python\\nprint(2)\\n```\\nIt says\\n```\\n2\\n```")
     'print(2)\\n'
     >>> extract_program("return a + b", "def add(a, b):", "add")
     'def add(a, b):return a + b'
@@ -44,8 +58,37 @@ def defines(program: str, name: str) -> bool:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    places = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
-    return any(name in _names(statement) for body in places for statement in body)
+    return _defined(tree.body, name)
+
+
+def helpers(preamble: str, entry_point: str) -> str:
+    """What a preamble has beside the function that is asked for: imports, other functions. Empty where it is no Python.
+
+    >>> helpers("import math\\n\\ndef half(n): return n / 2\\n\\ndef f(n):", "f")
+    'import math\\ndef half(n):\\n    return n / 2'
+    """
+    for text in (preamble, f"{preamble} pass"):  # a docstring is a body, a head without one needs another
+        try:
+            body = ast.parse(text).body
+            return "\n".join(ast.unparse(given) for given in body if not _is_left_out(given, entry_point))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return ""
+
+
+def _is_left_out(statement: ast.stmt, entry_point: str) -> bool:
+    """The function itself, since only the answer may define it, and what must stand first in its text."""
+    return _defined([statement], entry_point) or (
+        isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+    )
+
+
+def _defined(body: Iterable[ast.stmt], name: str) -> bool:
+    return any(
+        name in _names(statement)
+        or (isinstance(statement, ast.ClassDef) and any(name in _names(x) for x in statement.body))
+        for statement in body
+    )
 
 
 def _names(statement: ast.stmt) -> list[str]:
@@ -60,15 +103,24 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def _blocks(text: str) -> tuple[list[str], bool]:
-    """The finished blocks of Python, and whether any block was begun."""
-    found: list[str] = []
+    """The finished blocks of Python, or of no language where there are none, and whether any block was begun."""
+    labelled: list[str] = []
+    unlabelled: list[str] = []
     opening: re.Match[str] | None = None
     fenced = False
     for fence in _FENCE.finditer(text):
         if opening is None:
             opening, fenced = fence, True
-        elif fence[1].startswith(opening[1]) and not fence[2]:
-            if opening[2].lower() in _PYTHON:
-                found.append(text[opening.end() + 1 : fence.start()])
+        elif fence["ticks"].startswith(opening["ticks"]) and not fence["label"] and not fence["bullet"]:
+            block = _without_margin(text[opening.end() + 1 : fence.start()], len(opening["margin"]))
+            if opening["label"].lower() in _PYTHON:
+                labelled.append(block)
+            elif not opening["label"]:
+                unlabelled.append(block)
             opening = None
-    return found, fenced
+    return labelled or unlabelled, fenced
+
+
+def _without_margin(block: str, width: int) -> str:
+    """A block in an item of a list begins where the text of the item does: so much space is in front of its lines."""
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block

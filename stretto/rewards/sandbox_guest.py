@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import _ctypes
 import _socket
+import builtins
 import marshal
 import os
 import resource
@@ -291,13 +292,15 @@ def perform() -> int:
     with open(3, "rb") as file:
         task: dict[str, Any] = marshal.load(file)
     sys.argv = ["program.py"]
+    # The site module, which the guest does without, would make these; scripts end with them.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     calls = task.get("calls")
     if calls is None:
-        return _concluded(lambda: _execute(task["source"], "__main__"))
+        return _concluded(lambda: _execute(task, "__main__"))
     results = os.dup(1)
     os.dup2(2, 1)  # what the program prints is no result
     _reopen()
-    return _concluded(lambda: _call_all(_execute(task["source"], "program"), calls, results))
+    return _concluded(lambda: _call_all(_execute(task, "program"), calls, results))
 
 
 def _concluded(work: Callable[[], object]) -> int:
@@ -340,10 +343,14 @@ def _reopen() -> None:
     sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def _execute(source: str, name: str) -> dict[str, Any]:
+def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
+    """The program, between what is run before and after it: parts of one module, each compiled by itself, so that the
+    first line of a program is its first line (``from __future__ import annotations``)."""
     module = type(sys)(name)
     sys.modules[name] = module
-    exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
+    for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
+        if text := task.get(part, ""):
+            exec(compile(text, file, "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
 

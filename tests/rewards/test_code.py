@@ -51,6 +51,9 @@ def judge() -> Iterator[CodeReward]:
             Judgement(2, 3, "test 3: exit status 1: ValueError: 12"),
         ),
         ("n = int(input())\nprint(n * n)\nraise SystemExit(1)", Judgement(0, 3, "test 1: exit status 1")),
+        ("n = int(input())\nif n == 7:\n    print(49)\n    exit()\nprint(n * n)\nquit(0)", Judgement(3, 3)),
+        ("print(int(input()) ** 2)\nexit(1)", Judgement(0, 3, "test 1: exit status 1")),
+        ("exit()", Judgement(0, 3, "test 1: wrong output")),
         ("while input(): pass", Judgement(0, 3, "test 1: exit status 1: EOFError: EOF when reading a line")),
         ("while True: pass", Judgement(0, 3, "test 1: time limit")),
         ("x +", Judgement(0, 3, "test 1: exit status 1: SyntaxError: invalid syntax")),
@@ -106,6 +109,7 @@ FORGERIES: list[Any] = [
         id="a list that equals everything",
     ),
     pytest.param("import sys\ndef f(n): sys.exit(0)\nsys.exit(0)", id="leave with success"),
+    pytest.param("exit()\ndef f(n): quit()", id="leave as in a session"),
     pytest.param("import os\nos._exit(0)", id="leave at once"),
     pytest.param("def f(n): raise SystemExit(0)\nif __name__ == '__main__': raise SystemExit", id="leave in the call"),
     pytest.param("import atexit, os\natexit.register(os._exit, 0)\ndef f(n): return 1 / 0", id="leave at the end"),
@@ -210,6 +214,18 @@ def test_all_tests_together_have_a_time_limit_too() -> None:
     assert found.problem.startswith("test 3: time limit")
 
 
+def test_calls_are_charged_to_the_time_of_an_answer() -> None:
+    config = CodeConfig(seconds=0.4, answer_seconds=0.6)
+    judge = CodeReward(config, *probe(config, []))
+    tests = parse_tests([{"call": "f", "args": [], "expected": 1}, {"stdin": "", "stdout": ""}])
+    program = "import time\ndef f():\n    time.sleep(0.35)\n    return 1\nif __name__ == '__main__': time.sleep(0.3)"
+    try:
+        found = judge.judge(program, tests)
+    finally:
+        judge.close()
+    assert found == Judgement(1, 2, "test 1: time limit")
+
+
 class FailsAtFirst(Sandbox):
     """Its first run takes longer than an answer may, and comes to nothing."""
 
@@ -235,8 +251,60 @@ def test_the_time_that_a_sandbox_loses_is_not_the_programs() -> None:
 def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeReward) -> None:
     tests = parse_tests({"fn_name": "f", "inputs": [[[3, 1, 2]]], "outputs": [3]})
     answer = "class Solution:\n    def f(self, n: List[int]) -> int: return heapq.nlargest(1, n)[0]"
-    assert (program_of(answer, tests) or "").endswith(answer)
+    assert program_of(answer, tests) == (answer, tests.prelude, "")
     assert judge.judge(answer, tests) == Judgement(1, 1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "def f(n): return pow(n, -1, 7)",
+        "def f(n): return [5, bisect.bisect_left([1, 2, 3], n)][0] if Counter([n]) == collections.Counter([n]) else 0",
+        "from __future__ import annotations\ndef f(n: Unknown) -> list[Unknown]: return pow(n, 5, 7)",
+        "'''Inverts.'''\nfrom __future__ import annotations\ndef f(n): return 5 if type(sum([1])) is int else 0",
+        "def f(n): return bisect_left(range(9), 5) if gcd(4, 6) == 2 else 0",
+    ],
+)
+def test_the_prelude_hides_nothing_and_may_stand_before_any_program(judge: CodeReward, answer: str) -> None:
+    tests = parse_tests({"fn_name": "f", "inputs": [[3]], "outputs": [5]})
+    assert judge.judge(answer, tests) == Judgement(1, 1)
+
+
+HUMANEVAL = {
+    "prompt": (
+        "import math\nfrom typing import List\n\ndef poly(xs: list, x: float):\n    return sum(c * x**k for k, c in "
+        "enumerate(xs))\n\n\ndef at_two(xs: List[int]) -> int:\n    '''The value at 2.'''\n"
+    ),
+    "entry_point": "at_two",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 5\n    assert candidate([0, 0, 1]) == 4\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("    return poly(xs, 2)", True),
+        ("```python\ndef at_two(xs: List[int]) -> int:\n    return math.floor(poly(xs, 2))\n```", True),
+        ("class Solution:\n    def at_two(self, xs: List[int]) -> int:\n        return poly(xs, 2)", True),
+        ("from __future__ import annotations\ndef at_two(xs: Unknown): return poly(xs, 2)", True),
+        ("def at_two(xs): return poly(xs, 3)", False),
+        ("def poly(xs, x): return 0\ndef at_two(xs): return poly(xs, 2)", False),
+    ],
+)
+def test_an_answer_has_the_helpers_of_the_preamble_also_where_it_gives_the_function_again(
+    judge: CodeReward, answer: str, right: bool
+) -> None:
+    assert judge.judge(answer, parse_tests(HUMANEVAL)).right == right
+
+
+def test_what_the_tests_of_a_row_import_and_set_up_is_there_when_they_call(judge: CodeReward) -> None:
+    row = {"test_list": ["assert size(2) == 3", "assert size(3) == 4"], "test_imports": ["import math"]}
+    assert judge.judge("def size(n): return math.ceil(n + 0.5)", parse_tests(row)).right
+    made = {"test_list": ["assert size(2) == 3"], "test_setup_code": "root = Node(1)"}
+    assert judge.judge(
+        "class Node:\n    def __init__(self, n): self.n = n\ndef size(n): return n + root.n", parse_tests(made)
+    ).right
+    assert not judge.judge("def size(n): return n + 1", parse_tests(made)).right
 
 
 def test_an_answer_may_go_on_from_the_head_of_the_function(judge: CodeReward) -> None:

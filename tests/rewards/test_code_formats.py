@@ -72,6 +72,13 @@ def test_tests_by_calls(given: Any) -> None:
     assert (tests.stdin, tests.calls) == ((), (CALL,))
 
 
+def test_the_imports_and_the_setup_of_mbpp_are_read() -> None:
+    row = {"test_list": ["assert add(3, 8) == 11"], "test_imports": ["import math", "import re"], "test_setup_code": ""}
+    assert parse_tests(row).prelude == "import math\nimport re"
+    given = parse_tests({"test_list": row["test_list"], "test_setup_code": "root = Node(1)", "test_imports": []})
+    assert (given.prelude, given.setup) == ("", "root = Node(1)")
+
+
 def test_a_result_in_a_list_of_its_own_is_accepted_both_ways() -> None:
     [test] = parse_tests({"fn_name": "add", "inputs": [[3, 8]], "outputs": [[11]]}).calls
     assert test.accepted == ([11], 11)
@@ -145,6 +152,9 @@ def test_a_packed_pickle_runs_nothing() -> None:
         (HUMANEVAL | {"test": "def check(candidate):\n  pass"}, "there are no tests"),
         ({"test_list": ["assert f(1) > 2"]}, "no comparison of a call with a literal"),
         ({"test_list": ["f(1)"]}, "not of the form"),
+        ({"test_list": ["assert f(1) == 2"], "test_imports": [3]}, "test_imports is list, not a text"),
+        ({"test_list": ["assert f(1) == 2"], "test_imports": ["import"]}, "test_imports is no Python: invalid syntax"),
+        ({"test_list": ["assert f(1) == 2"], "test_setup_code": "x ="}, "test_setup_code is no Python"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(given: object, words: str) -> None:

@@ -2,7 +2,8 @@
 
 Promises: numbers in words, amounts with units of one kind, sums of money, times of day, dates, ratios, periodic
 solutions, systems of equations, roots with both signs, complex numbers and polynomials are told from their neighbours;
-what is denied, exceeded or multiplied in words is not the answer, nor is one of several boxes.
+values with names by their names, pairs from sets; what is denied, exceeded or multiplied in words is not the answer,
+nor is one of several boxes, nor the right side of an equation that is written back.
 """
 
 from __future__ import annotations
@@ -143,6 +144,165 @@ def test_a_system_of_equations_names_its_values(x: int, y: int, other: int) -> N
         assert right(gold, f"We find $x = {x}$ and $y = {y}$.")
         assert right(gold, boxed(f"x={x}, y={other}")) == (y == other)
     assert right(f"x={x}, y={y}", boxed(f"{y}, {x}")) == (x == y)
+
+
+NAMES = [("x", "y"), ("a", "b"), ("m", "n"), ("p", "q"), ("x_1", "x_2")]
+
+
+@few
+@given(small, small, st.sampled_from(NAMES))
+def test_values_belong_to_their_names_in_whatever_order_they_are_told(
+    one: int, other: int, names: tuple[str, str]
+) -> None:
+    assume(one != other)
+    a, b = names
+    told = [
+        "{0}={2}, {1}={3}",
+        "$({0},{1})=({2},{3})$",
+        r"\begin{{cases}}{0}={2}\\{1}={3}\end{{cases}}",
+        "{0}={2} and {1}={3}",
+    ]
+    for gold in (f"$({a},{b})=({one},{other})$", f"{a}={one}, {b}={other}", f"$({one},{other})$"):
+        for form in told:
+            assert right(gold, boxed(form.format(a, b, one, other)))
+            assert right(gold, boxed(form.format(b, a, other, one)))
+            assert not right(gold, boxed(form.format(b, a, one, other)))
+            assert not right(gold, boxed(form.format(a, b, other, one)))
+    assert not right(f"$({a},{b})=({one},{other})$", boxed(f"u={one}, v={other}"))
+    assert not right(f"{a}={one}, {b}={other}", boxed(f"{a}={one}, {other}"))
+
+
+@few
+@given(st.lists(st.tuples(small, small), min_size=2, max_size=3, unique=True), st.sampled_from(NAMES))
+def test_points_belong_to_their_names_too(points: list[tuple[int, int]], names: tuple[str, str]) -> None:
+    a, b = names
+    turned = [(y, x) for x, y in points]
+    for gold in (f"$({a},{b}) = {', '.join(map(str, points))}$", f"${', '.join(map(str, points))}$"):
+        assert right(gold, boxed(f"({b},{a}) = {', '.join(map(str, turned))}"))
+        assert right(gold, boxed(", ".join(f"{b}={y}, {a}={x}" for x, y in points)))
+        swapped = boxed(f"({b},{a}) = {', '.join(map(str, points))}")
+        assert right(gold, swapped) == (sorted(points) == sorted(turned))
+
+
+UNSOLVED = [
+    "2x",
+    "-x",
+    "5x^3+2x",
+    "x-3",
+    "x^2",
+    "x^2+y^2",
+    "3x+2y",
+    "x(x+1)",
+    "x(x+y)",
+    r"\frac{x}{4}",
+    r"\frac{1}{x}",
+    "x+x",
+]
+UNSOLVED += [
+    "2^x",
+    "e^{x}",
+    r"\sqrt{x+1}",
+    "|x-2|+1",
+    "2f(x)",
+    r"\frac{x}{2}+\frac{x}{3}",
+    "x^2-5x+6",
+    "n!",
+    r"\binom{n}{2}",
+    "|x|",
+]
+LATER = ["{}", "{}\n\nIt holds.", "The answer is {}.", "So we have {}."]
+
+
+@few
+@given(small, st.sampled_from(UNSOLVED), st.sampled_from(LATER), st.sampled_from(["=", r"\equiv"]))
+def test_an_equation_that_is_written_back_is_not_its_right_side(value: int, left: str, frame: str, sign: str) -> None:
+    assert not right(value, frame.format(boxed(f"{left} {sign} {value}")))
+    assert not right(value, frame.format(f"${left} {sign} {value}$"))
+    assert not right(f"$({value}, {value + 1})$", boxed(f"{left} = ({value}, {value + 1})"))
+
+
+@few
+@given(st.integers(2, 9), small, small, small, st.integers(1, 4))
+def test_nor_is_a_polynomial_that_is_written_back(a: int, b: int, c: int, value: int, power: int) -> None:
+    left = f"{a}x^{power} + {b}x + {c}".replace("+ -", "- ")
+    assert not right(value, boxed(f"{left} = {value}"))
+    assert not right(value, f"The equation is ${left} = {value}$.")
+    assert not right(value, f"The equation is {left} = {value}.")
+    assert right(value, f"From {left} = 0 we find that x = {value}.")
+    assert not right(f"{value}, {value + 1}", boxed(f"{left} = {value}, {left} = {value + 1}"))
+
+
+@few
+@given(small, small)
+def test_nor_is_a_system_of_equations_its_right_sides(one: int, other: int) -> None:
+    for system in ("x+y={}, x-y={}", "x+y={}, xy={}", "2x+y={}, y={}", r"\begin{{cases}}x+y={}\\x-y={}\end{{cases}}"):
+        for gold in (f"$({one},{other})$", f"$(x,y)=({one},{other})$", f"{one}, {other}"):
+            assert not right(gold, boxed(system.format(one, other)))
+
+
+ASKED = [
+    "x",
+    "f(2)",
+    "f'(3)",
+    "f(g(2))",
+    "AB",
+    r"\angle ABC",
+    "x+y",
+    "a-b",
+    "xy",
+    "ab+bc+ca",
+    "(a+b)(c+d)",
+    r"\frac{AB}{CD}",
+]
+ASKED += [
+    r"\frac{a+b}{c}",
+    r"\sin A",
+    "S_{10}",
+    "P(A)",
+    r"P(A\cap B)",
+    "|z|",
+    "AC^2",
+    r"\log_a b",
+    r"\text{Area of } ABC",
+    "[ABC]",
+]
+ASKED += [r"\text{Number of 2-digit primes}", r"\lim_{x\to 0} f(x)", r"\gcd(a,b)", "E[X]", r"x_1+x_2", r"3 \oplus 4"]
+
+
+@few
+@given(st.integers(2, 999), st.sampled_from(ASKED))
+def test_what_may_be_asked_for_has_the_value_that_it_is_said_to_have(value: int, left: str) -> None:
+    assert right(value, boxed(f"{left} = {value}"))
+    assert right(value, f"Therefore ${left} = {value - 1} + 1 = {value}$.")
+    assert not right(value, boxed(f"{left} = {value + 1}"))
+
+
+@few
+@given(positive, positive, st.integers(1, 99))
+def test_a_computation_is_its_result_where_it_is_right(one: int, other: int, by: int) -> None:
+    assert right(one + other, boxed(f"{one} + {other} = {one + other}"))
+    assert right(one * other, rf"${one} \times {other} = {one * other}$")
+    assert not right(one + other + by, boxed(f"{one} + {other} = {one + other + by}"))
+    assert right(one**2 + other**2, f"$a^2 + b^2 = {one}^2 + {other}^2 = {one**2 + other**2}$")
+
+
+@few
+@given(st.lists(small, min_size=2, max_size=4, unique=True))
+def test_a_set_is_no_tuple_and_no_interval(members: list[int]) -> None:
+    inside, turned = ", ".join(map(str, sorted(members))), ", ".join(map(str, sorted(members, reverse=True)))
+    told = [rf"\{{{inside}\}}", rf"\{{{turned}\}}", rf"x \in \{{{inside}\}}", rf"\left\{{{inside}\right\}}"]
+    low, high = min(members), max(members)
+    for answer in told:
+        assert not right(f"$({inside})$", boxed(answer))
+        assert not right(
+            f"$({low}, {high}) \\cup ({high + 1}, {high + 2})$", boxed(rf"{answer} \cup ({high + 1}, {high + 2})")
+        )
+        assert not right(f"${low} < x < {high}$", boxed(rf"\{{{low}, {high}\}}"))
+        assert right(inside, boxed(answer))
+        assert right(rf"$\{{{inside}\}}$", boxed(answer))
+    assert right(rf"$\{{{inside}\}}$", boxed(" or ".join(f"x = {member}" for member in members)))
+    assert right(f"$({inside})$", boxed(inside))
+    assert not right(rf"$\{{{low}, {high}\}}$", boxed(rf"x \in ({low}, {high})"))
 
 
 @few

@@ -61,7 +61,9 @@ def test_a_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> No
         ("", 0, "exit status 0"),
         ("import sys; sys.exit(3)", 3, "exit status 3"),
         ("import sys; sys.exit('no')", 1, "exit status 1: no"),
-        ("exit()", 1, "exit status 1: NameError: name 'exit' is not defined"),
+        ("exit()", 0, "exit status 0"),
+        ("print(1)\nquit(4)", 4, "exit status 4"),
+        ("def main(): exit('no')\nmain()", 1, "exit status 1: no"),
         ("1 / 0", 1, "exit status 1: ZeroDivisionError: division by zero"),
         ("raise KeyboardInterrupt", 1, "exit status 1: KeyboardInterrupt"),
         ("def f(:", 1, "exit status 1: SyntaxError: invalid syntax"),
@@ -88,6 +90,17 @@ def test_a_program_is_a_script(sandbox: Sandbox) -> None:
         "    print(pickle.loads(pickle.dumps(Point(3))), sys.argv)\n"
     )
     assert run(sandbox, source).output == b"Point(x=3) ['program.py']\nthread\nlast\n"
+
+
+def test_what_is_run_before_and_after_a_program_is_of_its_module_and_its_first_line_stays_the_first(
+    sandbox: Sandbox,
+) -> None:
+    task = {
+        "before": "import math\nx = 1",
+        "source": "from __future__ import annotations\ndef f(n: Unknown): return math.sqrt(n) + x",
+        "after": "print(f(9), __name__)",
+    }
+    assert sandbox.run(task, b"", 5.0).output == b"4.0 __main__\n"
 
 
 def test_time_is_up_when_it_is_up(sandbox: Sandbox) -> None:
