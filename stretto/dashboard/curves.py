@@ -28,7 +28,8 @@ def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequenc
         if not steps and not evaluations:
             nothing_yet(axes, _NO_STEPS)
             return
-        _dots_and_curve(axes, steps, [step.accuracy for step in steps], SKY, BLUE, "sampled in training")
+        if steps:  # a run may be stopped between its first evaluation and its first step
+            _dots_and_curve(axes, steps, [step.accuracy for step in steps], SKY, BLUE, "sampled in training")
         axes.plot(
             [evaluation.step for evaluation in evaluations],
             [evaluation.accuracy for evaluation in evaluations],

@@ -110,6 +110,14 @@ def test_a_run_with_nothing_in_it_can_be_drawn(tmp_path: Path) -> None:
     assert sorted(file.name for file in plot_run(tmp_path)) == NAMES
 
 
+def test_a_run_that_was_measured_and_stopped_before_its_first_step_can_be_drawn(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path) as folder:
+        Ledger(folder.ledger, StoreConfig()).close()
+        log = MetricsLog(folder.metrics)
+        log.append(EvaluationLine(step=0, version=0, wall_seconds=5, rl_seconds=0, accuracy=0.4, prompts=512))
+    assert sorted(file.name for file in plot_run(tmp_path)) == NAMES
+
+
 def test_a_run_of_one_step_can_be_drawn(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path) as folder:
         Ledger(folder.ledger, StoreConfig()).close()
