@@ -56,10 +56,15 @@ def _policies(results: dict[str, Any]) -> str:
     return f"| seconds to {results['target']:.0%} held-out accuracy by `beyond_bound`, median | {shown} |"
 
 
+_MISTAKES = {"false accept": "false accepts", "false reject": "false rejects", "undecided": "undecided"}
+
+
 def _verifier(results: dict[str, Any]) -> str:
     def told(row: dict[str, Any]) -> str:
         seen = row["accuracy"]
-        false = f"{seen['false accept']} false accepts, {seen['false reject'] + seen['undecided']} false rejects"
+        false = ", ".join(
+            f"{seen[kind]} {name}" for kind, name in _MISTAKES.items() if seen[kind] or kind != "undecided"
+        )
         return f"{row['verdicts_per_second']:,} a second, {false}"
 
     ours, plain = results["rows"]

@@ -107,8 +107,10 @@ class Fleet:
         """
         answers = sum(len(request.seeds) for request in requests)
         while (name := self._router.start(answers)) is None:
-            self._joined.clear()
-            awaited, seconds = ("free", self._deadlines.answer) if self._router.up else ("up", self._deadlines.start)
+            self._joined.clear()  # below: a replacement that is not ready in time has another one by then
+            awaited, seconds = (
+                ("free", self._deadlines.answer) if self._router.up else ("up", 2 * self._deadlines.start)
+            )
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
                 await self._joined.wait()
         (engine,) = (engine for engine in self._engines if engine.name == name)
@@ -236,7 +238,7 @@ class Fleet:
             except RoleDied as death:
                 how = death.how
             except DeadlineExceeded as late:
-                engine.process.kill()
+                await engine.process.stop(0.0)
                 how = str(late)
             await asyncio.sleep(_BREATH_SECONDS)
 

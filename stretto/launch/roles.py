@@ -20,7 +20,7 @@ from stretto.launch.fleet import Fleet
 from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recorder import Work
-from stretto.launch.specs import SOCKETS_PREFIX, Meeting, engine_specs, in_rounds, socket_folder, trainer_spec
+from stretto.launch.specs import Meeting, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.stopping import Stopped, together
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rewards.pool import RewardPool
@@ -137,12 +137,16 @@ async def roles(
 
 
 def _sweep(folder: RunFolder, mailbox: str) -> None:
-    """Put away what a run that was killed has left outside of its folder."""
+    """Put away what a run that was killed has left outside of its folder: what roles make there, and nothing else,
+    wherever the file says that it lies."""
     remove(mailbox, SHARED)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # there is nothing, or it is not ours: the next run has a place of its own
         sockets = Path((folder.path / _SOCKETS).read_text().strip())
-        if sockets.name.startswith(SOCKETS_PREFIX) and not sockets.is_symlink():
-            shutil.rmtree(sockets, ignore_errors=True)
+        remove(mailbox, sockets)
+        for path in sockets.glob("engine-*.sock"):
+            if path.is_socket():
+                path.unlink()
+        sockets.rmdir()
 
 
 def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:

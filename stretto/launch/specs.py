@@ -12,7 +12,6 @@ from stretto.launch.plan import Plan
 from stretto.launch.recipe import Recipe
 from stretto.launch.trainer_role import TrainerSpec
 
-SOCKETS_PREFIX = "stretto-"
 _LONGEST_SOCKET_FOLDER = 70
 
 
@@ -28,7 +27,7 @@ class Meeting:
 def socket_folder() -> Path:
     """A folder of its own whose path is short: a socket's has 107 bytes at most."""
     root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
 
 def in_rounds(recipe: Recipe) -> bool:

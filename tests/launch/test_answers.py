@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from stretto.core.records import Completion, GenerateRequest, Sampling
+from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
 from stretto.engine.wire import WrittenTokens
 from stretto.launch.answers import Answers
 from stretto.store.rows import Partial
@@ -18,7 +18,14 @@ class SlowToTell:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         await asyncio.get_running_loop().create_future()
-        yield Completion(request.id, 0, (), (), (), "stop")  # type: ignore[arg-type]
+        yield Completion(
+            request=request.id,
+            member=0,
+            token_ids=(),
+            behavior_logprobs=(),
+            versions=(),
+            stop_reason=StopReason.STOP,
+        )
 
     async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[WrittenTokens]:
         await asyncio.sleep(0.01)

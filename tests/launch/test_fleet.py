@@ -300,6 +300,19 @@ def test_an_engine_that_is_killed_too_often_while_it_starts_ends_the_run(folder:
         in_fleet(folder, work, count=1, engine_restarts=0)
 
 
+def test_a_replacement_that_is_never_ready_is_replaced_as_well(folder: Path) -> None:
+    async def work(fleet: Fleet) -> int:
+        (folder / "newest").write_text("hangs 4")
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", DIE))
+        (completion,) = await answers(fleet, request("1", answers=1))
+        return completion.versions[0]
+
+    said: list[str] = []
+    assert in_fleet(folder, work, count=1, say=said.append, start=2.0) == 4
+    assert "engine-0 to be ready" in said[1]
+
+
 def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -> None:
     async def work(fleet: Fleet) -> list[Completion]:
         return await answers(fleet, request("0", STAY_SILENT))

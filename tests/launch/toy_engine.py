@@ -3,7 +3,7 @@
 It answers every seed with one token of the version it serves. The prompt tells it to misbehave: 1 dies in
 mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more. The file
 ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "killed VERSION": the first engine
-that starts takes the word away and kills itself.
+that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ async def main() -> None:
     die_with_parent(spec.parent)
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
-    if (words := newest.read_text().split())[0] == "killed":
+    if (words := newest.read_text().split())[0] in ("killed", "hangs"):
         newest.write_text(words[1])
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
     engine = ToyEngine(int(newest.read_text()), Path(socket))
     server = await asyncio.start_unix_server(engine.serve, socket)
     await server.serve_forever()
