@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+BREATH_SECONDS = 0.5  #: between two starts of a role: what was missing, memory say, may be there then
+
 
 class Deaths:
     """The deaths of one role within the last `window` seconds, and those since it has got something done: one that

@@ -20,6 +20,7 @@ from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.wire import EngineHealth, WrittenTokens
 from stretto.launch.config import DeadlinesConfig
+from stretto.launch.deaths import BREATH_SECONDS
 from stretto.launch.engine_link import RETRY_SECONDS, EngineLink
 from stretto.launch.engine_role import EngineSpec
 from stretto.launch.stopping import to_the_end, together
@@ -27,7 +28,6 @@ from stretto.rollout.routing import Router
 
 ENGINE_ROLE = "stretto.launch.engine_role"
 _GLANCE_SECONDS = 0.005
-_BREATH_SECONDS = 0.5  # between two tries: what is missing now, memory say, may be there then
 
 
 class Fleet:
@@ -240,7 +240,7 @@ class Fleet:
             except DeadlineExceeded as late:
                 await engine.process.stop(0.0)
                 how = str(late)
-            await asyncio.sleep(_BREATH_SECONDS)
+            await asyncio.sleep(BREATH_SECONDS)
 
     def _bury(self, engine: EngineLink, how: str) -> None:
         """

@@ -20,7 +20,7 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.config import DeadlinesConfig
-from stretto.launch.deaths import Deaths
+from stretto.launch.deaths import BREATH_SECONDS, Deaths
 from stretto.launch.lineage import Lineage
 from stretto.launch.messages import (
     FROM_TRAINER,
@@ -43,7 +43,6 @@ from stretto.launch.trainer_role import TrainerSpec
 
 TRAINER_ROLE = "stretto.launch.trainer_role"
 _LAST_ANSWER_SECONDS = 1.0
-_BREATH_SECONDS = 0.5  # between two tries: what is missing now, memory say, may be there then
 
 Answer = TypeVar("Answer", Ready, Published, Trained, Saved)
 
@@ -181,7 +180,7 @@ class TrainerLink:
                 return await self._begin()
             except RoleDied as again:
                 death = again
-                await asyncio.sleep(_BREATH_SECONDS)
+                await asyncio.sleep(BREATH_SECONDS)
 
     async def _ask(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         try:

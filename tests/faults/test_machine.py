@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,19 @@ import pytest
 from tests.faults.test_files import STRACE
 from tests.launch.running import Laboratory, assert_the_law, said
 
-SLOW_DISK: tuple[str, ...] = ("strace", "-f", "-qq", "--seccomp-bpf", "-o", os.devnull, "-e", "trace=fsync,fdatasync")
+SLOW_DISK: tuple[str, ...] = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=fsync,fdatasync")
 SLOW_DISK += ("-e", "inject=fsync,fdatasync:delay_exit=300000")
 
 
 @STRACE
 def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=6", "deadlines.hung=3", before=SLOW_DISK) as command:
+    run_dir, calls = tmp_path / "run", tmp_path / "calls"
+    before = (*SLOW_DISK, "-o", str(calls))
+    with laboratory.train(run_dir, "trainer.steps=6", "deadlines.hung=3", before=before) as command:
         ended = command.end()
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()
+    assert "(DELAYED)" in calls.read_text(), "the disk was as quick as ever"
     assert_the_law(run_dir)
     assert "a new one is started" not in said(run_dir)
 
