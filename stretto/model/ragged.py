@@ -37,19 +37,30 @@ _F = np.float32
 _U = np.uint64  # numba takes a signed index for one that may count from the end, and then does not vectorise
 
 
+# Sums may be taken in any order; infinities and what is not a number keep their meaning.
+_OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+
+
+def _inner(function: Callable[..., Any]) -> Any:
+    """A part of the loops, compiled into each of them.
+
+    Were it called, a process that has compiled the loop would run another copy of it than one that has read the loop
+    from the disk, and answers would differ in their last bits.
+    """
+    return _njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
+
+
 def _compiled(function: Callable[..., Any]) -> Any:
-    """The function as machine code, kept on disk where there is a place for it."""
+    """The loop as machine code, kept on disk where there is a place for it."""
     if not AVAILABLE:
         return function
-    # Sums may be taken in any order; infinities and what is not a number keep their meaning.
-    options = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
     try:
-        return _njit(cache=True, **options)(function)
+        return _njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # numba found no folder that it may write to
-        return _njit(**options)(function)
+        return _njit(**_OPTIONS)(function)
 
 
-@_compiled
+@_inner
 def _exp(x: Any) -> Any:
     """e to the power x to 2e-7 for x below 87, as 2 to a whole power times a Taylor series in the rest (vectorises)."""
     t = min(max(x * _F(1.4426950408889634), _F(-126.0)), _F(126.0))
@@ -64,7 +75,7 @@ def _exp(x: Any) -> Any:
     return series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@_compiled
+@_inner
 def _score(query_D: Any, keys_LD: Any, scores: Any, first: Any, end: Any, scaling: Any, softcap: Any) -> Any:
     """Scores of the keys from `first` to before `end`, four at a time; returns the largest."""
     width = _U(len(query_D))
@@ -94,7 +105,7 @@ def _score(query_D: Any, keys_LD: Any, scores: Any, first: Any, end: Any, scalin
     return top
 
 
-@_compiled
+@_inner
 def _mix(values_LD: Any, weights: Any, first: Any, end: Any, total_D: Any) -> None:
     """The sum of the values, each by its weight, eight at a time."""
     width = _U(len(total_D))
@@ -116,7 +127,7 @@ def _mix(values_LD: Any, weights: Any, first: Any, end: Any, total_D: Any) -> No
             total_D[d] += weights[p] * values_LD[p * width + d]
 
 
-@_compiled
+@_inner
 def _attend_group(
     query_GD: Any,
     keys_LD: Any,
@@ -158,7 +169,7 @@ def _attend(query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling:
             _attend_group(asked, keys_LD, values_LD, first, end, scaling, softcap, weights, total_D, given)
 
 
-@_compiled
+@_inner
 def _widen(halves: Any, first: Any, end: Any, floats: Any) -> None:
     """Bfloat16, as whole numbers, to float32: the same bits with 16 zeros behind them."""
     for place in range(first, end):
