@@ -33,7 +33,7 @@ types: .venv/ready-test
 	$(RUN) mypy
 
 tests: .venv/ready-test  ## the tests alone
-	$(RUN) pytest --cov --cov-report=term
+	$(RUN) pytest --numprocesses 2 --dist loadfile --cov --cov-report=term
 
 format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .
