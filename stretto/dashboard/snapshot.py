@@ -108,7 +108,8 @@ class Watcher:
     def _facts(self, metrics: StepMetrics) -> list[tuple[str, str]]:
         facts = []
         if self._held_out is not None:
-            facts.append(("held-out", f"{self._held_out.accuracy:.1%} (v{self._held_out.version})"))
+            unknown = f", {self._held_out.undecided} undecided" if self._held_out.undecided else ""
+            facts.append(("held-out", f"{self._held_out.accuracy:.1%} (v{self._held_out.version}{unknown})"))
         facts += [
             ("accuracy", f"{metrics.accuracy:.1%}"),
             ("reward", f"{metrics.reward:.3f}"),

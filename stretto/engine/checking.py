@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from torch import Tensor
-
-from stretto.core.errors import RefusedRequest, TornPublication
+from stretto.core.errors import RefusedRequest
 from stretto.core.records import (
     COLDEST,
     LONGEST_STOP,
@@ -112,19 +109,3 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
             raise RefusedRequest("sampling.stop", f"a text of {len(text)} characters", f"1 to {LONGEST_STOP}")
         if NO_CHARACTER in text:
             raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD stands for bytes that are none")
-
-
-def check_tensors(version: int, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not exactly those of the model.
-
-    Raises:
-        TornPublication: a name is missing or unknown, or a shape differs.
-    """
-    missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
-    if missing or unknown:
-        found = f"lacks {sorted(missing)[:3]}, has unknown {sorted(unknown)[:3]}"
-        raise TornPublication(f"version {version} is not of this model: it {found}")
-    for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            shapes = f"{tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}"
-            raise TornPublication(f"version {version} is not of this model: {name} is {shapes}")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Self, cast
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,9 +26,10 @@ from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.answers import Answers, Written
-from stretto.engine.checking import check_begun, check_request, check_tensors
+from stretto.engine.checking import check_begun, check_request
 from stretto.engine.config import EngineConfig
 from stretto.engine.decoding import Detokenizer
+from stretto.engine.parameters import Parameters
 from stretto.engine.room import longest_row
 from stretto.engine.sampling import BrokenLogits, sample
 from stretto.engine.scheduler import Member, Scheduler
@@ -66,7 +66,7 @@ class EmbeddedEngine:
         """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
         self._policy = CachedPolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         use_onednn(model)
-        self._parameters = dict(model.named_parameters())
+        self._parameters = Parameters(model)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
         layout = self._policy.layout
@@ -200,7 +200,8 @@ class EmbeddedEngine:
 
         Args:
             version: of the weights; never older than the one in use.
-            tensors: all parameters of the model by name, of any floating type, on any device; copied.
+            tensors: all parameters of the model by name, or adapters (`engine.parameters`), of any floating type, on
+                any device; copied.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
@@ -209,11 +210,9 @@ class EmbeddedEngine:
         start = time.monotonic()
         if version < self.version:
             raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
-        check_tensors(version, tensors, self._parameters)
+        self._parameters.check(version, tensors)
         self._interrupt()
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[name])
+        self._parameters.load(tensors)
         self.version = version
         self._updates += 1
         self._spend("load", start)

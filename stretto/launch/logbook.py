@@ -36,7 +36,8 @@ class Logbook:
         self._show(lambda stage: stage.step(metrics))
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}")
+        unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
+        self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}{unknown}")
         self._show(lambda stage: stage.evaluated(evaluation))
 
     def _show(self, show: Callable[[Stage], None]) -> None:

@@ -233,6 +233,7 @@ class Recorder:
             rl_seconds=self.clock.rl_seconds,
             accuracy=evaluation.accuracy,
             prompts=evaluation.prompts,
+            undecided=evaluation.undecided,
         )
         self._metrics.append(line)
         self._stage.evaluated(line)

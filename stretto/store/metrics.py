@@ -50,6 +50,7 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     rl_seconds: float
     accuracy: float
     prompts: int
+    undecided: int = 0  # answers that nobody could judge; not right, so not in the accuracy, but not wrong either
 
 
 MetricsLine = StepMetrics | EvaluationLine

@@ -3,8 +3,9 @@ layers are trained.
 
     y = W x + alpha / rank * B A x        A [rank, in] begins random, B [out, rank] zero: the start is the policy
 
-What is published and saved is the policy that this comes to, W + alpha / rank * B A, under its plain names: engines and
-readers of model folders need not know of adapters. peft makes the layers (`lora.py`); here they are read.
+Published are A and alpha / rank * B alone; engines, which have W, add their product. What is saved is the policy that
+this comes to, W + alpha / rank * B A, under its plain names: readers of model folders need not know of adapters. peft
+makes the layers (`lora.py`); here they are read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from stretto.trainer.ranks import Ranks
+from stretto.weights.mailbox import LORA_A, LORA_B
 
 #: peft's name of the one adapter.
 ADAPTER = "default"
@@ -53,6 +55,13 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A and B of every layer that has them, by the names under which they are published."""
+    for name, layer in adapted_layers(model).items():
+        for kind, both in ((LORA_A, layer.lora_A), (LORA_B, layer.lora_B)):
+            yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
 
 
 def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
 from stretto.trainer import checkpoint
-from stretto.trainer.adapters import adapted_layers, merged, plain_parameters
+from stretto.trainer.adapters import ADAPTER, adapted_layers, adapter_parameters, merged, plain_parameters
 from stretto.trainer.algorithm import AlgorithmConfig, objective
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -42,7 +42,7 @@ from stretto.trainer.reference import Reference, WithoutAdapters
 from stretto.trainer.rows import NOTHING, Row, rows_of
 from stretto.trainer.stepper import learning_rate
 from stretto.trainer.tokens import Tokens
-from stretto.weights.mailbox import Publisher
+from stretto.weights.mailbox import LORA_B, Publisher
 
 
 class Trainer:
@@ -137,9 +137,12 @@ class Trainer:
         )
 
     def publish(self, publisher: Publisher) -> None:
-        """Hand the policy out as `version`."""
+        """Hand the policy out as `version`: its parameters, or its adapters if it has some."""
         began = time.monotonic()
-        publisher.publish(self.version, plain_parameters(self.learner.model), self._gathered)
+        if self._adapted:
+            publisher.publish(self.version, adapter_parameters(self.learner.model), self._gathered_adapter)
+        else:
+            publisher.publish(self.version, self.learner.model.named_parameters(), self._gathered)
         self._span("publish", began)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -151,6 +154,11 @@ class Trainer:
         whole = self._ranks.whole(parameter.detach())
         layer = self._adapted.get(name.removesuffix(".weight"))
         return merged(layer, whole, self._ranks) if layer is not None and name.endswith(".weight") else whole
+
+    def _gathered_adapter(self, name: str, parameter: Tensor) -> Tensor:
+        whole = self._ranks.whole(parameter.detach())
+        layer = self._adapted.get(name.removesuffix(LORA_B))
+        return whole if layer is None else layer.scaling[ADAPTER] * whole
 
     def save_checkpoint(self, folder: Path) -> None:
         """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""

@@ -1,7 +1,8 @@
 """The mailbox between the trainer and the engines: the trainer publishes versions, engines load them.
 
 One file per medium implements these two protocols; `shared_memory` is the one for a single machine. Names are those of
-``model.named_parameters()``, so tied parameters travel once.
+``model.named_parameters()``, so tied parameters travel once. Of a policy with adapters A and B alone travel, by the
+name of their layer (`LORA_A`, `LORA_B`), B with its scale: the policy is the one that the run began with, plus B A.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
+
+#: What the names of adapters end with, after that of their layer.
+LORA_A, LORA_B = ".lora_A", ".lora_B"
 
 #: What is published in place of a tensor of that name; it has the tensor's shape and dtype.
 Gather = Callable[[str, Tensor], Tensor]

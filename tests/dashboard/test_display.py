@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +106,14 @@ def test_a_terminal_gets_a_panel_that_ends_with_the_last_step() -> None:
         "engine-0",
     ):
         assert words in last
+
+
+def test_an_accuracy_says_how_many_answers_nobody_could_judge() -> None:
+    output = io.StringIO()
+    with open_display(600, Console(file=output)) as display:
+        display.evaluated(msgspec.structs.replace(EVALUATION, undecided=12))
+        display.step(metrics(1))
+    assert "held-out 41.5% (v0, 12 undecided)" in output.getvalue()
 
 
 def test_a_display_that_is_shown_nothing_says_nothing() -> None:

@@ -17,6 +17,7 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.records import Begun, Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.model.folder import load_policy
 
 REQUEST = GenerateRequest(
     id="0.17.0", prompt_token_ids=(5, 12, 8), seeds=(1, 2, 3), sampling=Sampling(max_tokens=24, temperature=0.8)
@@ -68,7 +69,7 @@ def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_we
     assert all(len(tokens.token_ids) == 1 for tokens in first.written_tokens(known))
 
     second = engine(folder)
-    weights = {name: parameter * 1.5 for name, parameter in second._parameters.items()}
+    weights = {name: parameter * 1.5 for name, parameter in load_policy(folder).named_parameters()}
     second.update(4, weights)
     begun = [Begun(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
     seeds = tuple(REQUEST.seeds[member] for member in written)

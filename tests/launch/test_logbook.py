@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from stretto.launch.logbook import Logbook
 from stretto.launch.stage import Silent
 from stretto.launch.supervised_role import Learning
@@ -42,12 +44,14 @@ def test_everything_is_written_down_with_its_time(tmp_path: Path) -> None:
     logbook.learning(Learning(step=5, steps=10, loss=0.25, seconds=1.0))
     logbook.step(STEP)
     logbook.evaluated(EVALUATION)
+    logbook.evaluated(msgspec.structs.replace(EVALUATION, undecided=32))
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("  ", 1)[1] for line in lines] == [
         "engine-0 was killed by SIGKILL: a new one is started",
         "warm start 5/10: loss 0.2500",
         "step 3: accuracy 0.500, reward 0.250, 640 tokens, staleness 1.50",
         "held-out accuracy of version 3: 0.7500",
+        "held-out accuracy of version 3: 0.7500 (32 of 512 undecided)",
     ]
 
 

@@ -1,6 +1,6 @@
-"""Promises of adapters (LoRA): the start is the policy itself; nothing but the adapters is trained, and what is
-published is the policy that they come to, under its plain names; the policy at the start is there as reference without
-a second model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
+"""Promises of adapters (LoRA): the start is the policy itself; nothing but the adapters is trained and published, and
+an engine's model with them is the policy that was trained; the policy at the start is there as reference without a
+second model; a checkpoint holds the adapters alone, and peft reads what is saved of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
+from stretto.engine.parameters import Parameters
 from stretto.model.logprobs import pack_tokens
 from stretto.trainer.algorithm import AlgorithmConfig, Reference
 from stretto.trainer.config import LoraConfig, TrainerConfig
@@ -61,15 +62,19 @@ def test_nothing_but_the_adapters_is_trained(build: Build) -> None:
     assert held == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # layers * (A and B of q_proj, 16 to 16; of down_proj, 24 to 16)
 
 
-def test_what_is_published_is_the_policy_that_was_trained(build: Build, tmp_path: Path) -> None:
-    """A plain model with the published parameters gives the log-probabilities of the adapted one."""
-    trainer = adapted(build)
+def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(build: Build, tmp_path: Path) -> None:
+    """A plain model that has loaded the published versions gives the log-probabilities of the adapted one."""
+    trainer, plain = adapted(build), build().requires_grad_(False)
+    loaded = Parameters(plain)
     for version in range(3):
         trainer.train(batch(version))
-    trainer.publish(SharedMemoryPublisher("a", tmp_path))
-    published, plain = SharedMemorySubscriber("a", tmp_path).load(3), build()
-    assert not set(published) ^ {name for name, _ in plain.named_parameters()}
-    plain.load_state_dict(dict(published), strict=False)
+        trainer.publish(SharedMemoryPublisher("a", tmp_path))
+        published = SharedMemorySubscriber("a", tmp_path).load(version + 1)
+        assert sum(tensor.numel() for tensor in published.values()) == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # as trained
+        loaded.check(version + 1, published)
+        loaded.load(published)
+    for (name, whole), parameter in zip(trainer.whole_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole, parameter.detach(), rtol=0, atol=1e-6, msg=name)
     ours, theirs = trainer.learner.logprobs(PACKED).logprobs, Learner(plain, CONFIG).logprobs(PACKED).logprobs
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 

@@ -1,0 +1,83 @@
+"""The parameters of an engine's model, and how a published version comes into them: whole, or as adapters.
+
+    whole       model.layers.0.self_attn.q_proj.weight = W                  all parameters by name
+    adapters    model.layers.0.self_attn.q_proj.lora_A = A, ....lora_B = B  W becomes W + B A (LoRA, arXiv 2106.09685)
+
+Adapters are added to the weights that were loaded last as a whole, those of the model's folder if none were: never to a
+sum with earlier ones. So what an engine computes does not depend on how many versions it has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from stretto.core.errors import TornPublication
+from stretto.weights.mailbox import LORA_A, LORA_B
+
+_Shape = tuple[int, ...]
+
+
+class Parameters:
+    """All parameters of a model, into which versions are copied; of those with adapters the sum is kept, and what the
+    adapters are added to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a version that `check` lets pass."""
+        if not _is_of_adapters(tensors):
+            for name, parameter in self._parameters.items():
+                parameter.copy_(tensors[name])
+            self._bases.clear()
+            return
+        for layer in _layers(tensors):
+            parameter = self._parameters[f"{layer}.weight"]
+            if layer not in self._bases:
+                self._bases[layer] = parameter.clone()
+            base = self._bases[layer]
+            a, b = (tensors[layer + kind].to(base.device, torch.float32) for kind in (LORA_A, LORA_B))
+            parameter.copy_(base + b @ a)
+
+    def check(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse what is not exactly of this model.
+
+        Raises:
+            TornPublication: a name is missing or unknown, or a shape differs.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        if _is_of_adapters(tensors):
+            shapes = _adapter_shapes(tensors, shapes)
+        missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+        if missing or unknown:
+            found = f"lacks {sorted(missing)[:3]}, has unknown {sorted(unknown)[:3]}"
+            raise TornPublication(f"version {version} is not of this model: it {found}")
+        for name, shape in shapes.items():
+            if tensors[name].shape != shape:
+                told = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
+                raise TornPublication(f"version {version} is not of this model: {told}")
+
+
+def _is_of_adapters(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name.endswith((LORA_A, LORA_B)) for name in tensors)
+
+
+def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have an A."""
+    return [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+
+
+def _adapter_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, _Shape]) -> dict[str, _Shape]:
+    """What the adapters of the layers that have an A must be: of the rank that A has, between the layer's widths."""
+    shapes: dict[str, _Shape] = {}
+    for layer in _layers(tensors):
+        width_out, *width_in = weights.get(f"{layer}.weight", (0,))
+        if width_in:  # else there is no such layer, and its A is unknown
+            rank = len(tensors[layer + LORA_A])
+            shapes |= {layer + LORA_A: (rank, *width_in), layer + LORA_B: (width_out, rank)}
+    return shapes

@@ -1,0 +1,71 @@
+"""How a version comes into an engine's model.
+
+Promises: a whole version is copied; of adapters the product is added to what was loaded last as a whole, however many
+came before; what is not of the model is refused, with its name, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.core.errors import TornPublication
+from stretto.engine.parameters import Parameters
+
+START = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+A, B = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[10.0], [-1.0]])  # B A = ((10, 0, 20), (-1, 0, -2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
+
+
+def model(dtype: torch.dtype = torch.float32) -> Model:
+    made = Model().to(dtype).requires_grad_(False)
+    made.first.weight.copy_(torch.tensor(START))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_added_to_the_start_and_never_to_a_sum(dtype: torch.dtype) -> None:
+    made = model(dtype)
+    parameters, second = Parameters(made), made.second.weight.clone()
+    for scale in (1.0, 2.0, 0.5):
+        parameters.load({"first.lora_A": A, "first.lora_B": scale * B})
+        expected = torch.tensor([[1 + 10 * scale, 2, 3 + 20 * scale], [4 - scale, 5, 6 - 2 * scale]])
+        assert torch.equal(made.first.weight.float(), expected)
+    assert torch.equal(made.second.weight, second)
+
+
+def test_adapters_after_a_whole_version_are_added_to_that_one() -> None:
+    made = model()
+    parameters = Parameters(made)
+    parameters.load({"first.lora_A": A, "first.lora_B": B})
+    whole = {name: torch.zeros_like(parameter) for name, parameter in made.named_parameters()}
+    parameters.check(2, whole)
+    parameters.load(whole)
+    assert not any(parameter.any() for parameter in made.parameters())
+    parameters.load({"first.lora_A": A, "first.lora_B": B})
+    assert made.first.weight.tolist() == [[10, 0, 20], [-1, 0, -2]]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"first.lora_A": A}, "it lacks ['first.lora_B'], has unknown []"),
+        ({"first.lora_B": B}, "it lacks [], has unknown ['first.lora_B']"),
+        ({"third.lora_A": A, "third.lora_B": B}, "has unknown ['third.lora_A', 'third.lora_B']"),
+        ({"first.lora_A": A, "first.lora_B": B, "first.weight": torch.zeros(2, 3)}, "has unknown ['first.weight']"),
+        ({"first.lora_A": A[:, :2], "first.lora_B": B}, "first.lora_A is (1, 2), the model has (1, 3)"),
+        ({"first.lora_A": A, "first.lora_B": B[:1]}, "first.lora_B is (1, 1), the model has (2, 1)"),
+        ({"first.weight": torch.zeros(2, 3)}, "it lacks ['first.bias', 'second.weight'], has unknown []"),
+    ],
+)
+def test_what_is_not_of_the_model_is_refused_with_its_name(tensors: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(TornPublication, match=re.escape(words)):
+        Parameters(model()).check(7, tensors)
