@@ -116,7 +116,85 @@ def _training(results: dict[str, Any]) -> str:
     )
 
 
-ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+_PEERS = {"transformers generate": "transformers' `generate`", "vllm": "vLLM"}
+
+
+def _rates(results: list[dict[str, Any]]) -> str:
+    """A row for each type: tokens per second of every system at as many sequences as all of them were asked for."""
+    model, lines = results[0]["model"], []
+    for dtype in dict.fromkeys(row["dtype"] for row in results):
+        rates = {row["system"]: row["rates"] for row in results if row["dtype"] == dtype}
+        ours = rates["stretto"]
+
+        def told(system: str, ours: dict[str, float] = ours, rates: dict[str, dict[str, float]] = rates) -> str:
+            there = rates.get(system, {})
+            ratios = ", ".join(f"{ours[count] / there[count]:.1f}" for count in ours if count in there)
+            return f"{_PEERS[system]} × {ratios}" if ratios else f"{_PEERS[system]} could not be run"
+
+        own = ", ".join(f"{rate:,.0f}" for rate in ours.values())
+        lines.append(
+            f"| tokens per second of the engine alone, one thread, {model} in {dtype}, {', '.join(ours)} sequences "
+            f"| {own}; beside {'; '.join(map(told, _PEERS))} |"
+        )
+    return "\n".join(lines)
+
+
+def _tail(results: list[dict[str, Any]]) -> str:
+    ratios = " and ".join(f"{row['ratio']:.1f} ({row['model']})" for row in results)
+    return (
+        f"| long-tailed answers (the longest {results[0]['longest']:,} tokens, the median {results[0]['median']:.0f}), "
+        f"64 at a time, continuous beside static batches | {ratios} times the tokens |"
+    )
+
+
+def _pause(results: list[dict[str, Any]]) -> str:
+    def told(row: dict[str, Any]) -> str:
+        kept = row["recompute_tokens_per_second"] / row["keep_tokens_per_second"]
+        return (
+            f"{row['model']}: {row['pause_ms']:.0f} ms, of which loading {row['load_ms']:.1f} (a copy in memory takes "
+            f"{row['copy_ms']:.1f}); at an update a second `recompute` keeps {kept:.0%} of the pace of `keep`"
+        )
+
+    return f"| pause of 64 running answers by an update | {'; '.join(map(told, results))} |"
+
+
+def _decode_step(results: dict[str, Any]) -> str:
+    def told(row: dict[str, Any]) -> str:
+        shares = ", ".join(f"{part} {share:.0%}" for part, share in row["share"].items())
+        return f"{row['model']} {row['dtype']} {row['fraction']:.0%} ({shares})"
+
+    return (
+        f"| a decode step of {results['answers']} answers, share of the core's fastest product, and where the time goes"
+        f" | {'; '.join(map(told, results['rows']))} |"
+    )
+
+
+def _ledger(results: dict[str, Any]) -> str:
+    cost, inside = results["summary"]["cost_of_the_file"], results["summary"]["share_inside"]
+    ratios = sorted(pair["file"]["seconds"] / pair["memory"]["seconds"] - 1 for pair in results["pairs"])
+    return (
+        f"| seconds of a run with its ledger in a file beside one in memory, median of {len(ratios)} pairs "
+        f"| {cost:+.1%} ({ratios[0]:+.1%} to {ratios[-1]:+.1%}); {inside:.1%} of the seconds pass inside of it |"
+    )
+
+
+def _goodput(results: dict[str, Any]) -> str:
+    return (
+        f"| goodput with a kill every {results['period']:.0f} s (conductor, everything, trainer, an engine, a reward "
+        f"worker in turn), {len(results['pairs'])} kills | {results['goodput']:.0%} of the undisturbed steps |"
+    )
+
+
+def _rounds(results: dict[str, Any]) -> str:
+    best = results["best"]
+    one, rounds, shared = (best[way]["rl_seconds"] for way in ("one group at a time", "rounds", "shared"))
+    return (
+        f"| seconds of {results['steps']} synchronous steps that can be repeated bit for bit "
+        f"| {rounds:.2f}; one group at a time {one:.2f}, not repeatable {shared:.2f} |"
+    )
+
+
+ROWS: dict[str, Callable[[Any], str]] = {
     "loop-learns": _learns,
     "loop-async-sync": _async_sync,
     "loop-trl": _trl,
@@ -125,6 +203,14 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "sandbox": _sandbox,
     "programs": _programs,
     "training": _training,
+    "generation-rates-3.4M": _rates,
+    "generation-rates-48M": _rates,
+    "decode-step": _decode_step,
+    "generation-tail": _tail,
+    "generation-pause": _pause,
+    "ledger": _ledger,
+    "goodput": _goodput,
+    "rounds": _rounds,
 }
 
 
