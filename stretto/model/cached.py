@@ -176,11 +176,17 @@ class CachedPolicy:
         return self.calls(token_ids, positions, rows, partial(cached_attention, stretto_step=plan))
 
     def _make_room(self, lengths: Ints, contexts: Iterable[Context]) -> None:
-        for shelf in self._shelves.used():
-            rows = shelf.rows
-            for row in rows[(rows != HOLE) & (lengths[rows] > shelf.length)].tolist():
-                self._shelves.stretch(row, int(lengths[row]))
-        for row in (row for context in contexts for row in context.rows):
+        outgrown = [
+            row
+            for shelf in self._shelves.used()
+            for row in shelf.rows[(shelf.rows != HOLE) & (lengths[shelf.rows] > shelf.length)].tolist()
+        ]
+        entering = [row for context in contexts for row in context.rows]
+        if outgrown or entering:
+            self._shelves.expect(lengths[outgrown + entering].tolist())
+        for row in outgrown:
+            self._shelves.stretch(row, int(lengths[row]))
+        for row in entering:
             self._shelves.place(row, int(lengths[row]))
         self._shelves.close_holes()
 

@@ -16,6 +16,8 @@ Axes: Z layers, S slots, K key/value heads, L tokens of a slot, D width of a hea
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,6 +173,17 @@ class Shelves:
         """The shelves that hold rows, shortest first: the order of rows in a step."""
         return [self._shelves[length] for length in sorted(self._shelves) if self._shelves[length].owners]
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Rows of so many tokens come next: each shelf is made long enough once, and not copied from doubling to
+        doubling while they come one by one."""
+        for length, rows in Counter(map(self._layout.slot, tokens)).items():
+            shelf = self._shelf(length)
+            slots = len(shelf.owners) - len(shelf.holes) + rows
+            if (more := slots - shelf.capacity) > 0:
+                spare = max(0, shelf.capacity - more)
+                most_spare = self._most_spare(shelf, more)
+                shelf.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
+
     def place(self, row: int, tokens: int) -> tuple[Shelf, int]:
         """Give `row` a slot that holds `tokens` tokens."""
         shelf = self._shelf(tokens)
@@ -245,11 +258,11 @@ class Shelves:
                 return
             shelf.resize(max(len(shelf.owners), shelf.capacity + -excess // shelf.length))
 
-    def _most_spare(self, shelf: Shelf) -> int | None:
-        """Slots that the budget allows a shelf to take beyond the one that is needed."""
+    def _most_spare(self, shelf: Shelf, needed: int = 1) -> int | None:
+        """Slots that the budget allows a shelf to take beyond those that are needed."""
         if self._most_tokens is None:
             return None
-        return max(0, (self._most_tokens - self.tokens_allocated()) // shelf.length - 1)
+        return max(0, (self._most_tokens - self.tokens_allocated()) // shelf.length - needed)
 
     def _shelf(self, tokens: int) -> Shelf:
         length = self._layout.slot(tokens)

@@ -80,6 +80,24 @@ def test_a_shelf_grows_and_keeps_its_rows() -> None:
     assert shelved.tokens_allocated() == 16 * 64
 
 
+def test_rows_that_come_together_lengthen_a_shelf_once() -> None:
+    shelved = shelves()
+    for row in range(3):
+        shelved.place(row, 10)
+        write(shelved, row)
+    (shelf,) = shelved.used()
+    shelved.release(1)
+    shelved.expect([10] * 20 + [100] * 9)
+    held = shelf.cache
+    for row in range(3, 23):
+        shelved.place(row, 10)
+    for row in range(23, 32):
+        shelved.place(row, 100)
+    assert shelf.cache is held
+    assert [shelf.capacity for shelf in shelved.used()] == [22, 9]  # of three, one had gone
+    assert all(reads_own(shelved, row, 10) for row in (0, 2))
+
+
 def test_a_token_takes_the_bytes_of_its_keys_and_values_in_all_layers() -> None:
     layout = CacheLayout(layers=2, kv_heads=3, head_dim=4, context_length=300, dtype=torch.bfloat16, device=CPU)
     assert layout.bytes_per_token == 2 * 2 * 3 * 4 * 2
