@@ -34,6 +34,7 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.model import reading
 from stretto.model.cached import CACHED_ATTENTION
 from stretto.model.folder import load_policy
+from stretto.model.ragged import ragged_attention
 
 ROWS, LENGTH, STEPS = 64, 130, 60
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,7 +102,7 @@ def _torch_milliseconds(engine: EmbeddedEngine) -> tuple[float, float]:
 
 def _attention_seconds(engine: EmbeddedEngine) -> float:
     """Seconds of a step in the reading of keys and values, all layers."""
-    steps, spent, attend = 20, 0.0, reading.ragged_attention
+    steps, spent, attend = 20, 0.0, ragged_attention
 
     def timed(*asked: Any) -> torch.Tensor:
         nonlocal spent
