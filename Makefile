@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-sandbox bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -14,7 +14,7 @@ BIN := .venv/bin
 RUN := $(BIN)/python -m
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
 setup: .venv/ready-run  ## .venv with the pinned packages and stretto itself
 
@@ -44,6 +44,10 @@ bench: bench-virtual bench-sandbox bench-loop  ## virtual clock, sandbox, loop; 
 bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second
 	$(RUN) benchmarks.staleness
 	$(RUN) benchmarks.decisions
+
+bench-generation: .venv/ready-run  ## the engine beside transformers and vLLM, and what an update costs
+	$(RUN) benchmarks.generation all
+	$(RUN) benchmarks.decode_step
 
 bench-serving: .venv/ready-run  ## the server under 1, 16 and 64 streams, against the engine alone
 	$(RUN) benchmarks.serving

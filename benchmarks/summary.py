@@ -169,6 +169,15 @@ def _decode_step(results: dict[str, Any]) -> str:
     )
 
 
+def _soak(results: dict[str, Any]) -> str:
+    memory = [sample["resident_mib"] for sample in results["samples"]]
+    return (
+        f"| an engine at full load for {results['minutes']:.0f} minutes, its cache always full: memory after a "
+        f"quarter of the time and at the end | {memory[len(memory) // 4]:.0f} and {memory[-1]:.0f} MiB; "
+        f"{results['answers']:,} answers, {results['lost_tokens']} tokens lost |"
+    )
+
+
 def _ledger(results: dict[str, Any]) -> str:
     cost, inside = results["summary"]["cost_of_the_file"], results["summary"]["share_inside"]
     ratios = sorted(pair["file"]["seconds"] / pair["memory"]["seconds"] - 1 for pair in results["pairs"])
@@ -208,6 +217,7 @@ ROWS: dict[str, Callable[[Any], str]] = {
     "decode-step": _decode_step,
     "generation-tail": _tail,
     "generation-pause": _pause,
+    "soak": _soak,
     "ledger": _ledger,
     "goodput": _goodput,
     "rounds": _rounds,
