@@ -15,7 +15,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from stretto.model.cached import CACHED_ATTENTION
 from stretto.model.folder import load_policy
 from stretto.model.ragged import ragged_attention
 
-ROWS, LENGTH, STEPS = 64, 130, 60
+ROWS, LENGTH, STEPS, PROFILED = 64, 130, 60, 20
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
 
@@ -44,10 +43,8 @@ _PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
 def measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
     """One model in one type."""
     model = load_policy(make(name, folder), attention=CACHED_ATTENTION, dtype=dtype)
-    engine = _running(model, dtype)
-    step = 1000 * _median_seconds(engine.step, STEPS)
-    products, others = _torch_milliseconds(engine)
-    attention = 1000 * _attention_seconds(engine)
+    step, attention = _step_and_attention(_running(model, dtype, STEPS))
+    products, others = _torch_milliseconds(_running(model, dtype, PROFILED))
     work, peak = _operations(model), ceiling(KINDS[dtype])
     rest = step - products - others - attention
     return {
@@ -66,43 +63,20 @@ def _named(products: float, attention: float, others: float, rest: float) -> lis
     return [("products", products), ("attention", attention), ("other calls to torch", others), ("rest", rest)]
 
 
-def _running(model: PreTrainedModel, dtype: str) -> EmbeddedEngine:
+def _running(model: PreTrainedModel, dtype: str, steps: int) -> EmbeddedEngine:
+    """An engine whose answers are as long as they should be in the middle of the next so many steps."""
     engine = EmbeddedEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
     for number, prompt in enumerate(prompts(ROWS, 1024)):
         sampling = Sampling(max_tokens=1900)
         engine.add(GenerateRequest(id=str(number), prompt_token_ids=prompt, seeds=(number,), sampling=sampling))
-    while engine.health().generated < ROWS * (LENGTH - STEPS // 2 - len(prompt)):
+    while engine.health().generated < ROWS * (LENGTH - steps // 2 - len(prompt)):
         engine.step()
     return engine
 
 
-def _median_seconds(work: Callable[[], object], times: int) -> float:
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def _torch_milliseconds(engine: EmbeddedEngine) -> tuple[float, float]:
-    """Milliseconds of a step in torch's products, and in its other calls, each without what it calls itself."""
-    steps = 20
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        for _ in range(steps):
-            engine.step()
-    products = others = 0.0
-    for event in seen.key_averages():
-        if any(part in event.key for part in _PRODUCTS):
-            products += event.self_cpu_time_total
-        else:
-            others += event.self_cpu_time_total
-    return products / steps / 1000, others / steps / 1000
-
-
-def _attention_seconds(engine: EmbeddedEngine) -> float:
-    """Seconds of a step in the reading of keys and values, all layers."""
-    steps, spent, attend = 20, 0.0, ragged_attention
+def _step_and_attention(engine: EmbeddedEngine) -> tuple[float, float]:
+    """Milliseconds of a step, and of its reading of keys and values in all layers; medians."""
+    spent, attend = 0.0, ragged_attention
 
     def timed(*asked: Any) -> torch.Tensor:
         nonlocal spent
@@ -113,12 +87,30 @@ def _attention_seconds(engine: EmbeddedEngine) -> float:
             spent += time.perf_counter() - start
 
     setattr(reading, attend.__name__, timed)
+    steps, attentions = [], []
     try:
-        for _ in range(steps):
+        for _ in range(STEPS):
+            spent, start = 0.0, time.perf_counter()
             engine.step()
+            steps.append(time.perf_counter() - start)
+            attentions.append(spent)
     finally:
         setattr(reading, attend.__name__, attend)
-    return spent / steps
+    return 1000 * statistics.median(steps), 1000 * statistics.median(attentions)
+
+
+def _torch_milliseconds(engine: EmbeddedEngine) -> tuple[float, float]:
+    """Milliseconds of a step in torch's products, and in its other calls, each without what it calls itself."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(PROFILED):
+            engine.step()
+    products = others = 0.0
+    for event in seen.key_averages():
+        if any(part in event.key for part in _PRODUCTS):
+            products += event.self_cpu_time_total
+        else:
+            others += event.self_cpu_time_total
+    return products / PROFILED / 1000, others / PROFILED / 1000
 
 
 def _operations(model: PreTrainedModel) -> float:
