@@ -140,10 +140,14 @@ def _rates(results: list[dict[str, Any]]) -> str:
 
 
 def _tail(results: list[dict[str, Any]]) -> str:
-    ratios = " and ".join(f"{row['ratio']:.1f} ({row['model']})" for row in results)
+    ratios = "; ".join(
+        f"{row['model']}: {row['ratio']:.1f} times the useful tokens, {row['ratio_to_waiting']:.1f} times those of "
+        f"batches that leave out what has ended"
+        for row in results
+    )
     return (
         f"| long-tailed answers (the longest {results[0]['longest']:,} tokens, the median {results[0]['median']:.0f}), "
-        f"64 at a time, continuous beside static batches | {ratios} times the tokens |"
+        f"64 at a time, continuous beside static batches | {ratios} |"
     )
 
 
