@@ -102,6 +102,7 @@ def _training(results: dict[str, Any]) -> str:
     kinds = ", ".join(f"{row['dtype']} on {row['threads']}" for row in results["ceiling"])
     ratios = results["ratios"]
     threads = sorted({row["threads"] for row in results["ways"]})
+    by_length = {row["threads"]: row["ratio"] for row in results["ways"] if row["way"].endswith("by length")}
 
     def beside(kind: str) -> str:
         return " and ".join(f"{ratios[f'{kind}, {count} threads']:.1f}" for count in threads)
@@ -109,14 +110,20 @@ def _training(results: dict[str, Any]) -> str:
     counted = " and ".join(map(str, threads))
     return (
         f"| trained tokens per second on the lengths of a real run, {counted} threads: the packed step beside the best "
-        f"padded one, and beside trl's | {beside('padded')} times; {beside('trl')} times |\n"
+        f"one that pads as it comes, beside one that pads what it has sorted by length, and beside trl's "
+        f"| {beside('padded')} times; {' and '.join(f'{by_length[count]:.1f}' for count in threads)} times; "
+        f"{beside('trl')} times |\n"
         f"| dynamic micro-batches beside a fixed number, {len(gains)} settings "
         f"| {min(gains):+.0%} to {max(gains):+.0%}, {fmean(gains):+.0%} in the mean |\n"
         f"| a step of 48M, share of the machine's fastest product ({kinds} threads) | {shares} |"
     )
 
 
-_PEERS = {"transformers generate": "transformers' `generate`", "vllm": "vLLM"}
+_PEERS = {
+    "transformers generate": "transformers' `generate`",
+    "transformers generate_batch": "its `generate_batch`",
+    "vllm": "vLLM",
+}
 
 
 def _rates(results: list[dict[str, Any]]) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -214,9 +215,9 @@ def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        field = _field_that_is_no_number(raw)
+        field, found, allowed = _field_that_is_no_json(raw)
         if field is not None:
-            raise RefusedRequest(field, "NaN or infinite", "a finite number") from None
+            raise RefusedRequest(field, found, allowed) from None
         raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
     except RecursionError:
         raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
@@ -247,15 +248,28 @@ def _named(message: str) -> RefusedRequest:
     return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see docs/serve.md")
 
 
-def _field_that_is_no_number(raw: bytes) -> str | None:
-    """The field that holds NaN or Infinity, which Python's json writes and JSON does not know."""
+def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
+    """The field that holds what Python's json writes and JSON does not know, what that is, and what is allowed."""
     try:
         tree = json.loads(raw)
+        for field, value in tree.items() if isinstance(tree, dict) else ():
+            for leaf in _leaves(value):
+                if isinstance(leaf, float) and not math.isfinite(leaf):
+                    return field, "NaN or infinite", "a finite number"
+                if isinstance(leaf, str) and any("\ud800" <= character <= "\udfff" for character in leaf):
+                    return field, "half of a surrogate pair", "characters"
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(tree, dict):
-        return None
-    return next((str(k) for k, v in tree.items() if isinstance(v, float) and not math.isfinite(v)), None)
+        pass  # it is no JSON at all, or too deep for anybody: there is no field to name
+    return None, "", ""
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """What stands in lists and objects, names included."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None:
+        yield value
+    else:
+        yield from chain.from_iterable(map(_leaves, parts))
 
 
 def _short(value: object) -> str:

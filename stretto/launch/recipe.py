@@ -63,13 +63,13 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         if self.trainer.minibatches > answers:
             raise ValueError(
                 f"trainer.minibatches = {self.trainer.minibatches} is more than the {answers} answers of a batch "
-                "(rollout.batch_size * rollout.group_size)"
+                "(rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
             )
         if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > answers:
             raise ValueError(
                 f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
                 f"{self.trainer.ranks * self.trainer.minibatches} answers in a batch, or some ranks would be idle; "
-                f"rollout.batch_size * rollout.group_size is {answers}"
+                f"rollout.batch_size * rollout.group_size is {answers}; use fewer of both, or a larger batch"
             )
         if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
             raise ValueError(
@@ -85,12 +85,14 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
             raise ValueError(
                 f"algorithm.shaping.overlong_buffer = {self.algorithm.shaping.overlong_buffer} is more than "
-                f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part"
+                f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part; "
+                "use a shorter buffer or longer answers"
             )
         if self.rollout.success_rate_min > self.rollout.success_rate_max:
             raise ValueError(
                 f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
-                f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on"
+                f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on; "
+                "lower the first or raise the second"
             )
         critic = self.algorithm.critic
         if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
@@ -102,7 +104,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError(
                 f"rollout.min_group_size = {self.rollout.min_group_size} is more than "
-                f"rollout.group_size = {self.rollout.group_size}"
+                f"rollout.group_size = {self.rollout.group_size}; lower the first or raise the second"
             )
         return self
 

@@ -1,6 +1,7 @@
 """Advantages from rewards, one function per equation. Which one a recipe means is said in `estimators.py`.
 
-A group whose rewards are all equal says nothing about its answers, and gets zeros from whoever compares within groups.
+A group whose rewards are all equal says nothing about its answers, and gets zeros from whoever compares within groups
+alone (`reinforce_pp_baseline` goes on to compare with the batch).
 Functions of `rewards` take those of each group of a batch and give one number per answer, in the same shape.
 """
 

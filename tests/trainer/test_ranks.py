@@ -1,5 +1,6 @@
 """Promises of several ranks: 1, 2 and 4 of them give the same losses to 1e-5 over 20 steps, and the same weights to
-1e-4, with every kind of loss; each holds only its part; all of them measure and decide alike.
+1e-4; so do two with one loss of each kind (by token, by sequence, over the whole batch), over fewer steps; each holds
+only its part; all of them measure and decide alike.
 """
 
 from __future__ import annotations
