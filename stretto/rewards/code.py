@@ -143,7 +143,8 @@ class CodeReward:
 def program_of(answer: str, tests: ProgramTests) -> Program | None:
     """The program of an answer as it is run: behind the `prelude` and before the `setup`; behind the `preamble` too, of
     which the head of the function is left out where the answer gives it again."""
-    source = extract_program(answer, tests.preamble, tests.entry_point)
+    called = frozenset(test.call for test in tests.calls)
+    source = extract_program(answer, tests.preamble, tests.entry_point, called)
     if source is None:
         return None
     given = "" if source.startswith(tests.preamble) else helpers(tests.preamble, tests.entry_point)

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from stretto.rewards.functions import Undecided
 from stretto.rewards.math_comparison import same
+from stretto.rewards.math_denial import is_open
 from stretto.rewards.math_extraction import Piece, final_answer, without_frame
 from stretto.rewards.math_limits import LONGEST_ANSWER, check_piece
 from stretto.rewards.math_opinion import accepts, parsed
@@ -35,7 +36,9 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     if len(completion) > LONGEST_ANSWER:
         raise Undecided(f"an answer of {len(completion):,} characters; at most {LONGEST_ANSWER:,} are read")
     gold = gold_piece(answer)
-    given = final_answer(without_frame(completion, prompt))
+    if completion.strip() == answer.strip():
+        return True
+    given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
     if given is None or not given.text.strip():
         return False
     return judged(gold, given)
@@ -65,7 +68,9 @@ def gold_piece(answer: str) -> Piece:
     Raises:
         Undecided: there is none.
     """
-    found = final_answer(without_frame(answer)) or Piece(answer.strip(), certain=False)
+    found = final_answer(without_frame(answer.replace("’", "'")))
+    if found is None or not found.text.strip():  # what nobody commits himself to in an answer may be a gold answer
+        found = Piece(answer.strip(), certain=False)
     check_piece(found.text)
     if not compact(spelled(found.text)):
         raise Undecided(f"the gold answer {answer[:60]!r} holds no answer")
@@ -75,6 +80,8 @@ def gold_piece(answer: str) -> Piece:
 def judged(gold: Piece, given: Piece) -> bool:
     """Compare two final answers, first strictly, then as math-verify does."""
     check_piece(given.text)
+    if is_open(gold.text) != is_open(given.text):
+        return False
     if compact(spelled(gold.text)) == compact(spelled(given.text)):
         return True
     expected, found = _structure(gold), _structure(given)

@@ -182,6 +182,8 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
         return False if not gold.items or not answer.items else _same_distinct(gold, answer)
     if answer.opening == "{" and (gold.ordered or names(gold)) and not _names_something(answer):
         return False  # a set has no order: {1, 2} is no pair, and no interval
+    if gold.opening == "{" and answer.ordered and names(gold) is None:
+        return False
     if gold.ordered and has_one_name(answer):
         return False  # "x = 1 or x = 2" is a set too
     has_dots = any(isinstance(item, Dots) for item in (*gold.items, *answer.items))

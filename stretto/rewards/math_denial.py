@@ -13,14 +13,17 @@ _BEFORE = re.compile(
 _BESIDE = re.compile(  # the number is another one, which this one only helps to tell
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
     r"|exceed(?:s|ing)?"
-    r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice"
-    r"|(?:square|cube|square root|cube root|root|opposite|reciprocal|negative|inverse|double|half) of)"
+    r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice|divisible by"
+    r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple) of)"
     r"\s*[$(*{\\]{0,3}\s*$",
     re.IGNORECASE,
 )
+_OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
+_OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _AFTER = re.compile(
-    r"^[\s$.)}*]{0,3}\s*(?:(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible)\b|isn't|wasn't"
-    r"|\s(?:squared|cubed|or so|or (?:maybe |perhaps )?not)\b)",
+    r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't"
+    r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
+    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9])|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
     re.IGNORECASE,
 )
 _DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
@@ -31,6 +34,11 @@ def denied(text: str, start: int, end: int) -> bool:
     """Is what stands from `start` to `end` said not to be the answer, or only used to say something about it?"""
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
     return any(found is not None for found in (_BEFORE.search(before), _BESIDE.search(before), _AFTER.search(after)))
+
+
+def is_open(answer: str) -> bool:
+    """Does an answer name one end of many values: "42 or more"?"""
+    return _OPEN_BEHIND.search(answer) is not None
 
 
 def is_denying(words: str) -> bool:

@@ -45,10 +45,23 @@ _TEMPLATE_END = re.compile(
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
+_BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # and no power
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
 _ANSWER = re.compile(
-    r"(?:\banswer|\bans|\b(?:correct|right) (?:option|choice))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
+    r"(?:\banswer|\bans|\b(?:correct|right) (?:option|choice|one))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
     r"(?:\s*(?:option|choice)\b)?|####",
+    re.IGNORECASE,
+)
+_CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
+_CHOSEN = re.compile(
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
+    rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(  # "The answer is 42. No, 43."
+    r"(?:[.!?;}]|\n)\s*(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s+(?:[^.\n0-9$\\]{0,60}[:,]\s*)?"
+    r"(?:(?:it|that|the answer)(?:'s|\s+(?:is|was|should be|must be))\s+)?"
+    r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\n|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
@@ -118,7 +131,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
     text = completion[-LONGEST_TAIL:]
     if len(question := prompt.strip()) >= 12:
         text = text.replace(question, "\n")
-    text = _DECORATION.sub("", _EMPTY_BOX.sub("", text))
+    text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
     head, found, tail = text.rpartition("</think>")
     if found and _TEMPLATE_END.sub("", tail).strip():
         text = tail
@@ -132,6 +145,8 @@ def final_answer(text: str) -> Piece | None:
     """The final answer of a text without frame, or None where there is none."""
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
+    if (corrected := _CORRECTED.search(text)) is not None:
+        return Piece(corrected["piece"].strip("$"), certain=True)
     box = boxed(text)
     final = _marked(text, _FINAL)
     if box is not None and (final is None or last_box(text) > final[0]):
@@ -153,6 +168,8 @@ def _whole(text: str) -> Piece | None:
     """A text that is an answer from its first letter to its last."""
     if not is_short(text):
         return None
+    if (chosen := _CHOSEN.fullmatch(text)) is not None:
+        return Piece(next(letter for letter in chosen.groups() if letter is not None), certain=True)
     if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
         return Piece(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):

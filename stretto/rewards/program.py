@@ -1,7 +1,8 @@
 """The program in an answer.
 
-Models think aloud, show drafts and explain what they have written; the program is the last finished block of code.
-An answer without any block is a program itself: so answer models that were told to write nothing else.
+Models think aloud, show drafts and explain what they have written; the program is the last finished block of code, or
+the last one that defines the function which is asked for. An answer without any block is a program itself: so answer
+models that were told to write nothing else.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ class Program(NamedTuple):
     after: str = ""
 
 
-def extract_program(answer: str, preamble: str = "", entry_point: str = "") -> str | None:
+def extract_program(
+    answer: str, preamble: str = "", entry_point: str = "", called: frozenset[str] = frozenset()
+) -> str | None:
     """The program of an answer; `None`: there is none.
 
     A block of code counts when it is closed and says that it is Python; where none says so, when it says nothing
-    (beside blocks that do, that is an output or an example). With an `entry_point` the answer may also go on from the
+    (beside blocks that do, that is an output or an example). Where functions are `called`, a block that defines them
+    goes before those behind it, which show how they are used. With an `entry_point` the answer may also go on from the
     `preamble` (the head of the function, in the prompts of HumanEval): where it does not define that name itself.
 
     >>> extract_program("First\\n```python\\nx = 1\\n```\\nor\\n```python\\nprint(2)\\n```\\nIt says\\n```\\n2\\n```")
@@ -44,7 +48,8 @@ def extract_program(answer: str, preamble: str = "", entry_point: str = "") -> s
     blocks, fenced = _blocks(text)
     if fenced and not blocks:
         return None
-    program = blocks[-1] if blocks else text
+    defining = [block for block in blocks if called and all(defines(block, name) for name in called)]
+    program = (defining or blocks or [text])[-1]
     if not program.strip():
         return None
     if entry_point and not defines(program, entry_point):

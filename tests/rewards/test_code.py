@@ -7,7 +7,9 @@ no forgery passes, however it tries to look right: it is told the inputs and not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,7 @@ from stretto.rewards.sandbox import Ended, Sandbox, SandboxFailed
 from stretto.rewards.sandbox_probe import probe
 from stretto.rewards.sandbox_walls import Level, Walls
 from stretto.rewards.wire import ScoreItem
+from tests.rewards.other_users import ORDINARY, as_user, delegated_groups
 
 ANY = "any problem"
 CONFIG = CodeConfig(seconds=0.5, answer_seconds=2.0)
@@ -161,6 +164,26 @@ def test_no_forgery_passes(judge: CodeReward, forgery: str) -> None:
     for tests in (BY_INPUT, BY_CALL):
         found = judge.judge(forgery, tests)
         assert not found.right, found
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_no_forgery_passes_where_an_ordinary_user_judges() -> None:
+    def passed() -> str:
+        with contextlib.closing(CodeReward(CONFIG, *probe(CONFIG, []))) as judge:
+            honest = judge.judge("def f(n): return [n * n, str(n)]", BY_CALL)
+            asked = [(param.id, param.values[0], tests) for param in FORGERIES for tests in (BY_INPUT, BY_CALL)]
+            forged = [name for name, forgery, tests in asked if judge.judge(str(forgery), tests).right]
+            return f"honest {honest.passed} of {honest.total}, forged {forged}"
+
+    with delegated_groups(ORDINARY) as groups:
+        assert as_user(ORDINARY, passed, groups) == "honest 3 of 3, forged []"
+
+
+def test_a_function_is_taken_from_the_block_that_defines_it(judge: CodeReward) -> None:
+    answer = "```python\ndef f(n): return [n * n, str(n)]\n```\nUsage:\n```python\nprint(f(7))\n```"
+    assert judge.judge(answer, BY_CALL) == Judgement(3, 3)
+    twice = "```python\ndef f(n): return 1\n```\nBetter:\n```python\ndef f(n): return [n * n, str(n)]\n```"
+    assert judge.judge(twice, BY_CALL) == Judgement(3, 3)
 
 
 def test_what_is_written_among_the_results_of_calls_is_wrong(judge: CodeReward) -> None:
