@@ -3,6 +3,7 @@
 - every place in the code (`file.py:name`, a path of the repository) exists, and so does every page that is linked;
 - every number that a run writes has its line in docs/metrics.md;
 - docs/recipe.md is what the configurations say, and every key has its sentence;
+- docs/faults.md lists the laws of the checker, and counts its own rows;
 - the tables of docs/staleness.md and docs/faults.md are those of the benchmarks' committed results.
 """
 
@@ -20,6 +21,7 @@ import pytest
 from benchmarks.faults import summary as kills_summary
 from benchmarks.staleness import summary
 from benchmarks.summary import rows as summary_rows
+from stretto.dashboard.laws import LAWS
 from stretto.launch.recipe_table import recipe_table
 from stretto.store.inspection import Inspection
 from stretto.store.metrics import EvaluationLine, StepMetrics
@@ -113,6 +115,25 @@ def test_the_table_of_staleness_is_the_committed_result() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
     assert summary(rows, group_size=1, sigma=1.2) in page
     assert summary(rows, group_size=8, sigma=1.2) in page
+
+
+def test_the_laws_on_the_page_are_those_of_the_checker() -> None:
+    section = (
+        (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").partition("## The laws\n")[2].partition("\n## ")[0]
+    )
+    names = re.findall(r"^\| (.+?) \|", section, flags=re.MULTILINE)
+    assert names == ["law", *(law.__name__.replace("_", " ") for law in LAWS)]
+
+
+def test_the_table_of_faults_is_counted_as_it_is() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| (.*) \|$", page, flags=re.MULTILINE)
+    without = [number for number, shown in rows if "`tests/" not in shown]
+    part = [number for number, shown in rows if shown.startswith("part")]
+    full = len(rows) - len(part) - len(without)
+    told = f"of these {len(rows)} faults: {full} rows are shown in full, {len(part)} in part ({', '.join(part)}), and "
+    told += f"{len(without)} have a reason instead of a test ({', '.join(without)})"
+    assert told in " ".join(page.split())
 
 
 def test_the_table_of_random_kills_is_the_committed_result() -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import StoreError
+from stretto.dashboard.checksums import CHECKSUM_BYTES, broken_checksums, payload_fits
 
 READABLE_FORMAT = 2
-_SEAL_BYTES = 8  # a checksum stands before the tokens
 
 _ANSWERS = """
     SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
-        verdict, reward, stop_reason, tokens, oldest_version, newest_version, payload
+        verdict, reward, stop_reason, tokens, oldest_version, newest_version, interrupted, payload
     FROM groups LEFT JOIN trajectories ON group_key = groups.key LEFT JOIN payloads ON payloads.key = trajectories.key
     ORDER BY groups.key, member
 """
@@ -32,7 +32,7 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One trajectory. `versions` is None where its tokens were not kept."""
+    """One trajectory. `versions` is None where its tokens were not kept, or are not those that were written."""
 
     id: str
     group: str
@@ -100,6 +100,7 @@ class History:
     position: tuple[int, int] | None  # epoch, and how many of its prompts were drawn
     policies: tuple[int, ...]
     damage: tuple[str, ...]  # what SQLite says of the file, if it is not whole
+    broken_checksums: tuple[str, ...]
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -126,6 +127,8 @@ def read_history(folder: Path) -> History:
             return _history(connection, bounds, policies)
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read: the position or a batch is not what was written: {error}") from error
 
 
 def _address(path: Path) -> str:
@@ -156,6 +159,7 @@ def _history(connection: sqlite3.Connection, bounds: Bounds, policies: tuple[int
         position=(position["epoch"], position["index"]) if position else None,
         policies=policies,
         damage=damage,
+        broken_checksums=tuple(broken_checksums(connection)),
     )
 
 
@@ -180,13 +184,14 @@ def _groups(connection: sqlite3.Connection) -> tuple[AskedGroup, ...]:
 
 
 def _answer(group: str, row: list[object]) -> Answer:
-    *facts, payload = row
-    member = facts[0]
+    *facts, interrupted, payload = row
+    member, _, _, _, verdict, reward, stop_reason, *_ = facts
+    id = f"{group}/{member}"
     versions, lengths = None, None
-    if isinstance(payload, bytes):
-        tokens, logprobs, of_tokens, _ = msgspec.msgpack.decode(payload[_SEAL_BYTES:])
+    if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
+        tokens, logprobs, of_tokens, _ = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
         versions, lengths = tuple(of_tokens), (len(tokens), len(logprobs))
-    return Answer(f"{group}/{member}", group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+    return Answer(id, group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 
 def _step(row: tuple[object, ...]) -> Step:

@@ -21,6 +21,11 @@ def the_file_is_whole(history: History) -> Iterator[str]:
     yield from history.damage
 
 
+def every_checksum_fits(history: History) -> Iterator[str]:
+    """What a run goes on from is what was written: its groups, answers, pieces of answers, batches and facts."""
+    yield from history.broken_checksums
+
+
 def everything_issued_has_one_state(history: History) -> Iterator[str]:
     """Each answer that was wanted has exactly one row, one state of the six, and a reason if it ended untrained."""
     for group in history.groups:
@@ -196,6 +201,7 @@ def _trained(history: History) -> Iterator[tuple[Step, Answer]]:
 
 LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     the_file_is_whole,
+    every_checksum_fits,
     everything_issued_has_one_state,
     nothing_is_trained_twice,
     versions_grow_by_one,

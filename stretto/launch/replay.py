@@ -32,7 +32,7 @@ from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.trainer_role import TrainerSpec
 from stretto.model.tokenizer import load_tokenizer
 from stretto.store.metrics import MetricsLog, read_metrics
-from stretto.store.policies import same_weights
+from stretto.store.policies import same_weights, why_incomparable
 from stretto.store.reading import last_step, read_batches
 from stretto.store.rows import update_columns
 from stretto.store.run_folder import RunFolder
@@ -55,17 +55,21 @@ class Branch(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay came to. `equal` None: the settings were changed, or the run has no policy to compare with."""
+    """What a replay came to. `equal` None: the settings were changed, or the weights could not be compared, and
+    `incomparable` says why."""
 
     folder: Path
     branch: Branch
     equal: bool | None
+    incomparable: str = ""
 
     def __str__(self) -> str:
         branch = self.branch
         told = f"steps {branch.first_step + 1} to {branch.last_step} of {branch.run} trained again: {self.folder}"
         if self.equal is not None:
             told += f"\nthe weights are {'bit-equal to' if self.equal else 'NOT those of'} the run's"
+        elif self.incomparable:
+            told += f"\nthe weights could not be compared with the run's: {self.incomparable}"
         return told
 
 
@@ -104,7 +108,10 @@ def replay(
         shutil.rmtree(target, ignore_errors=True)
         raise
     ours, theirs = RunFolder(target).policy(until), folder.policy(until)
-    return Replayed(target, branch, None if changes else same_weights(ours, theirs))
+    if changes:
+        return Replayed(target, branch, None)
+    equal = same_weights(ours, theirs)
+    return Replayed(target, branch, equal, why_incomparable(ours, theirs) if equal is None else "")
 
 
 async def _train(

@@ -19,6 +19,14 @@ def same_weights(first: Path, second: Path) -> bool | None:
     return all(filecmp.cmp(*pair, shallow=False) for pair in zip(ours, theirs, strict=True))
 
 
+def why_incomparable(first: Path, second: Path) -> str:
+    """Why `same_weights` says None."""
+    for policy in (first, second):
+        if not _weights(policy):
+            return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
+    return f"{first} and {second} are divided into files in different ways"
+
+
 def _weights(policy: Path) -> list[Path]:
     """One file, or several where the policy is too large for one."""
     return sorted(policy.glob("model*.safetensors"))

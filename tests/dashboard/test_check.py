@@ -1,11 +1,13 @@
 """The checker: a history written by the real controller and ledger is clean, and each breach is found by its law.
 
-It decides from the file alone, and shares no code with those who write it.
+It decides from the file alone, and shares with those who write it only the check of the log. A bit that is flipped in
+anything a run goes on from is named.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -15,13 +17,14 @@ import pytest
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Completion, Outcome, Prompt, Sampling, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
-from stretto.dashboard import history, laws
+from stretto.dashboard import check, checksums, history, laws
 from stretto.dashboard.check import check_run, print_balance, print_findings
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.store.config import StoreConfig
 from stretto.store.ledger import Ledger
+from stretto.store.rows import Partial
 
 RECIPE = """
 [rollout]
@@ -186,6 +189,85 @@ def test_a_breach_is_found_by_its_law(
     assert f"BROKEN  {law}" in capsys.readouterr().out
 
 
+def flip_a_bit(ledger: Path, state: str) -> str:
+    """In the middle of the payload of the first answer in a state; its name."""
+    with closing(sqlite3.connect(ledger)) as connection:
+        name, key, payload = connection.execute(
+            "SELECT id || '/' || member, payloads.key, payload FROM payloads"
+            " JOIN trajectories ON trajectories.key = payloads.key JOIN groups ON groups.key = group_key"
+            " WHERE state = ? ORDER BY payloads.key LIMIT 1",
+            (state,),
+        ).fetchone()
+        place = len(payload) // 2
+        bent = payload[:place] + bytes([payload[place] ^ 1]) + payload[place + 1 :]
+        connection.execute("UPDATE payloads SET payload = ? WHERE key = ?", (bent, key))
+        connection.commit()
+    return str(name)
+
+
+UNFIT = " is not what was written: its checksum does not fit"
+
+
+@pytest.mark.parametrize("state", ["buffered", "trained"])
+def test_a_bit_that_is_flipped_in_an_answer_is_named(run_dir: Path, state: str) -> None:
+    name = flip_a_bit(run_dir / "ledger.sqlite", state)
+    of_step = (f"the batch of step 1{UNFIT}",) if state == "trained" else ()
+    breaches = check_run(run_dir).breaches
+    assert breaches["every checksum fits"] == (f"the answer {name}{UNFIT}", *of_step)
+    assert [law for law, found in breaches.items() if found] == ["every checksum fits"]
+
+
+SEALED = {
+    "a group": ("UPDATE groups SET admitted_version = 1 WHERE key = 18", r"group 1\.p\.\d\.0"),
+    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"the answer 1\.p\.\d\.0/0"),
+    "a step": ("UPDATE steps SET oldest_trainable = -1 WHERE step = 2", "the batch of step 2"),
+    "the tokens of a prompt": (
+        "UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2",
+        "the batch of step 1",
+    ),
+    "a fact": ("UPDATE meta SET value = json_set(value, '$.other', 1)", "the fact 'standing'"),
+}
+
+
+@pytest.mark.parametrize(("statement", "what"), SEALED.values(), ids=SEALED)
+def test_a_number_that_is_changed_in_a_sealed_row_is_named(run_dir: Path, statement: str, what: str) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.executescript(statement)
+    found = check_run(run_dir).breaches["every checksum fits"]
+    assert found
+    assert re.fullmatch(what + UNFIT, found[0])
+
+
+def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_dir: Path) -> None:
+    path = run_dir / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.write_on(f"{name}/1", Partial(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+    assert check_run(run_dir).kept
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(
+            "UPDATE partials SET payload = CAST(substr(payload, 1, 8) || x'94' || substr(payload, 10) AS BLOB)"
+        )
+    assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of the answer {name}/1{UNFIT}",)
+
+
+@pytest.mark.parametrize("name", ["index", "given_back", "position"])
+def test_a_position_that_lost_a_name_is_refused(run_dir: Path, name: str) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.execute("UPDATE meta SET value = replace(value, ?, ?)", (f'"{name}"', '"other"'))
+        connection.commit()
+    with pytest.raises(StoreError, match=r"ledger\.sqlite: cannot be read: the position or a batch"):
+        check_run(run_dir)
+
+
+def test_a_buffered_answer_without_its_tokens_is_named(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.executescript("DELETE FROM payloads")
+    found = check_run(run_dir).breaches["every checksum fits"]
+    assert [sentence.partition(" is ")[2] for sentence in found] == ["buffered and its tokens are missing"] * 2
+
+
 def test_a_policy_without_a_step_is_found(run_dir: Path) -> None:
     for name in ("v000009", "v000001", "v000001.mine", ".v000010.4711.partial"):
         (run_dir / "policy" / name).mkdir(parents=True)
@@ -222,9 +304,12 @@ def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
         check_run(run_dir)
 
 
-@pytest.mark.parametrize("module", [history, laws])
-def test_the_checker_shares_no_code_with_the_writers(module: object) -> None:
+@pytest.mark.parametrize("module", [check, checksums, history, laws])
+def test_the_checker_shares_only_the_check_of_the_log_with_the_writers(module: object) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
-    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    ours = {name for name in imported if name.startswith("stretto.")}
-    assert ours <= {"stretto.core.errors", "stretto.dashboard.history"}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.dashboard.")}
+    assert theirs <= {"stretto.core.errors.StoreError"} | (
+        {"stretto.store.schema.check_resting_log"} if module is check else set()
+    )

@@ -1,4 +1,5 @@
-"""`stretto replay`, where it fails: what the trainer said of it stays, and nothing else.
+"""`stretto replay`, where it fails: what the trainer said of it stays, and nothing else; and where the run has no
+weights to compare with: it says so, and why.
 
 That a replay comes to the run's weights is shown on whole runs, in tests/faults/test_determinism.py.
 """
@@ -38,3 +39,14 @@ def test_a_replay_without_its_batches_leaves_nothing(recipe: Path) -> None:
     with pytest.raises(StoreError, match=r"store\.keep_payloads"):
         replay(run_dir, 0, [], None, say=said.append)
     assert list((run_dir / "branches").iterdir()) == []
+
+
+def test_a_replay_of_a_run_without_its_last_policy_says_that_nothing_was_compared(recipe: Path) -> None:
+    run_dir, said = begin(recipe), list[str]()
+    record(run_dir, 1)
+    replayed = replay(run_dir, 0, [], None, say=said.append)
+    assert replayed.equal is None
+    policy = run_dir / "policy" / "v000001"
+    assert str(replayed).splitlines()[1:] == [
+        f"the weights could not be compared with the run's: {policy} is not there"
+    ]

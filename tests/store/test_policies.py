@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.policies import same_weights
+from stretto.store.policies import same_weights, why_incomparable
 
 ONE = {"model.safetensors": b"weights"}
 TWO = {"model-00001-of-00002.safetensors": b"wei", "model-00002-of-00002.safetensors": b"ghts"}
@@ -34,3 +34,11 @@ def test_what_cannot_be_compared_is_neither(tmp_path: Path, files: dict[str, byt
     second = policy(tmp_path / "b", files) if files is not None else tmp_path / "b"
     assert same_weights(first, second) is None
     assert same_weights(second, first) is None
+
+
+def test_why_two_policies_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    whole, divided, empty = (policy(tmp_path / name, files) for name, files in (("a", ONE), ("b", TWO), ("c", {})))
+    absent = tmp_path / "d"
+    assert why_incomparable(whole, absent) == f"{absent} is not there"
+    assert why_incomparable(whole, empty) == f"{empty} has no weights"
+    assert why_incomparable(whole, divided) == f"{whole} and {divided} are divided into files in different ways"

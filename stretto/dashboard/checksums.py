@@ -1,0 +1,113 @@
+"""Whether the checksums in a ledger fit what they stand for, computed anew: no line here is shared with the writers.
+
+A checksum is XXH3 (64 bits) of MessagePack, of
+
+    groups      [id, prompt, admitted version]
+    payloads    [answer, [outcome, reward, stop reason, interruptions], body]    and stands before the body
+    partials    [answer, body]                                                   likewise
+    steps       [step, version, oldest trainable, [[group, prompt tokens, [[completion, outcome, reward], ..]], ..]]
+    meta        [name, value]
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import xxhash
+
+CHECKSUM_BYTES = 8
+
+_GROUPS = "SELECT id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
+_ANSWERS = """
+    SELECT id || '/' || member, state, verdict, reward, stop_reason, interrupted, payload
+    FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads ON payloads.key = trajectories.key
+    WHERE payload IS NOT NULL OR state = 'buffered' ORDER BY trajectories.key
+"""
+_PARTIALS = """
+    SELECT id || '/' || member, payload FROM partials JOIN trajectories ON trajectories.key = partials.key
+    JOIN groups ON groups.key = group_key ORDER BY partials.key, begin
+"""
+_STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps ORDER BY step"
+_META = "SELECT name, value, seal FROM meta ORDER BY name"
+_TRAINED_GROUP = "SELECT key, members, prompt_token_ids FROM groups WHERE id = ?"
+_TRAINED_ANSWERS = """
+    SELECT member, verdict, reward, stop_reason, interrupted, payload
+    FROM trajectories JOIN payloads ON payloads.key = trajectories.key
+    WHERE trajectories.key >= ?1 AND trajectories.key < ?1 + ?2
+"""  # an answer's key is its group's and its number
+
+
+def broken_checksums(connection: sqlite3.Connection) -> Iterator[str]:
+    """A sentence for everything whose checksum does not fit.
+
+    The checksum of a step is over the tokens it trained on: a step whose tokens were not kept (`store.keep_payloads`)
+    cannot be judged.
+    """
+    for group, prompt, admitted, found in connection.execute(_GROUPS):
+        if found != _checksum(group, prompt, admitted):
+            yield _does_not_fit(f"group {group}")
+    for answer, state, *columns, payload in connection.execute(_ANSWERS):
+        if payload is None:
+            yield f"the answer {answer} is {state} and its tokens are missing"
+        elif not payload_fits(answer, columns, payload):
+            yield _does_not_fit(f"the answer {answer}")
+    for answer, piece in connection.execute(_PARTIALS):
+        if piece[:CHECKSUM_BYTES] != _checksum(answer, piece[CHECKSUM_BYTES:]):
+            yield _does_not_fit(f"a piece of the answer {answer}")
+    for step, version, oldest, batch, found in connection.execute(_STEPS):
+        if not _step_fits(connection, (step, version, oldest), json.loads(batch), found):
+            yield _does_not_fit(f"the batch of step {step}")
+    for name, value, found in connection.execute(_META):
+        if found != _checksum(name, value):
+            yield _does_not_fit(f"the fact {name!r}")
+
+
+def payload_fits(answer: str, columns: Sequence[object], payload: bytes) -> bool:
+    """Whether an answer is what was written; `columns` are its outcome, reward, stop reason and interruptions."""
+    return payload[:CHECKSUM_BYTES] == _checksum(answer, columns, payload[CHECKSUM_BYTES:])
+
+
+def _step_fits(
+    connection: sqlite3.Connection, numbers: tuple[object, ...], batch: Sequence[tuple[str, list[int]]], found: object
+) -> bool:
+    groups = []
+    for group, members in batch:
+        key, count, prompt = connection.execute(_TRAINED_GROUP, (group,)).fetchone() or (0, 0, None)
+        answers = {row[0]: row[1:] for row in connection.execute(_TRAINED_ANSWERS, (key, count))}
+        if prompt is None or any(member not in answers for member in members):
+            return True
+        try:
+            trained = [_trained(group, member, *answers[member]) for member in members]
+            groups.append((group, msgspec.msgpack.decode(prompt), trained))
+        except (msgspec.MsgspecError, ValueError):
+            return False  # it cannot even be read
+    return found == _checksum(*numbers, groups)
+
+
+def _trained(
+    group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
+) -> tuple[Mapping[str, object], str, float]:
+    """Everything about an answer that decides what its batch does to the weights, by the names it was written under."""
+    tokens, logprobs, versions, _ = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
+    completion = {
+        "request": group,
+        "member": member,
+        "token_ids": tokens,
+        "behavior_logprobs": logprobs,
+        "versions": versions,
+        "stop_reason": stop_reason,
+        "interrupted": interrupted,
+        "top_logprobs": (),
+    }
+    return completion, outcome, reward
+
+
+def _checksum(*content: object) -> bytes:
+    return xxhash.xxh3_64_digest(msgspec.msgpack.encode(content))
+
+
+def _does_not_fit(what: str) -> str:
+    return f"{what} is not what was written: its checksum does not fit"
