@@ -34,7 +34,8 @@ from stretto.core.records import GenerateRequest, Sampling, derive_seed
 from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
 from stretto.launch.engine_role import EngineSpec
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.folder import load_policy
 from stretto.weights.shared_memory import SharedMemoryPublisher
 

@@ -37,6 +37,14 @@ EngineOverrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
 
+def _refuse_mistakes(recipe: Path, overrides: list[str]) -> None:
+    """Tell what is wrong with a recipe before what it needs is loaded, which takes seconds."""
+    from stretto.launch.recipe import load_recipe
+
+    if not recipe.is_dir():
+        load_recipe(recipe, overrides)
+
+
 @app.command()
 def train(
     recipe: RecipeOrRun,
@@ -46,15 +54,18 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
-    from stretto.dashboard.plots import plot_run
-    from stretto.dashboard.progress import open_display
-    from stretto.dashboard.summary import print_inspection
+    _refuse_mistakes(recipe, overrides or [])
     from stretto.launch.train import check, prepare
 
     if dry_run:
         check(recipe, overrides or [], resume)
         return
     prepared = prepare(recipe, overrides or [], run_dir, resume)
+    # What draws takes a second to load, and whoever has made a mistake need not wait for it.
+    from stretto.dashboard.plots import plot_run
+    from stretto.dashboard.progress import open_display
+    from stretto.dashboard.summary import print_inspection
+
     with open_display(prepared.steps) as display:
         code = prepared.train(display)
     print_inspection(prepared.path)
@@ -70,6 +81,7 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Supervised training on the recipe's demonstrations (its warm start), written as a Hugging Face folder."""
+    _refuse_mistakes(recipe, overrides or [])
     from stretto.dashboard.progress import open_display
     from stretto.launch.warm_start import sft
 

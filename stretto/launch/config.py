@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, Sampling
-from stretto.model.build import BuildConfig
+from stretto.model.config import BuildConfig
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):

@@ -15,7 +15,8 @@ from benchmarks.lengths import batch, load, tokens
 from benchmarks.padded import PaddedTrainer
 from benchmarks.training_steps import ALGORITHM, DealtTrainer, dealt, fixed_count, in_turn
 from stretto.core.records import Sampling
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.folder import load_policy
 from stretto.model.packed import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig

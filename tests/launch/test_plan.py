@@ -21,7 +21,8 @@ from tokenizers.processors import TemplateProcessing
 from stretto.core.errors import UserError
 from stretto.launch.plan import Plan, available_memory, base_folder, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.recipe import validate
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.tokenizer import load_tokenizer
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)

@@ -16,7 +16,8 @@ from stretto.core.errors import DataError, ModelFolderError, RecipeError, RoleFa
 from stretto.launch.preferences import dpo, load_preferences
 from stretto.launch.recipe import to_toml
 from stretto.launch.supervised_role import Learning
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.folder import load_policy
 from stretto.model.logprobs import pack_tokens, token_logprobs
 from stretto.model.packed import PACKED_ATTENTION

@@ -18,7 +18,8 @@ from stretto.core.errors import RunFolderError, StoreError
 from stretto.launch.run import Beginning
 from stretto.launch.train import Prepared, prepare
 from stretto.launch.warm_start import copy_policy
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.folder import load_policy
 from stretto.model.packed import PACKED_ATTENTION
 from stretto.store.checkpoints import Checkpoints

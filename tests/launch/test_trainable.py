@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from stretto.core.errors import RecipeError, RunFolderError
 from stretto.launch.trainable import check_checkpoint, check_trainable
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.folder import load_policy
 from stretto.model.packed import PACKED_ATTENTION
 from stretto.trainer.algorithm import AlgorithmConfig

@@ -10,7 +10,8 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
+from stretto.model.config import BuildConfig
 from stretto.model.folder import inspect_model_folder
 
 SMALL = {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 24}

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.build import BuildConfig, build_policy
+from stretto.model.build import build_policy
 from stretto.model.cached import CACHED_ATTENTION
+from stretto.model.config import BuildConfig
 from stretto.model.folder import inspect_model_folder, load_policy, save_policy, whole_folder
 
 SMALL = BuildConfig(hidden_size=16, layers=2, heads=2, kv_heads=2, head_dim=8, intermediate_size=24, alphabet="01+=")
