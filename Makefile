@@ -32,6 +32,7 @@ lint: .venv/ready-test
 types: .venv/ready-test
 	$(RUN) mypy
 
+# Two at a time, because a run of its own has several processes already and two cores are what has to be there.
 tests: .venv/ready-test  ## the tests alone
 	$(RUN) pytest --numprocesses 2 --dist loadfile --cov --cov-report=term
 

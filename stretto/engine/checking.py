@@ -1,4 +1,4 @@
-"""What an engine refuses before it does anything: requests that cannot be served, weights of another model."""
+"""What an engine refuses before it does anything: requests that cannot be served."""
 
 from __future__ import annotations
 

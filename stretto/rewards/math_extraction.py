@@ -59,8 +59,8 @@ _CHOSEN = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(  # "The answer is 42. No, 43."
-    r"(?:[.!?;}]|\n)\s*(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s+(?:[^.\n0-9$\\]{0,60}[:,]\s*)?"
-    r"(?:(?:it|that|the answer)(?:'s|\s+(?:is|was|should be|must be))\s+)?"
+    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
+    r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
     r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,
 )

@@ -1,7 +1,8 @@
 """A trainer of several processes in a real run.
 
 - Two ranks train, publish, save and are resumed by one, without a difference to whoever looks at the run.
-- With adapters the engines sample by the policy that they come to, and that is what is saved, beside the adapters.
+- With adapters the engines sample by the policy that they come to, whether one process publishes them or several, and
+  that is what is saved, beside the adapters.
 - A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.
 - More ranks than there is work for, or GPUs, is refused before anything starts.
 """
@@ -48,7 +49,7 @@ def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: 
     run_dir = tmp_path / "run"
     lora = ("trainer.lora.rank=4", "trainer.learning_rate=1e-2", "trainer.keep_versions=1")
     laboratory.trained(run_dir, "trainer.steps=2", *lora)
-    laboratory.trained(run_dir, "trainer.steps=4", *lora, "--resume")
+    laboratory.trained(run_dir, "trainer.steps=4", *lora, "trainer.ranks=2", "--resume")
     assert assert_the_law(run_dir).steps == 4
     trained = [line.trainer for line in read_metrics(run_dir / "metrics.jsonl")[0]]
     assert len(trained) == 4

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -335,3 +337,11 @@ def test_a_recipe_cannot_be_changed(tmp_path: Path) -> None:
     recipe: Recipe = load_recipe(write(tmp_path, SMALL))
     with pytest.raises(ValueError, match="frozen"):
         recipe.seed = 3  # type: ignore[misc]
+
+
+def test_a_recipe_is_read_without_what_runs_it() -> None:
+    """A mistake in it is told in two seconds: transformers, numba and the trainer's loops take several more."""
+    heavy = ("transformers", "numba", "stretto.launch.run", "matplotlib")
+    asked = f"import sys; import stretto.launch.recipe; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"

@@ -98,6 +98,18 @@ def test_rows_that_come_together_lengthen_a_shelf_once() -> None:
     assert all(reads_own(shelved, row, 10) for row in (0, 2))
 
 
+@pytest.mark.parametrize(("most_tokens", "capacity"), [(None, 8), (64 * 7, 7), (64 * 5, 5)])
+def test_what_is_taken_for_rows_that_come_is_spare_only_within_the_budget(
+    most_tokens: int | None, capacity: int
+) -> None:
+    """Four slots are full and one more row comes: twice as many slots, unless the budget holds fewer."""
+    shelved = shelves(most_tokens=most_tokens)
+    for row in range(4):
+        shelved.place(row, 10)
+    shelved.expect([10])
+    assert [shelf.capacity for shelf in shelved.used()] == [capacity]
+
+
 def test_a_token_takes_the_bytes_of_its_keys_and_values_in_all_layers() -> None:
     layout = CacheLayout(layers=2, kv_heads=3, head_dim=4, context_length=300, dtype=torch.bfloat16, device=CPU)
     assert layout.bytes_per_token == 2 * 2 * 3 * 4 * 2

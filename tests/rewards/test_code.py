@@ -238,10 +238,10 @@ def test_all_tests_together_have_a_time_limit_too() -> None:
 
 
 def test_calls_are_charged_to_the_time_of_an_answer() -> None:
-    config = CodeConfig(seconds=0.4, answer_seconds=0.6)
+    config = CodeConfig(seconds=1.5, answer_seconds=1.9)
     judge = CodeReward(config, *probe(config, []))
     tests = parse_tests([{"call": "f", "args": [], "expected": 1}, {"stdin": "", "stdout": ""}])
-    program = "import time\ndef f():\n    time.sleep(0.35)\n    return 1\nif __name__ == '__main__': time.sleep(0.3)"
+    program = "import time\ndef f():\n    time.sleep(0.8)\n    return 1\nif __name__ == '__main__': time.sleep(1.2)"
     try:
         found = judge.judge(program, tests)
     finally:
