@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.report import Table, save
 from stretto.core.errors import EngineLost
+from stretto.core.lifeline import PARENT
 from stretto.core.records import GenerateRequest, Sampling, derive_seed
 from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
@@ -184,7 +185,6 @@ async def main_in(folder: Path, minutes: float) -> None:
     config = EngineConfig(slots=SLOTS, cache_gib=CACHE_GIB)
     publisher, run = SharedMemoryPublisher(f"soak{os.getpid()}", folder), f"soak{os.getpid()}"
     spec = EngineSpec(
-        parent=os.getpid(),
         name="engine-0",
         address=f"unix:{folder}/engine.sock",
         model=str(folder / "policy"),
@@ -195,7 +195,8 @@ async def main_in(folder: Path, minutes: float) -> None:
         publication_seconds=0.0,
     )
     command = [sys.executable, "-m", "stretto.launch.engine_role", msgspec.json.encode(spec).decode()]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=REPOSITORY)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
+    process = subprocess.Popen(command, env=environment, cwd=REPOSITORY)
     engine = HttpEngine("engine-0", spec.address)
     try:
         await until_up(engine, process)

@@ -26,8 +26,8 @@ from benchmarks.peers.environment import HERE as PEERS
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
 from benchmarks.shapes import make
-from stretto.launch.process import environment
 from stretto.launch.recipe import load_recipe
+from stretto.launch.starters import environment
 from stretto.model.build import build_policy
 
 ROOT = PEERS.parent.parent

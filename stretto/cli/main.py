@@ -54,20 +54,27 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
-    _refuse_mistakes(recipe, overrides or [])
-    from stretto.launch.train import check, prepare
-
     if dry_run:
+        _refuse_mistakes(recipe, overrides or [])
+        from stretto.launch.train import check
+
         check(recipe, overrides or [], resume)
         return
-    prepared = prepare(recipe, overrides or [], run_dir, resume)
-    # What draws takes a second to load, and whoever has made a mistake need not wait for it.
+    from stretto.launch.nursery import nursery
+
+    with nursery() as starter:  # first: it imports what roles need while the recipe is looked at here
+        _refuse_mistakes(recipe, overrides or [])
+        from stretto.launch.train import prepare
+
+        prepared = prepare(recipe, overrides or [], run_dir, resume)
+        from stretto.dashboard.progress import open_display
+
+        with open_display(prepared.steps) as display:
+            code = prepared.train(display, starter)
+    # What draws takes a second to load, and neither who has made a mistake nor the training need wait for it.
     from stretto.dashboard.plots import plot_run
-    from stretto.dashboard.progress import open_display
     from stretto.dashboard.summary import print_inspection
 
-    with open_display(prepared.steps) as display:
-        code = prepared.train(display)
     print_inspection(prepared.path)
     for plot in plot_run(prepared.path):
         print(f"plot  {plot}")
@@ -81,12 +88,15 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Supervised training on the recipe's demonstrations (its warm start), written as a Hugging Face folder."""
-    _refuse_mistakes(recipe, overrides or [])
-    from stretto.dashboard.progress import open_display
-    from stretto.launch.warm_start import sft
+    from stretto.launch.nursery import nursery
 
-    with open_display(0) as display:
-        sft(recipe, overrides or [], out, display.learning)
+    with nursery() as starter:
+        _refuse_mistakes(recipe, overrides or [])
+        from stretto.dashboard.progress import open_display
+        from stretto.launch.warm_start import sft
+
+        with open_display(0) as display:
+            sft(recipe, overrides or [], out, display.learning, starter)
     print(f"policy written to {out}")
 
 
@@ -97,11 +107,14 @@ def dpo(
     overrides: Overrides = None,
 ) -> None:
     """Learn from the recipe's pairs of answers (its [preferences]) by DPO, written as a Hugging Face folder."""
-    from stretto.dashboard.progress import open_display
-    from stretto.launch.preferences import dpo
+    from stretto.launch.nursery import nursery
 
-    with open_display(0) as display:
-        dpo(recipe, overrides or [], out, display.learning, display.say)
+    with nursery() as starter:
+        from stretto.dashboard.progress import open_display
+        from stretto.launch.preferences import dpo
+
+        with open_display(0) as display:
+            dpo(recipe, overrides or [], out, display.learning, display.say, starter)
     print(f"policy written to {out}")
 
 
@@ -113,9 +126,12 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the accuracy of a policy on held-out prompts."""
-    from stretto.launch.examine import examine
+    from stretto.launch.nursery import nursery
 
-    evaluation = examine(model, task, overrides or [])
+    with nursery() as starter:
+        from stretto.launch.examine import examine
+
+        evaluation = examine(model, task, overrides or [], starter)
     print(evaluation.as_json() if json else evaluation)
 
 
@@ -169,9 +185,12 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
     """Train again from the batches on record, without generating: the run's weights, unless a setting differs."""
-    from stretto.launch.replay import replay
+    from stretto.launch.nursery import nursery
 
-    replayed = replay(run, first, settings or [], out)
+    with nursery() as starter:
+        from stretto.launch.replay import replay
+
+        replayed = replay(run, first, settings or [], out, starter=starter)
     print(replayed)
     raise typer.Exit(1 if replayed.equal is False else 0)
 

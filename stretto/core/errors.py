@@ -110,6 +110,13 @@ class RoleFailed(RoleError):
         return f"{self.role}: {self.problem}"
 
 
+class CheckpointLost(RoleError):
+    """The trainer ended before it had written a checkpoint; the next one is another's."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__(f"the trainer ended before it had written {step}")
+
+
 class EngineLost(RoleError):
     """An engine cannot be reached, or broke off an answer: its requests go to another one."""
 

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 
-#: The descriptor of the pipe on which a role tells that it lives, as the environment of its process has it.
-PULSE = "STRETTO_PULSE"
+#: The process that a role ends with, and the descriptor of the pipe on which it tells that it lives: its environment
+#: has both.
+PARENT, PULSE = "STRETTO_PARENT", "STRETTO_PULSE"
 PULSE_SECONDS = 1.0
 
 _PR_SET_PDEATHSIG = 1
@@ -22,6 +23,14 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request took effect
         sys.exit(0)
+
+
+def take_up_life() -> None:
+    """What a role does first: it ends with its parent from now on, and gives signs of life. One that was started by
+    hand has nobody to end with, and nobody to give signs to."""
+    if (parent := os.environ.pop(PARENT, None)) is not None:
+        die_with_parent(int(parent))
+    keep_beating()
 
 
 def keep_beating() -> None:

@@ -76,6 +76,24 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
             yield f"{answer.id} was sampled by version {answer.newest_version}, and {newest} is the newest"
 
 
+def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
+    """Equation 3 held whenever a group was issued: of the groups before it, those that never dropped out fill no more
+    batches than its version and the bound allow. (More had not dropped out yet; when they did is not on record.) The
+    live version never goes back, and no token of a group is older than the version at which it was admitted."""
+    bounds, counted, live = history.bounds, 0, 0
+    for group in history.groups:
+        version = group.admitted_version
+        if counted // bounds.batch_size > version + bounds.max_staleness:
+            bound = f"max_staleness {bounds.max_staleness:g}"
+            yield f"{group.id} was admitted at version {version} behind {counted} groups; {bound}"
+        if version < live:
+            yield f"{group.id} was admitted at version {version}, an earlier group at {live}"
+        counted, live = counted + (not _ended_untrained(group)), max(live, version)
+        for answer in group.answers:
+            if answer.oldest_version is not None and answer.oldest_version < version:
+                yield f"{answer.id} has a token of version {answer.oldest_version}, and was admitted at {version}"
+
+
 def no_bound_is_broken(history: History) -> Iterator[str]:
     """No token was trained on by a version too far from its own, and none by an older one."""
     bound, policy = history.bounds.max_staleness, history.bounds.beyond_bound
@@ -205,6 +223,7 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     everything_issued_has_one_state,
     nothing_is_trained_twice,
     versions_grow_by_one,
+    no_group_starts_before_its_turn,
     no_bound_is_broken,
     batches_are_complete,
     no_prompt_is_skipped_or_repeated,

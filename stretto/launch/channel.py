@@ -97,16 +97,20 @@ class ConductorEnd(Generic[Received]):
             DeadlineExceeded: nothing came in time.
             RoleDied: the role closed its end.
         """
-        assert self._reader is not None, "open() comes first"
         async with deadline("conductor", f"{self.role} {awaited}", seconds):
-            while not self._bodies:
-                try:
-                    data = await self._reader.read(_READ_BYTES)
-                except ConnectionError:
-                    data = b""
-                if not data:
-                    raise RoleDied(self.role, "closed its connection", self._log)
-                self._bodies.extend(self._unframer.feed(data))
+            return await self.next()
+
+    async def next(self) -> Received:
+        """As `receive`, for whoever listens as long as the role lives."""
+        assert self._reader is not None, "open() comes first"
+        while not self._bodies:
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise RoleDied(self.role, "closed its connection", self._log)
+            self._bodies.extend(self._unframer.feed(data))
         return self._decoder.decode(self._bodies.popleft())
 
     def close(self) -> None:

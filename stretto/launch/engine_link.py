@@ -22,6 +22,7 @@ from stretto.launch.config import DeadlinesConfig
 from stretto.launch.deaths import Deaths
 from stretto.launch.engine_role import EngineSpec
 from stretto.launch.process import RoleProcess
+from stretto.launch.starters import Starter
 from stretto.launch.stopping import put_away
 
 RETRY_SECONDS = 0.05
@@ -51,9 +52,9 @@ class EngineLink:
     _look: asyncio.Task[None] | None = None
 
     @classmethod
-    def to(cls, spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str) -> Self:
+    def to(cls, spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str, starter: Starter) -> Self:
         """An engine that is not started yet; `role` is the module that plays it."""
-        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung)
+        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, starter)
         client = HttpEngine(
             spec.name,
             spec.address,

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from stretto.core.errors import DeadlineExceeded
-from stretto.core.lifeline import die_with_parent, keep_beating
+from stretto.core.lifeline import take_up_life
 from stretto.core.records import Record
 from stretto.engine.config import EngineConfig
 from stretto.engine.embedded import EmbeddedEngine
@@ -32,7 +32,6 @@ class EngineSpec(Record, frozen=True):
     is, as version 0, until something is published.
     """
 
-    parent: int
     name: str
     address: str
     model: str
@@ -59,8 +58,7 @@ def await_publication(subscriber: SharedMemorySubscriber, owner: str, seconds: f
 def main(arguments: list[str]) -> int:
     """Play the role until the conductor ends it; see `launch.playing`. What it fails of is the log's last line."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
-    die_with_parent(spec.parent)
-    keep_beating()
+    take_up_life()
     torch.set_num_threads(spec.threads)
     return play(lambda: _serve(spec), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr))
 

@@ -14,11 +14,12 @@ from stretto.launch.fleet import Fleet
 from stretto.launch.plan import Plan, digest, make_plan
 from stretto.launch.recipe import Recipe, override, parse_recipe, validate
 from stretto.launch.specs import Meeting, engine_specs, socket_folder
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.stopping import Stopped, beside, together, until_cut_short
 from stretto.rewards.pool import RewardPool
 
 
-def examine(model: Path, task: Path, overrides: Sequence[str]) -> Evaluation:
+def examine(model: Path, task: Path, overrides: Sequence[str], starter: Starter = FRESH) -> Evaluation:
     """Ask the task's held-out prompts; `task` is a recipe, or a JSONL file all of whose rows are asked.
 
     Raises:
@@ -26,7 +27,7 @@ def examine(model: Path, task: Path, overrides: Sequence[str]) -> Evaluation:
         RoleError: an engine or a reward worker failed.
         SystemExit: a signal ended it.
     """
-    return until_cut_short(_examine(make_plan(_recipe(model, task, overrides))))
+    return until_cut_short(_examine(make_plan(_recipe(model, task, overrides)), starter))
 
 
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
@@ -43,11 +44,12 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
     return validate(tree, str(task))
 
 
-async def _examine(plan: Plan) -> Evaluation:
+async def _examine(plan: Plan, starter: Starter) -> Evaluation:
     recipe, stopped = plan.recipe, Stopped()
     folder = socket_folder()
     meeting = Meeting(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # nothing is ever published in it
-    fleet = Fleet(engine_specs(plan, plan.base.path, meeting, published=False), folder, recipe.deadlines)
+    specs = engine_specs(plan, plan.base.path, meeting, published=False)
+    fleet = Fleet(specs, folder, recipe.deadlines, starter=starter)
     rewards = RewardPool(recipe.rewards)
     failed = True
     try:

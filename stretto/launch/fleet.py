@@ -23,6 +23,7 @@ from stretto.launch.config import DeadlinesConfig
 from stretto.launch.deaths import BREATH_SECONDS
 from stretto.launch.engine_link import RETRY_SECONDS, EngineLink
 from stretto.launch.engine_role import EngineSpec
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.stopping import to_the_end, together
 from stretto.rollout.routing import Router
 
@@ -41,10 +42,11 @@ class Fleet:
         role: str = ENGINE_ROLE,
         load_interval: float = 0.0,
         alone: bool = False,
+        starter: Starter = FRESH,
     ) -> None:
         """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
         the engine's configuration, in seconds; `alone`: an engine answers nothing but what it was given together."""
-        self._engines = [EngineLink.to(spec, logs, deadlines, role) for spec in specs]
+        self._engines = [EngineLink.to(spec, logs, deadlines, role, starter) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import StoreError
+from stretto.core.errors import CheckpointLost, StoreError
 from stretto.core.events import Span
 from stretto.core.records import Update
 from stretto.launch.config import DeadlinesConfig
@@ -47,7 +47,7 @@ class Keeper:
 
     async def after(self, update: Update) -> None:
         """The step of `update` is published and recorded. A checkpoint is on its way to disk when this returns: the
-        trainer has written its state into the system's memory, and goes on."""
+        trainer has copied its state, and goes on."""
         if self._saving is not None and self._saving.done():
             self._saving.result()
         due = update.step % self._config.checkpoint_every == 0
@@ -75,8 +75,11 @@ class Keeper:
     async def save_checkpoint(self) -> None:
         """The trainer's state, behind which the ledger's batches need not be trained again; nothing to do if this step
         has one."""
-        await self._begin_checkpoint()
-        await self.end()
+        while True:
+            await self._begin_checkpoint()
+            await self.end()
+            if self.saved_step == self._controller.published:
+                return
 
     async def end(self) -> None:
         """Wait until the checkpoint that is on its way is on disk; the wait has a deadline."""
@@ -89,15 +92,15 @@ class Keeper:
             await put_away([self._saving])
 
     async def _begin_checkpoint(self) -> None:
-        """One at a time; returns when the trainer has written it."""
+        """One at a time; returns when the trainer has a copy to write."""
         await self.end()
         step = self._controller.published
         if step == self._begun_step:
             return
         self._ledger.sync()
-        self._begun_step, written = step, asyncio.Event()
-        self._saving = asyncio.create_task(self._save(step, written))
-        waiting = asyncio.create_task(written.wait())
+        self._begun_step, copied = step, asyncio.Event()
+        self._saving = asyncio.create_task(self._save(step, copied))
+        waiting = asyncio.create_task(copied.wait())
         try:
             await asyncio.wait([self._saving, waiting], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -105,18 +108,21 @@ class Keeper:
         if self._saving.done():
             self._saving.result()
 
-    async def _save(self, step: int, written: asyncio.Event) -> None:
-        """Have it written, sealed and forced to disk."""
+    async def _save(self, step: int, copied: asyncio.Event) -> None:
+        """Have it written, sealed and forced to disk. Should the trainer die meanwhile, this step has none."""
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:
-            # An order that always ends, because it has a deadline of its own.
-            asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder), loop).result()
-            loop.call_soon_threadsafe(written.set)
+            # An order that always ends, because it has deadlines of its own.
+            asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder, copied.set), loop).result()
 
         # As much again for the disk as the trainer has for writing.
-        async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 2 * self._deadlines.save):
-            await asyncio.to_thread(self._checkpoints.save, step, write)
+        async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):
+            try:
+                await asyncio.to_thread(self._checkpoints.save, step, write)
+            except CheckpointLost:  # whoever replaces the trainer has told of it
+                self._begun_step = self.saved_step
+                return
         self.saved_step = step
         self._ledger.forget(self._checkpoints.steps()[0])
 

@@ -15,6 +15,7 @@ from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.messages import Failed
 from stretto.launch.process import RoleProcess
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.stopping import Stopped, until_cut_short
 from stretto.launch.supervised_role import FROM_SUPERVISED, Examples, FromSupervised, Learning, Learnt, SupervisedSpec
 from stretto.trainer.config import OptimizerConfig
@@ -34,6 +35,7 @@ async def learn_apart(
     seconds: float,
     hung: float,
     on_learning: OnLearning,
+    starter: Starter = FRESH,
 ) -> None:
     """Train the policy in `model` on examples; `folder` appears when the policy in it is whole.
 
@@ -43,10 +45,9 @@ async def learn_apart(
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
-    process = RoleProcess(role, "stretto.launch.supervised_role", log, hung)
+    process = RoleProcess(role, "stretto.launch.supervised_role", log, hung, starter)
     channel: ConductorEnd[FromSupervised] = ConductorEnd(role, FROM_SUPERVISED, str(log))
     spec = SupervisedSpec(
-        parent=os.getpid(),
         model=str(model),
         examples=str(shown),
         out=str(folder),

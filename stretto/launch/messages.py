@@ -21,13 +21,14 @@ class Publish(Record, frozen=True, tag=True):
 
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
-    """Write everything that training needs to go on into this folder; answer `Saved`."""
+    """Copy everything that training needs to go on; answer `Copied`. The copy is written into this folder while other
+    orders are carried out; `Written` or `NotWritten` says when, between the answers to those."""
 
     folder: str
 
 
 class SavePolicy(Record, frozen=True, tag=True):
-    """Write the policy as a Hugging Face folder; answer `Saved`."""
+    """Write the policy as a Hugging Face folder; answer `PolicySaved`."""
 
     folder: str
 
@@ -55,7 +56,27 @@ class Trained(Record, frozen=True, tag=True):
     spans: tuple[Span, ...]
 
 
-class Saved(Record, frozen=True, tag=True):
+class Copied(Record, frozen=True, tag=True):
+    """Training may go on."""
+
+    span: Span
+
+
+class Written(Record, frozen=True, tag=True):
+    """The checkpoint is in its folder."""
+
+    folder: str
+
+
+class NotWritten(Record, frozen=True, tag=True):
+    """The checkpoint cannot be written. `problem` is meant for the user; the traceback is in the role's log."""
+
+    folder: str
+    problem: str
+    exit_code: int
+
+
+class PolicySaved(Record, frozen=True, tag=True):
     folder: str
     span: Span
 
@@ -74,7 +95,7 @@ class RankLost(Record, frozen=True, tag=True):
 
 
 ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
-FromTrainer = Ready | Published | Trained | Saved | Failed | RankLost
+FromTrainer = Ready | Published | Trained | Copied | Written | NotWritten | PolicySaved | Failed | RankLost
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

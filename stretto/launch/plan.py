@@ -58,8 +58,11 @@ class Plan:
         return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out))
 
 
-def make_plan(recipe: Recipe) -> Plan:
+def make_plan(recipe: Recipe, *, begun: bool = False) -> Plan:
     """Find, read and check everything that the recipe names. Starts nothing.
+
+    Args:
+        begun: the policy that reinforcement starts from is there already; the plan has no demonstrations.
 
     Raises:
         ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
@@ -77,10 +80,11 @@ def make_plan(recipe: Recipe) -> Plan:
     sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
     questions = sifted.questions
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
-    if recipe.warm_start is not None and not questions.demonstrations:
+    warms_up = recipe.warm_start is not None and not begun
+    if warms_up and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
-    shown = questions.demonstrations if recipe.warm_start is not None else ()
+    shown = questions.demonstrations if warms_up else ()
     prompts = encode_prompts([*questions.training, *held_out], tokenizer, room)
     return Plan(
         recipe=recipe,
@@ -240,9 +244,9 @@ class MemoryEstimate:
 
 
 def estimate_memory(plan: Plan) -> MemoryEstimate:
-    """Trainer: weights, and of what is trained of them gradients and Adam's two moments; a reference and a critic if
-    there are any; for each rank one micro-batch's activations, and once the whole policy, which it reads before it
-    keeps its part. Engine: weights and cache."""
+    """Trainer: weights, and of what is trained of them gradients and Adam's two moments; a copy of all but gradients
+    while a checkpoint is written; a reference and a critic if there are any; for each rank one micro-batch's
+    activations, and once the whole policy, which it reads before it keeps its part. Engine: weights and cache."""
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
@@ -250,7 +254,7 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     # About 40 numbers of the model's width are kept per token and layer for the backward pass.
     activations = tokens * base.layers * base.hidden_size * 40 * 4
     adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
-    one = 4 if adapters else 16  # adapters are a hundredth of it
+    one = 4 if adapters else 16 + 12  # adapters are a hundredth of it
     second = reference is not None and not (adapters and reference.path is None)
     policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
     ranks = recipe.trainer.ranks

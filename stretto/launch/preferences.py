@@ -20,6 +20,7 @@ from stretto.launch.encoding import encode_preferences
 from stretto.launch.learning import OnLearning, learn_apart, learn_into, refuse_old
 from stretto.launch.plan import base_folder, check_devices, check_kind, check_vocabulary
 from stretto.launch.recipe import parse_recipe, validated
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.supervised_role import Preferences
 from stretto.model.folder import inspect_model_folder
 from stretto.model.tokenizer import load_tokenizer
@@ -62,6 +63,7 @@ def dpo(
     out: Path,
     on_learning: OnLearning,
     on_warning: Callable[[str], None] = lambda _: None,
+    starter: Starter = FRESH,
 ) -> None:
     """Train the recipe's model on its pairs (DPO); the policy is written to `out` as a Hugging Face folder.
 
@@ -92,6 +94,7 @@ def dpo(
             seconds=recipe.preferences.deadline,
             hung=recipe.preferences.hung,
             on_learning=on_learning,
+            starter=starter,
         ),
     )
 

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.lifeline import PULSE
+from stretto.launch.starters import FRESH, Birth, Running, Starter
 from stretto.launch.watchdog import Stillness
 
 _END_SECONDS = 10.0
@@ -23,17 +23,6 @@ _REAP_SECONDS = 5.0
 _LISTEN_SECONDS = 0.5
 _LONGEST_LISTENING = 1.0
 _READ_BYTES = 4096
-#: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
-#: training 10 % faster on the processor. Other C libraries than glibc do not look at this.
-_MEMORY = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "hugetlb": 1,
-        "mmap_threshold": 32 << 20,
-        "trim_threshold": 256 << 20,
-        "top_pad": 64 << 20,
-    }.items()
-)
 
 
 class RoleProcess:
@@ -43,13 +32,14 @@ class RoleProcess:
     kills them (`core.lifeline`).
     """
 
-    def __init__(self, name: str, module: str, log: Path, hung: float = math.inf) -> None:
+    def __init__(self, name: str, module: str, log: Path, hung: float = math.inf, starter: Starter = FRESH) -> None:
         """`hung`: seconds without a sign of life after which it is killed; counted from its first one."""
         self.name = name
         self.log = log
         self._module = module
         self._hung = hung
-        self._process: asyncio.subprocess.Process | None = None
+        self._starter = starter
+        self._process: Running | None = None
         self._end: asyncio.Task[str] | None = None
         self._changing = asyncio.Lock()  # whoever stops it waits until it has been started
 
@@ -65,31 +55,23 @@ class RoleProcess:
                 try:
                     pulse = Pulse()
                     undo.callback(pulse.close)
-                    self._process = await self._spawn(spec, threads, (*inherited, pulse.far), {PULSE: str(pulse.far)})
+                    self._process = await self._starter.start(
+                        Birth(
+                            module=self._module,
+                            spec=msgspec.json.encode(spec).decode(),
+                            log=str(self.log),
+                            threads=threads,
+                            environment={PULSE: str(pulse.far)},
+                            inherited=(*inherited, pulse.far),
+                        )
+                    )
                 except OSError as error:
                     raise RoleDied(self.name, f"cannot be started: {described(error)}") from error
                 undo.pop_all()
             pulse.let_go_of_far()
             self._end = asyncio.create_task(self._watched(self._process, pulse), name=f"watch {self.name}")
 
-    async def _spawn(
-        self, spec: msgspec.Struct, threads: int, inherited: Sequence[int], further: dict[str, str]
-    ) -> asyncio.subprocess.Process:
-        with self.log.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                self._module,
-                msgspec.json.encode(spec).decode(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(threads) | further,
-                pass_fds=inherited,
-                start_new_session=True,
-            )
-
-    async def _watched(self, process: asyncio.subprocess.Process, pulse: Pulse) -> str:
+    async def _watched(self, process: Running, pulse: Pulse) -> str:
         """How it ends; if it gives no sign of life, by being killed. Goes on from its start to its end, whoever waits
         for what."""
         end = asyncio.ensure_future(process.wait())
@@ -200,24 +182,6 @@ class Pulse:
             self._begun = self._beaten = True
         else:  # the role has ended; its end is waited for elsewhere
             asyncio.get_running_loop().remove_reader(self._near)
-
-
-def environment(threads: int) -> dict[str, str]:
-    """The environment of a role: its thread count must be set before torch is imported. Threads that have nothing
-    to do must sleep, not spin: the cores belong to the other roles then."""
-    count = str(threads)
-    return (
-        {"GLIBC_TUNABLES": _MEMORY}
-        | os.environ
-        | {
-            "OMP_NUM_THREADS": count,
-            "MKL_NUM_THREADS": count,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-    )
 
 
 def describe_exit(code: int) -> str:

@@ -40,7 +40,6 @@ _FAILED = msgspec.msgpack.Decoder(Failed)
 class RankSpec(Record, frozen=True):
     """What a rank but the first is started with; `trainer` is the JSON text of rank 0's own `TrainerSpec`."""
 
-    parent: int
     rank: int
     port: int
     trainer: str
@@ -99,7 +98,7 @@ class Siblings:
         name = f"rank {rank}"
         log = self._log.with_name(f"{self._log.stem}-rank-{rank}{self._log.suffix}")
         process = RoleProcess(name, "stretto.launch.rank_role", log, self._hung)
-        spec = RankSpec(parent=os.getpid(), rank=rank, port=port, trainer=self._trainer, descriptor=far.fileno())
+        spec = RankSpec(rank=rank, port=port, trainer=self._trainer, descriptor=far.fileno())
         try:
             await process.start(spec, self._threads, (far.fileno(),))
         except RoleDied as death:

@@ -14,7 +14,6 @@ With unchanged settings the weights are those of the run, bit for bit, on the sa
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,6 +27,7 @@ from stretto.core.errors import Problem, RoleError, RunFolderError, StoreError
 from stretto.core.records import Record, Update
 from stretto.launch.lineage import Lineage
 from stretto.launch.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.trainer_link import TrainerLink
 from stretto.launch.trainer_role import TrainerSpec
 from stretto.model.tokenizer import load_tokenizer
@@ -74,7 +74,12 @@ class Replayed:
 
 
 def replay(
-    run_dir: Path, first_step: int, overrides: Sequence[str], out: Path | None, say: Callable[[str], None] = print
+    run_dir: Path,
+    first_step: int,
+    overrides: Sequence[str],
+    out: Path | None,
+    say: Callable[[str], None] = print,
+    starter: Starter = FRESH,
 ) -> Replayed:
     """Train again what the run trained on after `first_step`.
 
@@ -98,7 +103,7 @@ def replay(
     target = _branch_folder(folder, out)
     branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
     try:
-        updates = asyncio.run(_train(folder, target, before, after, branch, say))
+        updates = asyncio.run(_train(folder, target, before, after, branch, say, starter))
         _record(folder, target, after, branch, updates)
     except RoleError:
         if logs := _all_but_logs_removed(target):
@@ -115,17 +120,23 @@ def replay(
 
 
 async def _train(
-    folder: RunFolder, target: Path, before: Recipe, after: Recipe, branch: Branch, say: Callable[[str], None]
+    folder: RunFolder,
+    target: Path,
+    before: Recipe,
+    after: Recipe,
+    branch: Branch,
+    say: Callable[[str], None],
+    starter: Starter,
 ) -> list[Update]:
     lineage, log = Lineage(folder, before.store.keep_checkpoints), target / "trainer.txt"
     checkpoint: Path | None = None
     if branch.first_step:
         checkpoint = target / "start"
-        async with _trainer(folder, before, log, None, lineage, branch.first_step) as trainer:
+        async with _trainer(folder, before, log, None, starter, lineage, branch.first_step) as trainer:
             await trainer.save_checkpoint(checkpoint)
         say(f"stands behind step {branch.first_step}")
     updates: list[Update] = []
-    async with _trainer(folder, after, log, checkpoint) as trainer:
+    async with _trainer(folder, after, log, checkpoint, starter) as trainer:
         for batch in read_batches(folder.ledger, branch.first_step, branch.last_step):
             updates.append(await trainer.train(batch, publish=False))
             say(f"step {batch.step}: loss {updates[-1].metrics.get('loss', float('nan')):.6g}")
@@ -141,14 +152,14 @@ async def _trainer(
     recipe: Recipe,
     log: Path,
     checkpoint: Path | None,
+    starter: Starter,
     lineage: Lineage | None = None,
     version: int = 0,
 ) -> AsyncIterator[TrainerLink]:
     """A trainer in a process of its own, as in a run; nobody publishes."""
-    link = TrainerLink(log, recipe.deadlines, lineage)
+    link = TrainerLink(log, recipe.deadlines, lineage, starter=starter)
     model = folder.policy(0)
     spec = TrainerSpec(
-        parent=os.getpid(),
         model=str(model),
         mailbox="replay",
         mailbox_folder=str(log.parent),

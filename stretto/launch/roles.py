@@ -21,6 +21,7 @@ from stretto.launch.lineage import Lineage
 from stretto.launch.plan import Plan, digest
 from stretto.launch.recorder import Work
 from stretto.launch.specs import Meeting, engine_specs, in_rounds, socket_folder, trainer_spec
+from stretto.launch.starters import Starter
 from stretto.launch.stopping import Stopped, together
 from stretto.launch.trainer_link import TrainerLink
 from stretto.rewards.pool import RewardPool
@@ -83,7 +84,13 @@ class Roles:
 
 @asynccontextmanager
 async def roles(
-    plan: Plan, folder: RunFolder, version: int, saved_step: int, stopped: Stopped, report: Callable[[str], None]
+    plan: Plan,
+    folder: RunFolder,
+    version: int,
+    saved_step: int,
+    stopped: Stopped,
+    report: Callable[[str], None],
+    starter: Starter,
 ) -> AsyncIterator[Roles]:
     """Start every role, unless a stop is requested meanwhile; whatever happens, none of them, no socket and no shared
     memory is left afterwards.
@@ -101,13 +108,15 @@ async def roles(
     mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
     meeting = Meeting(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets)
     model = folder.policy(0)
-    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, Lineage(folder, recipe.store.keep_checkpoints))
+    lineage = Lineage(folder, recipe.store.keep_checkpoints)
+    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, lineage, starter=starter)
     fleet = Fleet(
         engine_specs(plan, model, meeting),
         folder.logs,
         recipe.deadlines,
         load_interval=recipe.engine.load_interval,
         alone=in_rounds(recipe),
+        starter=starter,
     )
 
     def changed(sentence: str) -> None:

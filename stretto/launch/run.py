@@ -25,6 +25,7 @@ from stretto.launch.rounds import Rounds
 from stretto.launch.slow_reward import SlowReward
 from stretto.launch.specs import in_rounds
 from stretto.launch.stage import Stage
+from stretto.launch.starters import Starter
 from stretto.launch.stopping import Stopped, beside
 from stretto.launch.warm_start import copy_policy, warm_start
 from stretto.rollout.controller import Controller, Standing
@@ -60,7 +61,7 @@ class Beginning:
         return cls(version, checkpoint.step, checkpoint.broken) if checkpoint is not None else cls(version)
 
 
-async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage) -> int:
+async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage, starter: Starter) -> int:
     """Train from `beginning` to the recipe's last step; the exit code: 0, or 128 + the signal that stopped it.
 
     Raises:
@@ -68,7 +69,7 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
     """
     stopped, began = Stopped(), time.monotonic()
     if not folder.policy(0).exists():
-        source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning))
+        source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning, starter))
         if source is None:
             return stopped.exit_code
         copy_policy(source, folder.policy(0))
@@ -86,7 +87,8 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage)
             stage.say(sentence)
             ledger.event("role", sentence)
 
-        async with roles(plan, folder, beginning.version, beginning.saved_step, stopped, report) as crew:
+        began_at, saved_at = beginning.version, beginning.saved_step
+        async with roles(plan, folder, began_at, saved_at, stopped, report, starter) as crew:
             for fact in crew.rewards.facts.values():
                 stage.say(fact)
             if not stopped.requested:

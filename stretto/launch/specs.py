@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,6 @@ def _engine_spec(plan: Plan, model: Path, meeting: Meeting, number: int, publish
     config = plan.recipe.engine
     unix = config.transport == "unix"
     return EngineSpec(
-        parent=os.getpid(),
         name=f"engine-{number}",
         address=f"unix:{meeting.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
         model=str(model),
@@ -61,7 +59,6 @@ def trainer_spec(plan: Plan, model: Path, meeting: Meeting) -> TrainerSpec:
     """The trainer of a run."""
     recipe = plan.recipe
     return TrainerSpec(
-        parent=os.getpid(),
         model=str(model),
         mailbox=meeting.mailbox,
         mailbox_folder=str(meeting.mailbox_folder),

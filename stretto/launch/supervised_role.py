@@ -14,7 +14,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from stretto.core.lifeline import die_with_parent, keep_beating
+from stretto.core.lifeline import take_up_life
 from stretto.core.records import Record
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import Failed, Stop
@@ -31,7 +31,6 @@ _TELL_SECONDS = 0.5
 class SupervisedSpec(Record, frozen=True):
     """What the process is started with; `examples` is a file of `Examples`, `config` is of their kind, as JSON."""
 
-    parent: int
     model: str
     examples: str
     out: str
@@ -128,8 +127,7 @@ def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
 def main(arguments: list[str]) -> int:
     """Play the role; see `launch.playing`."""
     spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
-    die_with_parent(spec.parent)
-    keep_beating()
+    take_up_life()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
     return play(lambda: learn(spec, channel), channel.send)

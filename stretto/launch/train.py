@@ -16,6 +16,7 @@ from stretto.launch.plan import Plan, digest, estimate_disk, estimate_memory, ma
 from stretto.launch.recipe import differences, load_recipe, to_toml
 from stretto.launch.run import Beginning, run
 from stretto.launch.stage import Stage
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.stopping import until_cut_short
 from stretto.launch.trainable import check_checkpoint
 from stretto.store.checkpoints import Checkpoints
@@ -77,8 +78,8 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
         remedy = "say which run is to go on: stretto train --resume RUN_DIR"
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
-    plan = make_plan(recipe)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    plan = make_plan(recipe, begun=resume and RunFolder(path).policy(0).exists())
     if not resume:
         return Prepared(plan, _new(path, plan), Beginning())
     folder = RunFolder.resume(path)
@@ -107,7 +108,7 @@ class Prepared:
     def steps(self) -> int:
         return self.plan.recipe.trainer.steps
 
-    def train(self, stage: Stage) -> int:
+    def train(self, stage: Stage, starter: Starter = FRESH) -> int:
         """Train; the exit code: 0, or 128 + the signal that stopped the run.
 
         Raises:
@@ -119,7 +120,7 @@ class Prepared:
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
             try:
-                code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook))
+                code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, starter))
             except SystemExit as end:
                 code = int(end.code or 0)  # the last checkpoint stands
             except StrettoError as error:

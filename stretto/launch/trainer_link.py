@@ -15,23 +15,25 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from stretto.core.errors import RoleDied, RoleError, RoleFailed, WireError
+from stretto.core.errors import CheckpointLost, RoleDied, RoleError, RoleFailed, WireError
 from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.deaths import BREATH_SECONDS, Deaths
 from stretto.launch.lineage import Lineage
+from stretto.launch.listener import Listener
 from stretto.launch.messages import (
     FROM_TRAINER,
+    Copied,
     Failed,
     FromTrainer,
+    PolicySaved,
     Publish,
     Published,
     RankLost,
     Ready,
     SaveCheckpoint,
-    Saved,
     SavePolicy,
     Stop,
     ToTrainer,
@@ -39,22 +41,28 @@ from stretto.launch.messages import (
     Trained,
 )
 from stretto.launch.process import RoleProcess
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.trainer_role import TrainerSpec
 
 TRAINER_ROLE = "stretto.launch.trainer_role"
 _LAST_ANSWER_SECONDS = 1.0
 
-Answer = TypeVar("Answer", Ready, Published, Trained, Saved)
+Answer = TypeVar("Answer", Ready, Published, Trained, Copied, PolicySaved)
 
 
 class TrainerLink:
     """One order at a time; the answers come in the order of the orders."""
 
     def __init__(
-        self, log: Path, deadlines: DeadlinesConfig, lineage: Lineage | None = None, role: str = TRAINER_ROLE
+        self,
+        log: Path,
+        deadlines: DeadlinesConfig,
+        lineage: Lineage | None = None,
+        role: str = TRAINER_ROLE,
+        starter: Starter = FRESH,
     ) -> None:
         """`lineage` None: a trainer that dies is not replaced. `role` is the module that plays one."""
-        self._log, self._role = log, role
+        self._log, self._role, self._starter = log, role, starter
         self._deadlines, self._lineage = deadlines, lineage
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained and answered for
@@ -71,8 +79,9 @@ class TrainerLink:
         self._new_process()
 
     def _new_process(self) -> None:
-        self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung)
+        self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._starter)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
+        self._listener: Listener | None = None  # from when it is started
         self._abandoned = False  # an order was given up before its answer came
 
     def report_to(self, say: Callable[[str], None]) -> None:
@@ -112,6 +121,7 @@ class TrainerLink:
             raise RoleDied("trainer", "is not started again: the run ends")
         await self.process.start(spec, spec.threads, (descriptor,))
         await self._channel.open()
+        self._listener = Listener(self._channel)
         ready = await self._receive(Ready, "to be ready", self._deadlines.start)
         updates: list[Update] = []
         if lineage is None:
@@ -133,17 +143,32 @@ class TrainerLink:
             self._deaths.progressed()
         return trained.update
 
-    async def save_checkpoint(self, folder: Path) -> None:
-        """Write what training needs to go on; durable only once the store has committed the folder."""
-        await self._save(SaveCheckpoint(folder=str(folder)), f"to write {folder.name}")
+    async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
+        """Write what training needs to go on; durable only once the store has committed the folder.
+
+        `on_copied` is called when the trainer has a copy: it takes orders again, while the copy is written.
+
+        Raises:
+            CheckpointLost: it has ended before it was written; the one that takes its place stands elsewhere.
+            RoleFailed: the folder cannot be written.
+        """
+        async with self._order():
+            order, seconds = SaveCheckpoint(folder=str(folder)), self._deadlines.save
+            copied = await self._until_done(order, Copied, f"to copy its state for {folder.name}", seconds)
+            self._keep([copied.span])
+            listener = self._listener
+        on_copied()
+        assert listener is not None, "it has answered"
+        try:
+            await listener.written(order.folder, seconds)
+        except RoleDied:
+            raise CheckpointLost(folder.name) from None
 
     async def save_policy(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        await self._save(SavePolicy(folder=str(folder)), f"to write policy {folder.name}")
-
-    async def _save(self, order: SaveCheckpoint | SavePolicy, awaited: str) -> None:
         async with self._order():
-            saved = await self._until_done(order, Saved, awaited, self._deadlines.save)
+            order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
+            saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)
             self._keep([saved.span])
 
     @contextlib.asynccontextmanager
@@ -206,8 +231,10 @@ class TrainerLink:
 
     async def _last_words(self) -> str | None:
         """What it has said of its end while nobody waited for an answer: which of its ranks it has lost."""
+        if self._listener is None:
+            return None
         with contextlib.suppress(RoleError):  # it has said nothing
-            answer = await self._channel.receive("to say why it ends", _LAST_ANSWER_SECONDS)
+            answer = await self._listener.answer("to say why it ends", _LAST_ANSWER_SECONDS)
             if isinstance(answer, RankLost):
                 return answer.how
         return None
@@ -215,7 +242,8 @@ class TrainerLink:
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         self._abandoned = True
         try:
-            answer = await self._channel.receive(awaited, seconds)
+            assert self._listener is not None, "it has been started"
+            answer = await self._listener.answer(awaited, seconds)
         except RoleDied:
             raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
         self._abandoned = False

@@ -6,30 +6,37 @@ Of a trainer that is several processes this is rank 0; the others are `stretto.l
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from stretto.core.errors import StoreError, StrettoError
 from stretto.core.events import Span
-from stretto.core.lifeline import die_with_parent, keep_beating
+from stretto.core.lifeline import take_up_life
 from stretto.core.records import Record, Sampling
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
+    Copied,
     FromTrainer,
+    NotWritten,
+    PolicySaved,
     Publish,
     Published,
     Ready,
     SaveCheckpoint,
-    Saved,
     SavePolicy,
     Stop,
     ToTrainer,
     Train,
     Trained,
+    Written,
 )
 from stretto.launch.playing import play
 from stretto.launch.ranks import EXIT_CODE, Siblings
@@ -52,7 +59,6 @@ class TrainerSpec(Record, frozen=True):
     `sampling` is the record that the engines' requests carry: both sides speak of one distribution.
     """
 
-    parent: int
     model: str
     mailbox: str
     mailbox_folder: str
@@ -69,7 +75,11 @@ class TrainerSpec(Record, frozen=True):
 class TrainerRole:
     """What one rank does: an order in, its answer out; see `launch.messages`."""
 
-    def __init__(self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks) -> None:
+    def __init__(
+        self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks, tell: Callable[[Written | NotWritten], None]
+    ) -> None:
+        """`tell` is told of checkpoints once they are written, or cannot be, in a thread of their own."""
+        self._tell, self._writing = tell, threading.Thread()
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
         model = self._trained(config)
@@ -119,13 +129,30 @@ class TrainerRole:
                 self._trainer.drain_spans()
                 return Published(version=self._trainer.version)
             case SaveCheckpoint():
-                self._trainer.save_checkpoint(Path(order.folder))
-                (span,) = self._trainer.drain_spans()
-                return Saved(folder=order.folder, span=span)
+                return self._copy(order.folder)
             case SavePolicy():
                 return self._save_policy(order.folder)
 
-    def _save_policy(self, folder: str) -> Saved:
+    def _copy(self, folder: str) -> Copied:
+        """A copy of what training needs to go on, which a thread writes."""
+        if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
+            self._writing.join()
+        write = self._trainer.snapshot()
+        (span,) = self._trainer.drain_spans()
+        self._writing = threading.Thread(target=self._write, args=(write, folder), name="checkpoint")
+        self._writing.start()
+        return Copied(span=span)
+
+    def _write(self, write: Callable[[Path], None], folder: str) -> None:
+        try:
+            write(Path(folder))
+        except StrettoError as error:
+            traceback.print_exc()
+            self._tell(NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code))
+        else:
+            self._tell(Written(folder=folder))
+
+    def _save_policy(self, folder: str) -> PolicySaved:
         start = time.monotonic()
         ours = self._ranks.rank == 0
         parameters = {name: tensor.cpu() for name, tensor in self._trainer.whole_parameters() if ours}
@@ -134,7 +161,7 @@ class TrainerRole:
         if self._config.lora is not None:
             save_adapters(self._trainer.learner.model, self._config.lora, self._ranks, Path(folder) / "adapter")
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
-        return Saved(folder=folder, span=span)
+        return PolicySaved(folder=folder, span=span)
 
 
 def _load(folder: Path, config: TrainerConfig) -> PreTrainedModel:
@@ -145,9 +172,15 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
     """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
     config = TrainerConfig.model_validate_json(spec.trainer)
     siblings = Siblings(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+
+    def tell(message: Written | NotWritten) -> None:
+        if isinstance(message, NotWritten) and siblings.explain(StoreError(message.problem)) is not None:
+            return  # a rank that is lost breaks off the writing as well; whoever watches them tells of it, and ends all
+        channel.send(message)
+
     try:
         ranks = siblings.start(config.device, channel.send)
-        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks)
+        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
             siblings.hand_on(order)
@@ -164,8 +197,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
 def main(arguments: list[str]) -> int:
     """Play the role; see `launch.playing`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
-    die_with_parent(spec.parent)
-    keep_beating()
+    take_up_life()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
     return play(lambda: lead(spec, channel), channel.send)

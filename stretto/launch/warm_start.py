@@ -14,10 +14,11 @@ from stretto.core.errors import Problem, RecipeError
 from stretto.launch.learning import OnLearning, learn_apart, learn_into, refuse_old
 from stretto.launch.plan import Plan, cache_folder, digest, make_plan
 from stretto.launch.recipe import load_recipe
+from stretto.launch.starters import FRESH, Starter
 from stretto.launch.supervised_role import Demonstrations
 
 
-async def warm_start(plan: Plan, log: Path, on_learning: OnLearning) -> Path:
+async def warm_start(plan: Plan, log: Path, on_learning: OnLearning, starter: Starter = FRESH) -> Path:
     """The folder of the policy that reinforcement starts from: the base itself if the recipe has no warm start.
 
     Raises:
@@ -27,7 +28,7 @@ async def warm_start(plan: Plan, log: Path, on_learning: OnLearning) -> Path:
         return plan.base.path
     folder = cache_folder() / "warm-starts" / warm_start_key(plan)
     if not folder.exists():
-        await fine_tune_to(plan, folder, log, on_learning)
+        await fine_tune_to(plan, folder, log, on_learning, starter)
     return folder
 
 
@@ -43,7 +44,7 @@ def warm_start_key(plan: Plan) -> str:
     return digest(__version__, weights.hexdigest(), shown, recipe.warm_start.model_dump_json(), recipe.seed)
 
 
-async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearning) -> None:
+async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearning, starter: Starter) -> None:
     """Train the plan's base on its demonstrations; `folder` appears when the policy in it is whole."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
@@ -58,10 +59,13 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
         seconds=recipe.deadlines.warm_start,
         hung=recipe.deadlines.hung,
         on_learning=on_learning,
+        starter=starter,
     )
 
 
-def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning) -> None:
+def sft(
+    recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, starter: Starter = FRESH
+) -> None:
     """`stretto sft`: the recipe's warm start alone, written to `out`.
 
     Raises:
@@ -74,7 +78,7 @@ def sft(recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnL
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     refuse_old(out)
     plan = make_plan(recipe)
-    learn_into(out, lambda log: fine_tune_to(plan, out, log, on_learning))
+    learn_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, starter))
 
 
 def copy_policy(source: Path, target: Path) -> None:

@@ -78,14 +78,17 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
         training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
         held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
-        longer = self.model_copy(update={"decay": self.demonstration_decay})
-        shown = longer._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
-        chance = random.Random(derive_seed(seed, "mistakes"))
         return Questions(
             [self._question(str(row), chain) for row, chain in enumerate(training)],
             [self._question(f"h{row}", chain) for row, chain in enumerate(held_out)],
-            [self._question(f"d{row}", chain, self.demonstration(chain, chance)) for row, chain in enumerate(shown)],
+            lambda: self._shown(seed),
         )
+
+    def _shown(self, seed: int) -> list[Question]:
+        longer = self.model_copy(update={"decay": self.demonstration_decay})
+        shown = longer._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        chance = random.Random(derive_seed(seed, "mistakes"))
+        return [self._question(f"d{row}", chain, self.demonstration(chain, chance)) for row, chain in enumerate(shown)]
 
     def _drawn(self, count: int, seed: int, *, held_out: bool) -> list[Chain]:
         chance = random.Random(seed)

@@ -34,7 +34,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
                 found = f"{len(rows)} rows, and held_out = {self.held_out} of them are for evaluation"
                 raise DataError([Problem(self.file, found, "give more rows, or a smaller task.held_out")])
             training, held_out = rows[: -self.held_out], rows[-self.held_out :]
-        return Questions(training, held_out, [row for row in training if row.demonstration is not None])
+        return Questions(training, held_out, lambda: [row for row in training if row.demonstration is not None])
 
 
 def read_rows(path: Path, task: JsonlTask) -> list[Question]:

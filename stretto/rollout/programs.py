@@ -99,16 +99,19 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
         training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
         held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
-        to_show = self._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
-        chance = random.Random(derive_seed(seed, "mistakes"))
         return Questions(
             [self._question(str(row), description) for row, description in enumerate(training)],
             [self._question(f"h{row}", description) for row, description in enumerate(held_out)],
-            [
-                Question(id=f"d{row}", text=shown.text, answer="", demonstration=self.demonstration(shown, chance))
-                for row, shown in enumerate(to_show)
-            ],
+            lambda: self._shown(seed),
         )
+
+    def _shown(self, seed: int) -> list[Question]:
+        to_show = self._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        chance = random.Random(derive_seed(seed, "mistakes"))
+        return [
+            Question(id=f"d{row}", text=shown.text, answer="", demonstration=self.demonstration(shown, chance))
+            for row, shown in enumerate(to_show)
+        ]
 
     def draw(self, chance: random.Random) -> Description:
         """One description."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 
@@ -25,11 +26,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """A task's questions; the held-out ones are never trained on, neither by demonstration nor by reward."""
+    """A task's questions; the held-out ones are never trained on, neither by demonstration nor by reward.
+
+    Demonstrations are made when they are asked for: a run that goes on needs none, and its start should not wait.
+    """
 
     training: Sequence[Question]
     held_out: Sequence[Question]
-    demonstrations: Sequence[Question] = ()
+    demonstrate: Callable[[], Sequence[Question]] = field(default=tuple, compare=False)
+
+    @cached_property
+    def demonstrations(self) -> Sequence[Question]:
+        """Questions with worked answers, for a warm start."""
+        return self.demonstrate()
 
 
 class Task(Protocol):

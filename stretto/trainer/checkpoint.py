@@ -1,13 +1,14 @@
 """A trainer on disk: everything that decides what it does next (it draws no random numbers).
 
-    shard-00001-...safetensors   the part of rank 0: parameters, AdamW's two moments and its step counts, by name
+    shard-00001-...safetensors   the part of rank 0: parameters, AdamW's two moments and its step counts, by name, in
+                                 files of about 64 MiB
     shard-00002-...safetensors   the part of rank 1, and so on
     trainer.json                 version, bad steps in a row
     critic/                      the same of a critic, where there is one
 
 Written and read by torch's distributed checkpoints in their safetensors form: whatever number of ranks has written a
-checkpoint, any number can go on from it, and nothing in it is a pickle. Whoever keeps checkpoints forces them to disk,
-seals them and switches them in: `store.checkpoints`.
+checkpoint, any number can go on from it, and nothing in it is a pickle. A `Snapshot` is written while training goes on.
+Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.checkpoints`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import torch
@@ -28,9 +31,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import StoreError
+from stretto.trainer.ranks import Ranks
 from stretto.trainer.stepper import Stepper
 
 _POSITION = "trainer.json"
+_FILE_BYTES = 64 << 20
 _PARAMETER, _STEPS = "parameter", "steps"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
 
@@ -45,23 +50,51 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_steps_in_a_row: int
 
 
-def save(folder: Path, stepper: Stepper, version: int) -> None:
-    """Write this rank's part into `folder`; all ranks call it.
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's part as it was at `position`, in the machine's memory; no training changes it."""
 
-    Raises:
-        StoreError: the folder cannot be written (disk full, read-only).
-    """
-    position = TrainerPosition(version=version, bad_steps_in_a_row=stepper.bad_steps_in_a_row)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone_is_fine():
-            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            writer.sync_files = False  # whoever keeps the checkpoint does, while the update goes on
-            state_dict_saver.save(_state(stepper), storage_writer=writer)
-        if stepper.ranks.rank == 0:
-            (folder / _POSITION).write_bytes(msgspec.json.encode(position))
-    except _ERRORS as error:
-        raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
+    position: TrainerPosition
+    state: dict[str, Tensor]
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, stepper: Stepper, version: int) -> Self:
+        """A copy; nothing else is waited for."""
+        position = TrainerPosition(version=version, bad_steps_in_a_row=stepper.bad_steps_in_a_row)
+        return cls(
+            position, {name: stepper.ranks.copied(tensor) for name, tensor in _state(stepper).items()}, stepper.ranks
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`, in whichever thread; all ranks do.
+
+        Raises:
+            StoreError: the folder cannot be written (disk full, read-only).
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone_is_fine():
+                # torch puts a file together in memory before it writes it: several small ones, not a large one.
+                writer = HuggingFaceStorageWriter(str(folder), _files(self.state), save_distributed=True)
+                writer.sync_files = False  # whoever keeps the checkpoint does
+                group = self.ranks.second_group
+                state_dict_saver.save(self.state, storage_writer=writer, process_group=group)
+            if self.ranks.rank == 0:
+                (folder / _POSITION).write_bytes(msgspec.json.encode(self.position))
+        except _ERRORS as error:
+            raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
+
+
+def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """By name, the number of the file that a tensor belongs to."""
+    numbers, begun, size = dict[str, int](), 1, 0
+    for name, tensor in state.items():
+        if size and size + tensor.nbytes > _FILE_BYTES:
+            begun, size = begun + 1, 0
+        numbers[name] = begun
+        size += tensor.nbytes
+    return numbers
 
 
 def load(folder: Path, stepper: Stepper) -> int:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,6 +28,11 @@ class Ranks(Protocol):
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def second_group(self) -> ProcessGroup | None:
+        """Joins the ranks for what they do beside the training, in another thread and in the machine's memory."""
+        ...
 
     def divide(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Leave this rank its part of each parameter of `root`; `layers` are gathered one after the other when needed,
@@ -45,11 +51,16 @@ class Ranks(Protocol):
         """A divided parameter, gathered; any other tensor as it is."""
         ...
 
+    def copied(self, tensor: Tensor) -> Tensor:
+        """A copy of what this rank has of it, in the machine's memory; divided as before."""
+        ...
+
 
 class Alone:
     """One process that has everything."""
 
     rank, count = 0, 1
+    second_group: ProcessGroup | None = None
 
     def divide(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         pass
@@ -62,6 +73,9 @@ class Alone:
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True)
 
 
 ALONE = Alone()
@@ -76,6 +90,8 @@ class Together:
         group = distributed.group.WORLD
         assert group is not None, "init_process_group() comes first"
         self._mesh = DeviceMesh.from_group(group, device)
+        self.second_group: ProcessGroup | None = distributed.new_group(backend="gloo")
+        self._second_mesh = DeviceMesh.from_group(self.second_group, "cpu")
 
     def divide(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         for module in (*layers, root):
@@ -100,3 +116,9 @@ class Together:
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.to("cpu", copy=True)
+        part, shape, stride = tensor.to_local().to("cpu", copy=True), tensor.shape, tensor.stride()
+        return DTensor.from_local(part, self._second_mesh, tensor.placements, shape=shape, stride=stride)

@@ -16,7 +16,7 @@ Axes: T packed token, N loss token.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -160,13 +160,28 @@ class Trainer:
         layer = self._adapted.get(name.removesuffix(LORA_B))
         return whole if layer is None else layer.scaling[ADAPTER] * whole
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Everything that `load_checkpoint` needs to go on bit for bit; the folder appears whole or not at all."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """A copy of everything that `load_checkpoint` needs to go on bit for bit. What is returned writes it into a
+        folder, in whichever thread; training may go on meanwhile."""
         began = time.monotonic()
-        checkpoint.save(folder, self.learner, self.version)
+        snapshots = {"": checkpoint.Snapshot.of(self.learner, self.version)}
         if self._critic is not None:
-            checkpoint.save(folder / "critic", self._critic, self.version)
+            snapshots["critic"] = checkpoint.Snapshot.of(self._critic, self.version)
         self._span("checkpoint", began)
+
+        def write(folder: Path) -> None:
+            for part, snapshot in snapshots.items():
+                snapshot.write(folder / part)
+
+        return write
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write a snapshot here and now.
+
+        Raises:
+            StoreError: the folder cannot be written.
+        """
+        self.snapshot()(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Stand where the trainer stood that wrote `folder`.

@@ -141,6 +141,18 @@ BREACHES = {
         "UPDATE trajectories SET newest_version = 9 WHERE key = 2",
         "versions grow by one",
     ),
+    "admitted too early": (
+        "UPDATE groups SET admitted_version = 0; UPDATE trajectories SET oldest_version = 0, newest_version = 0",
+        "no group starts before its turn",
+    ),
+    "admitted at an older version than a group before it": (
+        "UPDATE groups SET admitted_version = 1 WHERE key = 2",
+        "no group starts before its turn",
+    ),
+    "a token from before its group was admitted": (
+        "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3",
+        "no group starts before its turn",
+    ),
     "trained beyond the bound": (
         "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3; DELETE FROM payloads;"
         "UPDATE steps SET oldest_trainable = 0",

@@ -125,7 +125,8 @@ class ToyTrainer:
         self.batches.append(batch)
         return Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={"loss": 0.5})
 
-    async def save_checkpoint(self, folder: Path) -> None:
+    async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
+        on_copied()
         (folder / "state").write_text("whole")
 
     async def save_policy(self, folder: Path) -> None:

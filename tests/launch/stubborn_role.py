@@ -21,8 +21,8 @@ class StubbornSpec(Record, frozen=True):
     beats: bool = False
 
 
-def main() -> int:
-    spec = msgspec.json.decode(sys.argv[1], type=StubbornSpec)
+def main(arguments: list[str]) -> int:
+    spec = msgspec.json.decode(arguments[0], type=StubbornSpec)
     if spec.ignores:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if spec.beats:
@@ -33,4 +33,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

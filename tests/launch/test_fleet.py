@@ -45,7 +45,6 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], N
     """Start a fleet, supervise it while `work` goes on, stop it; nothing is left."""
     specs = [
         EngineSpec(
-            parent=os.getpid(),
             name=f"engine-{number}",
             address=f"unix:{folder}/{number}.sock",
             model=str(folder / "newest"),

@@ -22,7 +22,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from stretto.core.errors import RoleDied, StoreError
+from stretto.core.errors import CheckpointLost, RoleDied, StoreError
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Update, Verdict
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.evaluation import Evaluation
@@ -148,15 +148,21 @@ def test_a_role_is_busy_between_nothing_and_all_of_the_time(desk: Desk) -> None:
 class ToyTrainer:
     """Writes empty policies and checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, dies: int = 0) -> None:
+        """`dies`: as often, before a checkpoint is written."""
         self.saved: list[str] = []
+        self.dies = dies
 
     async def save_policy(self, folder: Path) -> None:
         self.saved.append(folder.name)
         folder.mkdir()
 
-    async def save_checkpoint(self, folder: Path) -> None:
+    async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
         self.saved.append(folder.name)
+        on_copied()
+        if self.dies:
+            self.dies -= 1
+            raise CheckpointLost(folder.name)
 
 
 @dataclass
@@ -234,6 +240,31 @@ def test_a_checkpoint_that_does_not_come_to_disk_ends_the_run_at_the_next_step(d
         assert keeper.saved_step == 0
 
     asyncio.run(keep())
+
+
+def test_a_step_whose_checkpoint_is_lost_with_the_trainer_has_none_and_the_next_one_has(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    trainer, controller, disk = ToyTrainer(dies=1), Published(2), Checkpoints(desk.folder.checkpoints)
+    keeper = keeper_of(desk, trainer, controller, disk)
+
+    async def keep() -> None:
+        await keeper.after(updated(2))
+        await keeper.end()
+        assert (keeper.saved_step, disk.steps()) == (0, [])
+        controller.published = 4
+        await keeper.after(updated(4))
+        await keeper.end()
+        assert (keeper.saved_step, disk.steps()) == (4, [4])
+
+    asyncio.run(keep())
+
+
+def test_the_last_checkpoint_is_written_by_the_trainer_that_takes_the_place_of_a_dead_one(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    trainer, disk = ToyTrainer(dies=2), Checkpoints(desk.folder.checkpoints)
+    keeper = keeper_of(desk, trainer, Published(3), disk)
+    asyncio.run(keeper.save_checkpoint())
+    assert (keeper.saved_step, disk.steps()) == (3, [3])
 
 
 def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> None:

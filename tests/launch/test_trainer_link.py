@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from stretto.core.errors import RoleDied
+from stretto.core.errors import CheckpointLost, RoleDied, RoleFailed
 from stretto.core.records import Batch, Sampling, Update
 from stretto.launch.config import DeadlinesConfig
 from stretto.launch.lineage import Lineage
@@ -39,7 +38,6 @@ def linked(
     """Start a trainer that plays the first of the parts (see `toy_trainer`), whose replacements play the others."""
     (folder / "script").write_text("\n".join(parts))
     spec = TrainerSpec(
-        parent=os.getpid(),
         model=str(folder / "script"),
         mailbox="toy",
         mailbox_folder=str(folder),
@@ -91,6 +89,39 @@ def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_pat
 
     assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
     assert "gave no sign of life for 2 s and was killed" in said[1]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> tuple[bool, int]:
+        copied = asyncio.Event()
+        saving = asyncio.create_task(link.save_checkpoint(tmp_path / "step-000001", copied.set))
+        await copied.wait()
+        await asyncio.sleep(0.05)
+        early = saving.done()
+        update = await link.train(BATCH)  # the toy writes when it has this order, and says so before it answers
+        await saving
+        return early, update.step
+
+    assert linked(tmp_path, ["writes"], work) == (False, 1)
+
+
+def test_a_checkpoint_whose_trainer_dies_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> int:
+        with pytest.raises(CheckpointLost, match="the trainer ended before it had written step-000001"):
+            await link.save_checkpoint(tmp_path / "step-000001")
+        await link.save_checkpoint(tmp_path / "step-000001")
+        return (await link.train(BATCH)).step
+
+    assert linked(tmp_path, ["writes nothing", "works"], work) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> None:
+        with pytest.raises(RoleFailed, match="trainer: no space left") as caught:
+            await link.save_checkpoint(tmp_path / "step-000001")
+        assert caught.value.exit_code == 1
+
+    linked(tmp_path, ["cannot write"], work)
 
 
 def test_a_trainer_that_is_killed_before_it_is_ready_is_replaced(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.frames import frame
-from stretto.core.lifeline import die_with_parent
+from stretto.core.lifeline import take_up_life
 from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.wire import EngineHealth, UpdateReply, UpdateRequest
 
@@ -28,7 +28,6 @@ UNFINISHED = 3  # tokens, it says, always
 class ToySpec(msgspec.Struct):
     """What it needs of an `EngineSpec`, whose module would import torch."""
 
-    parent: int
     address: str
     model: str
 
@@ -99,7 +98,7 @@ class ToyEngine:
 
 async def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
-    die_with_parent(spec.parent)
+    take_up_life()
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
     if (words := newest.read_text().split())[0] in ("killed", "hangs"):

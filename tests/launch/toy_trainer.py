@@ -2,8 +2,9 @@
 
 The file ``SPEC.model`` has one line for each process that is started, what it is to do: "works"; "dies" in its first
 step; "is killed" or "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it;
-"lingers", which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends. Whoever is
-started takes its line away.
+"lingers", which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends; "writes" a
+checkpoint after the step behind it, "writes nothing" of it and dies, or "cannot write" it. Whoever is started takes its
+line away.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.events import Span
-from stretto.core.lifeline import die_with_parent, keep_beating
+from stretto.core.lifeline import take_up_life
 from stretto.core.records import Update
 from stretto.launch.channel import RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
+    Copied,
+    NotWritten,
     Publish,
     Published,
     RankLost,
     Ready,
     SaveCheckpoint,
-    Saved,
     Stop,
     ToTrainer,
     Train,
     Trained,
+    Written,
 )
 
 
 class ToySpec(msgspec.Struct):
     """What it needs of a `TrainerSpec`, whose module would import torch."""
 
-    parent: int
     model: str
     descriptor: int
 
@@ -65,8 +67,7 @@ def step(part: str, version: int) -> Trained:
 
 def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
-    die_with_parent(spec.parent)
-    keep_beating()
+    take_up_life()
     part, version = take_a_line(Path(spec.model)), 0
     if part == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,7 +89,19 @@ def main() -> None:
                     channel.send(RankLost(how="lost rank 1, which was killed by SIGKILL"))
                     return
             case SaveCheckpoint():
-                channel.send(Saved(folder=order.folder, span=Span(role="trainer", name="checkpoint", start=0, end=1)))
+                channel.send(Copied(span=Span(role="trainer", name="checkpoint", start=0, end=1)))
+                if part == "writes nothing":
+                    return
+                told: Written | NotWritten = Written(folder=order.folder)
+                if part == "cannot write":
+                    told = NotWritten(folder=order.folder, problem="no space left", exit_code=1)
+                if part == "writes":
+                    following = channel.receive()
+                    assert isinstance(following, Train)
+                    channel.send(told)
+                    channel.send(step(part, version := following.batch.step))
+                    continue
+                channel.send(told)
             case Stop():
                 return
 

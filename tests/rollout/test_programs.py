@@ -76,7 +76,9 @@ def test_held_out_descriptions_are_the_same_for_every_seed_and_never_trained_on(
 
 
 def test_questions_are_equal_for_equal_seeds() -> None:
-    assert TASK.questions(3) == TASK.questions(3)
+    first, again = TASK.questions(3), TASK.questions(3)
+    assert first == again
+    assert first.demonstrations == again.demonstrations
 
 
 def test_a_range_that_is_none_is_refused() -> None:

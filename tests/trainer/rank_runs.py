@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, get_args
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
-from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.algorithm import AlgorithmConfig, LossConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.lora import adapt
@@ -73,6 +74,10 @@ SCENARIOS = {
     "poisoned": Scenario(algorithm={"loss": "ppo"}, batch=poisoned),
 }
 
+#: Every loss that a recipe can name: one optimizer step each.
+LOSSES = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(LossConfig)[0]))
+SCENARIOS |= {loss: Scenario(steps=1, algorithm={"loss": loss}, trainer={"minibatches": 1}) for loss in LOSSES}
+
 #: What each number of ranks trains; 1 rank trains all.
 PLAYED = {2: tuple(SCENARIOS), 4: ("paper", "few")}
 
@@ -94,24 +99,38 @@ def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
 
 
 def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
-    """Train, and write down what this rank saw."""
+    """Train, and write down what this rank saw. AdamW's first moment is a tenth of the gradient after one step."""
     trainer = trainer_of(scenario, ranks)
     updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
     weights = dict(trainer.whole_parameters())
     facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
     own = sum(ranks_own(p) for p in trainer.learner.model.parameters())
-    torch.save({"metrics": facts, "skipped": [u.skipped for u in updates], "weights": weights, "own": own}, file)
+    state, trained = trainer.learner.optimizer.state, trainer.learner.model.named_parameters()
+    moments = {name: ranks.whole(state[p]["exp_avg"]) for name, p in trained if p.requires_grad}
+    seen = {
+        "metrics": facts,
+        "skipped": [u.skipped for u in updates],
+        "weights": weights,
+        "moments": moments,
+        "own": own,
+    }
+    torch.save(seen, file)
 
 
 def play_on(scenario: Scenario, ranks: Ranks, folder: Path, begun: str | None, name: str) -> None:
-    """Go on from the checkpoint `begun`, or begin; two steps; save the checkpoint `name`, and the weights."""
+    """Go on from the checkpoint `begun`, or begin; two steps; write the checkpoint `name` while training goes on, and
+    the weights that it should hold."""
     trainer = trainer_of(scenario, ranks)
     if begun is not None:
         trainer.load_checkpoint(folder / begun)
     for _ in range(2):
         trainer.train(scenario.batch(trainer.version))
-    trainer.save_checkpoint(folder / name)
-    weights = dict(trainer.whole_parameters())
+    weights = {name: weight.clone() for name, weight in trainer.whole_parameters()}
+    writing = Thread(target=trainer.snapshot(), args=(folder / name,))
+    writing.start()
+    for _ in range(2):
+        trainer.train(scenario.batch(trainer.version))
+    writing.join()
     if ranks.rank == 0:
         torch.save({"weights": weights}, folder / f"{name}.pt")
 

@@ -1,6 +1,7 @@
 """Promises of several ranks: 1, 2 and 4 of them give the same losses to 1e-5 over 20 steps, and the same weights to
-1e-4; so do two with one loss of each kind (by token, by sequence, over the whole batch), over fewer steps; each holds
-only its part; all of them measure and decide alike.
+1e-4; so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree to
+1e-6 for every loss; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while
+the training goes on, and any number of ranks goes on from it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from stretto.core.errors import StoreError
+from stretto.trainer import checkpoint
 from stretto.trainer.ranks import ALONE
-from tests.trainer.rank_runs import PLAYED, SCENARIOS, trainer_of
+from tests.trainer.rank_runs import LOSSES, PLAYED, SCENARIOS, trainer_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +60,15 @@ def test_all_ranks_measure_and_decide_alike(folder: Path, count: int, scenario: 
         assert all(torch.equal(other["weights"][name], p) for name, p in first["weights"].items())
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradients_of_one_batch_are_those_of_one_process(folder: Path, loss: str) -> None:
+    one, two = seen(folder, 1, loss)["moments"], seen(folder, 2, loss)["moments"]
+    assert one.keys() == two.keys()
+    for name, moment in one.items():
+        torch.testing.assert_close(10 * two[name], 10 * moment, rtol=0, atol=1e-6, msg=name)
+    assert max(float(moment.abs().max()) for moment in one.values()) > 1e-4  # there is something to compare
+
+
 def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(folder: Path) -> None:
     for count in (1, 2):
         found = seen(folder, count, "poisoned")
@@ -85,6 +96,25 @@ def test_each_rank_writes_its_part_of_a_checkpoint(folder: Path) -> None:
     for name, count in (("1", 1), ("2", 2), ("2-4", 4)):
         assert len(list((folder / name).glob("shard-*.safetensors"))) == count
         assert len(list((folder / name / "critic").glob("shard-*.safetensors"))) == count
+
+
+def test_a_snapshot_in_several_files_is_what_training_has_not_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 4096)
+    scenario = SCENARIOS["critic"]
+    trainer = trainer_of(scenario, ALONE)
+    trainer.train(scenario.batch(0))
+    before = {name: weight.clone() for name, weight in trainer.whole_parameters()}
+    write = trainer.snapshot()
+    trainer.train(scenario.batch(1))
+    write(tmp_path)
+    assert len(list(tmp_path.glob("shard-*.safetensors"))) > 3
+    again = trainer_of(scenario, ALONE)
+    again.load_checkpoint(tmp_path)
+    assert again.version == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in again.whole_parameters())
+    assert not all(torch.equal(weight, before[name]) for name, weight in trainer.whole_parameters())
 
 
 def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,202 @@
+"""A process that has imported what roles import, and forks when one is to be started: milliseconds instead of seconds.
+
+    command ──Birth──► nursery ──fork──► engine, trainer, warm start
+       ▲                  │
+       └── Born, Ended ───┘        the nursery is the parent of what it bears, and ends with the command
+
+It is opened before the command itself imports anything, so that both import at the same time. Should it die, the kernel
+ends what it has borne, as if those roles had died themselves; they are replaced by fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded
+from stretto.core.lifeline import PARENT
+from stretto.core.records import Record
+from stretto.launch.starters import FRESH, Birth, Running, Starter, environment
+
+#: What is imported ahead: what these modules import.
+PLAYERS = ("stretto.launch.engine_role", "stretto.launch.trainer_role", "stretto.launch.supervised_role")
+#: The nursery's command line is at least so long, in bytes: its children write theirs over it, for `ps`.
+ROOM = 8192
+LONGEST_MESSAGE = 1 << 18
+_READY_SECONDS = 60.0
+_WORD_SECONDS = 2.0
+_END_SECONDS = 5.0
+_ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+class Born(Record, frozen=True, tag=True):
+    """The process is there; the descriptor that comes with this tells of its end (`pidfd_open`)."""
+
+    pid: int
+
+
+class Unborn(Record, frozen=True, tag=True):
+    """It could not be started; `number` is the system's, see `errno`."""
+
+    number: int
+    problem: str
+
+
+class Ended(Record, frozen=True, tag=True):
+    """It has ended, with an exit code that is negative for a signal."""
+
+    pid: int
+    code: int
+
+
+FROM_NURSERY: msgspec.msgpack.Decoder[Born | Unborn | Ended] = msgspec.msgpack.Decoder(Born | Unborn | Ended)
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[Starter]:
+    """A starter for the roles of one command; none of them is left afterwards.
+
+    Where there is an accelerator, roles are started afresh: a process is of no use for CUDA if its parent has looked
+    for a device.
+    """
+    if any(path.exists() for path in _ACCELERATORS):
+        yield FRESH
+        return
+    opened = Nursery()
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+class Nursery:
+    """See the module. One event loop at a time may use it."""
+
+    def __init__(self, players: Sequence[str] = PLAYERS) -> None:
+        """`players` are the modules that it imports."""
+        self._near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked: deque[asyncio.Future[Child]] = deque()
+        self._children: dict[int, Child] = {}
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stretto.launch.nursery_role", str(far.fileno()), " " * ROOM],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what it cannot do a fresh interpreter does, or says in its role's log
+                env=environment(1) | {PARENT: str(os.getpid())},
+                pass_fds=(far.fileno(),),
+                start_new_session=True,
+            )
+        self._near.send(msgspec.msgpack.encode(tuple(players)))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def start(self, birth: Birth) -> Running:
+        """As `Starter.start`; a nursery that is gone, or that does not answer, has its work done by fresh
+        interpreters."""
+        if self._process.returncode is None:
+            try:
+                return await self._bear(birth)
+            except (ConnectionError, DeadlineExceeded):
+                self.close()
+        return await FRESH.start(birth)
+
+    async def _bear(self, birth: Birth) -> Child:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._near, self._hear)
+        socket.send_fds(self._near, [msgspec.msgpack.encode(birth)], birth.inherited)
+        asked: asyncio.Future[Child] = loop.create_future()
+        self._asked.append(asked)
+        async with deadline("conductor", "the nursery to start a process", _READY_SECONDS):
+            return await asked
+
+    def _hear(self) -> None:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._near, LONGEST_MESSAGE, 1)
+        except ConnectionError:
+            message, descriptors = b"", []
+        if not message:
+            self.close()
+            return
+        match FROM_NURSERY.decode(message):
+            case Born(pid):
+                self._children[pid] = child = Child(pid, descriptors[0], self.close)
+                if not _tell(self._asked.popleft(), child):  # whoever asked for it has given up
+                    os.kill(pid, signal.SIGKILL)
+            case Unborn(number, problem):
+                asked = self._asked.popleft()
+                if not asked.done():
+                    asked.set_exception(OSError(number, problem))
+            case Ended(pid, code):
+                self._children.pop(pid).end(code)
+
+    def close(self) -> None:
+        """End it, and with it what it has borne."""
+        if self._process.returncode is None:
+            with contextlib.suppress(RuntimeError):  # outside of an event loop nothing listens
+                asyncio.get_running_loop().remove_reader(self._near)
+            self._process.kill()
+            self._process.wait(_END_SECONDS)
+            self._near.close()
+        for child in self._children.values():
+            child.end(-signal.SIGKILL)
+        self._children.clear()
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(ConnectionResetError("the nursery is gone"))
+        self._asked.clear()
+
+
+def _tell(asked: asyncio.Future[Child], child: Child) -> bool:
+    if asked.done():
+        return False
+    asked.set_result(child)
+    return True
+
+
+class Child:
+    """A process that the nursery has borne. The kernel tells of its end, and the nursery how it ended; one that does
+    not within seconds hangs, and `give_up` is called."""
+
+    def __init__(self, pid: int, descriptor: int, give_up: Callable[[], None]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._descriptor, self._give_up = descriptor, give_up
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._late: asyncio.TimerHandle | None = None
+        self._loop.add_reader(descriptor, self._gone)
+
+    def _gone(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._late = self._loop.call_later(_WORD_SECONDS, self._give_up)
+
+    def end(self, code: int) -> None:
+        """It has ended, so."""
+        self.returncode = code
+        if self._late is not None:
+            self._late.cancel()
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
