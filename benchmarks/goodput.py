@@ -29,7 +29,7 @@ from tests.launch.running import Command, Laboratory, steps_done, wait_for_step,
 SETTINGS = (
     "trainer.steps=1000000",
     "trainer.learning_rate=1e-9",
-    "trainer.checkpoint_every=200",
+    "trainer.checkpoint_every=100",
     "warm_start.threads=1",
     "evaluation.prompts=32",
     "deadlines.trainer_restarts=1000",
