@@ -22,6 +22,7 @@ from stretto.launch.config import ModelConfig
 from stretto.launch.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.gold import sift
 from stretto.launch.recipe import Recipe
+from stretto.launch.repeats import repeated
 from stretto.launch.trainable import check_trainable
 from stretto.launch.trial import differing_verdicts
 from stretto.model.build import build_policy
@@ -94,7 +95,7 @@ def make_plan(recipe: Recipe, *, begun: bool = False) -> Plan:
         training=prompts[: len(questions.training)],
         held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        notes=(*sifted.warnings, *differing_verdicts(recipe.rewards, questions.training)),
+        notes=(*sifted.warnings, *repeated(questions), *differing_verdicts(recipe.rewards, questions.training)),
     )
 
 

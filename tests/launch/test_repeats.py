@@ -1,0 +1,48 @@
+"""Rows of a file that are held out and trained on, that contradict each other, or that are there twice, are told of,
+each kind with its count and its first place; nothing is said of questions that were made on the spot."""
+
+from __future__ import annotations
+
+from stretto.launch.repeats import repeated
+from stretto.rollout.task import Question, Questions
+
+
+def row(line: int, text: str, answer: str = "1", **further: object) -> Question:
+    return Question(id=str(line), text=text, answer=answer, place=f"train.jsonl:{line}", **further)  # type: ignore[arg-type]
+
+
+def test_rows_that_differ_are_no_matter() -> None:
+    assert repeated(Questions([row(1, "a"), row(2, "b")], [row(3, "c")])) == []
+
+
+def test_a_held_out_row_that_is_trained_on_is_named() -> None:
+    (told,) = repeated(Questions([row(1, "a"), row(2, "b")], [row(7, "b"), row(8, "a"), row(9, "c")]))
+    assert told == (
+        "held-out questions that are trained on as well, so that their accuracy says less: 2; "
+        "the first is train.jsonl:7, as in train.jsonl:2"
+    )
+
+
+def test_a_file_that_is_both_is_meant_to_be() -> None:
+    rows = [row(1, "a"), row(2, "b")]
+    assert repeated(Questions(rows, rows)) == []
+
+
+def test_rows_that_contradict_each_other_and_rows_that_are_there_twice_are_told_apart() -> None:
+    training = [row(1, "a"), row(2, "a", "2"), row(3, "a"), row(4, "b"), row(5, "a")]
+    contrary, same = repeated(Questions(training, []))
+    assert contrary.startswith(
+        "questions that were asked before with another answer: 1; the first is train.jsonl:2, as"
+    )
+    assert same.startswith("questions that were asked before with the same answer: 2; the first is train.jsonl:3, as")
+
+
+def test_chats_are_the_same_only_if_every_message_is() -> None:
+    one, other = ({"role": "user", "content": "a"},), ({"role": "system", "content": "a"},)
+    assert repeated(Questions([row(1, "a", messages=one), row(2, "a", messages=other)], [])) == []
+    assert len(repeated(Questions([row(1, "a", messages=one), row(2, "a", messages=one)], []))) == 1
+
+
+def test_what_is_made_on_the_spot_may_repeat() -> None:
+    made = Question(id="0", text="1+1=", answer="2")
+    assert repeated(Questions([made, made], [made])) == []
