@@ -4,12 +4,12 @@
     python -m benchmarks.faults --kills 5 --undisturbed 1 a short slice
     python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
 
-A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine or a reward worker
-(the run has to go on by itself, unless its roles were starting: then it may end with an error that names the role, and
-is resumed), at any time: while the roles start, while another kill is being recovered from, in the
-middle of a step. A *hang* is a run that does no further step within 100 seconds. Whenever the conductor is gone, and at
-the end, the checker decides from the records. The runs are short ones of the arithmetic recipe; those that nobody
-disturbs say how accurate they are to be.
+A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine, a reward worker,
+or the nursery, with which the kernel ends trainer and engine. The run has to go on by itself, unless its roles were
+starting: then it may end with an error that names the role, and is resumed. Kills come at any time: while the roles
+start, while another kill is being recovered from, in the middle of a step. A *hang* is a run that does no further step
+within 100 seconds. Whenever the conductor is gone, and at the end, the checker decides from the records. The runs are
+short ones of the arithmetic recipe; those that nobody disturbs say how accurate they are to be.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stretto.launch.plan import cache_folder
 from stretto.store.inspection import inspect_run
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_until, with_no_fuss
 
-FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
+FAULTS = ("conductor", "trainer", "engine", "rewards", "nursery", "all")
 KILLS = 8  # of one run, at most: it may come to its end before
 SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
 SETTINGS = (

@@ -3,6 +3,7 @@
 - A killed engine is replaced, its answers go on elsewhere under their names. A killed reward worker costs nothing.
 - A killed trainer is replaced, trains the batches since the last checkpoint again, and stands where the other stood.
 - A stopped process (SIGSTOP) is as good as dead after `deadlines.hung`.
+- The process that roles are forked from may die, and they with it: they are replaced all the same.
 - One that dies too often ends the run with a message that names it and how it died; the run goes on by --resume.
 """
 
@@ -61,6 +62,19 @@ def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back(laborator
 def worked_since(run_dir: Path, role: str, moment: float) -> bool:
     """Does the timeline show work of a role after a moment (`time.monotonic`)?"""
     return any(span.role == role and span.start > moment for span in read_spans(run_dir / "spans.jsonl"))
+
+
+def test_roles_that_die_with_the_nursery_are_replaced_without_it(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=20", "trainer.keep_versions=1") as command:
+        wait_for_step(command, 2)
+        os.kill(command.role("nursery"), signal.SIGKILL)
+        ended = command.end()
+        assert ended.code == 0, ended.err
+        command.assert_nothing_is_left()
+    assert "engine-0 was killed by SIGKILL" in said(run_dir)
+    assert "trainer was killed by SIGKILL" in said(run_dir)
+    assert assert_the_law(run_dir).steps == 20
 
 
 def test_a_killed_trainer_is_replaced_and_stands_where_the_other_stood(laboratory: Laboratory, tmp_path: Path) -> None:
