@@ -205,6 +205,24 @@ def _goodput(results: dict[str, Any]) -> str:
     )
 
 
+def _resumes(results: dict[str, Any]) -> str:
+    runs = results["runs"]
+    equal, kept = sum(run["equal"] for run in runs), sum(run["laws_kept"] for run in runs)
+    return (
+        f"| runs that were killed behind one of their steps and went on: bit-equal to one that was not (synchronous), "
+        f"or to their own replay (asynchronous) | {equal} of {len(runs)}; the checker finds every law kept in {kept} |"
+    )
+
+
+def _checkpoints(results: dict[str, Any]) -> str:
+    shown = ", ".join(
+        f"{name} ({one['mib']:.0f} MiB) {1000 * one['copy']:.0f} ms, "
+        f"{one['copy'] / one['plain']:.2f} times a plain copy"
+        for name, one in results["models"].items()
+    )
+    return f"| how long a checkpoint stops the update; it is written beside the training | {shown} |"
+
+
 def _rounds(results: dict[str, Any]) -> str:
     best = results["best"]
     one, rounds, shared = (best[way]["rl_seconds"] for way in ("one group at a time", "rounds", "shared"))
@@ -231,6 +249,8 @@ ROWS: dict[str, Callable[[Any], str]] = {
     "soak": _soak,
     "ledger": _ledger,
     "goodput": _goodput,
+    "resumes": _resumes,
+    "checkpoints": _checkpoints,
     "rounds": _rounds,
 }
 
