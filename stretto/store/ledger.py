@@ -68,13 +68,19 @@ _INSERT_PARTIAL = "INSERT INTO partials VALUES (?, ?, ?)"
 _DELETE_PARTIALS = "DELETE FROM partials WHERE key = ?"
 _FORGET_UNTRAINED = """
     DELETE FROM payloads WHERE key IN (
-        SELECT key FROM trajectories WHERE state IN ('filtered', 'expired', 'failed'))
+        SELECT key FROM trajectories WHERE key >= ? AND state IN ('filtered', 'expired', 'failed'))
 """
-_FORGET_TRAINED = "DELETE FROM payloads WHERE key IN (SELECT key FROM trajectories WHERE trained_step <= ?)"
+_FORGET_TRAINED = """
+    DELETE FROM payloads WHERE key IN (SELECT key FROM trajectories WHERE key >= ? AND trained_step <= ?)
+"""
 _FORGET_PROMPTS = """
-    UPDATE groups SET prompt_token_ids = NULL WHERE prompt_token_ids IS NOT NULL AND NOT EXISTS (
-        SELECT 1 FROM trajectories WHERE group_key = groups.key
+    UPDATE groups SET prompt_token_ids = NULL WHERE key >= ? AND NOT EXISTS (
+        SELECT 1 FROM trajectories WHERE key >= groups.key AND key < groups.key + members
             AND (state IN ('in_flight', 'buffered') OR trained_step > ?))
+"""
+_UNSETTLED = """
+    SELECT min(group_key) FROM trajectories
+    WHERE key >= ? AND (state IN ('in_flight', 'buffered') OR trained_step > ?)
 """
 
 
@@ -138,6 +144,7 @@ class Ledger:
             raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
         self._counts = Counter({State(state): count for state, count in states})
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
+        self._settled = 0  # the keys below are those of groups of which everything has left that was to leave
 
     # The life of a trajectory.
 
@@ -195,14 +202,17 @@ class Ledger:
         row.written += len(partial.token_ids)
 
     def forget(self, step: int) -> None:
-        """The run will never go on from before `step` again: what ``store.keep_payloads`` does not keep leaves."""
+        """The run will never go on from before `step` again: what ``store.keep_payloads`` does not keep leaves. Only
+        groups are looked at that had something to keep when this was called last: a long run has many others."""
         if self._config.keep_payloads == "all":
             return
-        self._note(_FORGET_UNTRAINED, ())
+        self._note(_FORGET_UNTRAINED, (self._settled,))
         if self._config.keep_payloads == "none":
-            self._note(_FORGET_TRAINED, (step,))
-            self._note(_FORGET_PROMPTS, (step,))
+            self._note(_FORGET_TRAINED, (self._settled, step))
+            self._note(_FORGET_PROMPTS, (self._settled, step))
         self.flush()
+        ((unsettled,),) = self._query(_UNSETTLED, (self._settled, step))
+        self._settled = self._next_key if unsettled is None else unsettled
 
     def sync(self) -> None:
         """Force everything that was written to disk: a checkpoint must not outlive the batches that led to it.

@@ -33,10 +33,11 @@ from stretto.store.schema import open_for_reading
 from stretto.store.seals import batch_seal, check, seal
 
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
-_GROUP = "SELECT key, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"
+_GROUP = "SELECT key, members, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"
 _ANSWERS = """
     SELECT member, verdict, reward, stop_reason, interrupted, payload
-    FROM trajectories LEFT JOIN payloads USING (key) WHERE group_key = ?
+    FROM trajectories LEFT JOIN payloads ON payloads.key = trajectories.key
+    WHERE trajectories.key >= ? AND trajectories.key < ?
 """
 _LIVE = """
     SELECT groups.id, prompt_id, admitted_version, seal, member, trajectories.key, state,
@@ -119,8 +120,8 @@ def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Seque
     found = connection.execute(_GROUP, (id,)).fetchone()
     if found is None:
         raise StoreError(f"{path}: group {id} was trained on and never issued")
-    key, prompt_id, admitted_version, tokens = found
-    answers = {row[0]: row[1:] for row in connection.execute(_ANSWERS, (key,))}
+    key, wanted, prompt_id, admitted_version, tokens = found
+    answers = {row[0]: row[1:] for row in connection.execute(_ANSWERS, (key, key + wanted))}
     if tokens is None or any(member not in answers or answers[member][-1] is None for member in members):
         raise StoreError(f"{path}: the tokens of group {id} were not kept (store.keep_payloads)")
     return Group(
