@@ -111,10 +111,14 @@ class RoleFailed(RoleError):
 
 
 class CheckpointLost(RoleError):
-    """The trainer ended before it had written a checkpoint; the next one is another's."""
+    """The trainer ended, in the way that `death` tells, before it had written a checkpoint."""
 
-    def __init__(self, step: str) -> None:
-        super().__init__(f"the trainer ended before it had written {step}")
+    def __init__(self, checkpoint: str, death: str) -> None:
+        self.checkpoint, self.death = checkpoint, death
+        super().__init__(checkpoint, death)
+
+    def __str__(self) -> str:
+        return f"the checkpoint {self.checkpoint} was not written: {self.death}"
 
 
 class EngineLost(RoleError):

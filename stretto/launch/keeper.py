@@ -44,6 +44,7 @@ class Keeper:
         self.saved_step = saved_step  # whose checkpoint is on disk
         self._begun_step = saved_step
         self._saving: asyncio.Task[None] | None = None
+        self._lost = 0  # checkpoints, in a row, with the trainers that should have written them
 
     async def after(self, update: Update) -> None:
         """The step of `update` is published and recorded. A checkpoint is on its way to disk when this returns: the
@@ -51,7 +52,7 @@ class Keeper:
         if self._saving is not None and self._saving.done():
             self._saving.result()
         due = update.step % self._config.checkpoint_every == 0
-        if due:
+        if due or self._lost:
             await self._begin_checkpoint()
         if self._config.keep_versions == "all" or due:
             await self.save_policy(update.version)
@@ -109,7 +110,8 @@ class Keeper:
             self._saving.result()
 
     async def _save(self, step: int, copied: asyncio.Event) -> None:
-        """Have it written, sealed and forced to disk. Should the trainer die meanwhile, this step has none."""
+        """Have it written, sealed and forced to disk. Should the trainer die meanwhile, the next step tries again; one
+        that dies of every checkpoint ends the run."""
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:
@@ -120,10 +122,13 @@ class Keeper:
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):
             try:
                 await asyncio.to_thread(self._checkpoints.save, step, write)
-            except CheckpointLost:  # whoever replaces the trainer has told of it
-                self._begun_step = self.saved_step
+            except CheckpointLost as lost:
+                self._ledger.event("checkpoint", str(lost))
+                self._begun_step, self._lost = self.saved_step, self._lost + 1
+                if self._lost > self._deadlines.trainer_restarts:
+                    raise
                 return
-        self.saved_step = step
+        self.saved_step, self._lost = step, 0
         self._ledger.forget(self._checkpoints.steps()[0])
 
 

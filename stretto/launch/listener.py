@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
+
 from stretto.core.deadlines import deadline
-from stretto.core.errors import RoleFailed, StrettoError
+from stretto.core.errors import RoleFailed, StrettoError, WireError
 from stretto.launch.channel import ConductorEnd
 from stretto.launch.messages import FromTrainer, NotWritten, Written
 
@@ -52,7 +54,9 @@ class Listener:
         while True:
             try:
                 message = await self._channel.next()
-            except StrettoError as error:
+            except (StrettoError, msgspec.MsgspecError) as found:
+                unread = f"{self._channel.role}: its message cannot be read: {found}"
+                error = found if isinstance(found, StrettoError) else WireError(unread)
                 self._end = error
                 self._answers.put_nowait(error)
                 for told in self._writing.values():

@@ -5,20 +5,21 @@
        └── Born, Ended ───┘        the nursery is the parent of what it bears, and ends with the command
 
 It is opened before the command itself imports anything, so that both import at the same time. Should it die, the kernel
-ends what it has borne, as if those roles had died themselves; they are replaced by fresh interpreters.
+ends what it has borne, as if those roles had died themselves; whoever starts one from then on has a fresh interpreter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ PLAYERS = ("stretto.launch.engine_role", "stretto.launch.trainer_role", "stretto
 ROOM = 8192
 LONGEST_MESSAGE = 1 << 18
 _READY_SECONDS = 60.0
+_ANSWER_SECONDS = 10.0  # once it has imported everything
 _WORD_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -68,12 +70,16 @@ def nursery() -> Iterator[Starter]:
     """A starter for the roles of one command; none of them is left afterwards.
 
     Where there is an accelerator, roles are started afresh: a process is of no use for CUDA if its parent has looked
-    for a device.
+    for a device. So they are where there is no room for a nursery.
     """
     if any(path.exists() for path in _ACCELERATORS):
         yield FRESH
         return
-    opened = Nursery()
+    try:
+        opened = Nursery()
+    except OSError:
+        yield FRESH
+        return
     try:
         yield opened
     finally:
@@ -86,9 +92,12 @@ class Nursery:
     def __init__(self, players: Sequence[str] = PLAYERS) -> None:
         """`players` are the modules that it imports."""
         self._near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._near.setblocking(False)
         self._asked: deque[asyncio.Future[Child]] = deque()
         self._children: dict[int, Child] = {}
-        with far:
+        self._patience = _READY_SECONDS
+        with contextlib.ExitStack() as undo, far:
+            undo.callback(self._near.close)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "stretto.launch.nursery_role", str(far.fileno()), " " * ROOM],
                 stdin=subprocess.DEVNULL,
@@ -98,7 +107,10 @@ class Nursery:
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
             )
-        self._near.send(msgspec.msgpack.encode(tuple(players)))
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self._near.send(msgspec.msgpack.encode(tuple(players)))
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
@@ -106,12 +118,14 @@ class Nursery:
 
     async def start(self, birth: Birth) -> Running:
         """As `Starter.start`; a nursery that is gone, or that does not answer, has its work done by fresh
-        interpreters."""
-        if self._process.returncode is None:
+        interpreters. (One that hangs is left alone: what it has borne may be well.)"""
+        if self._patience and self._process.returncode is None:
             try:
                 return await self._bear(birth)
-            except (ConnectionError, DeadlineExceeded):
+            except ConnectionError:
                 self.close()
+            except DeadlineExceeded:
+                self._patience = 0.0
         return await FRESH.start(birth)
 
     async def _bear(self, birth: Birth) -> Child:
@@ -120,28 +134,44 @@ class Nursery:
         socket.send_fds(self._near, [msgspec.msgpack.encode(birth)], birth.inherited)
         asked: asyncio.Future[Child] = loop.create_future()
         self._asked.append(asked)
-        async with deadline("conductor", "the nursery to start a process", _READY_SECONDS):
-            return await asked
+        try:
+            async with deadline("conductor", "the nursery to start a process", self._patience):
+                child = await asked
+        except asyncio.CancelledError:
+            if asked.done() and not asked.cancelled() and asked.exception() is None:
+                asked.result().kill()
+            raise
+        self._patience = _ANSWER_SECONDS
+        return child
 
     def _hear(self) -> None:
-        try:
-            message, descriptors, _, _ = socket.recv_fds(self._near, LONGEST_MESSAGE, 1)
-        except ConnectionError:
-            message, descriptors = b"", []
-        if not message:
-            self.close()
-            return
-        match FROM_NURSERY.decode(message):
-            case Born(pid):
-                self._children[pid] = child = Child(pid, descriptors[0], self.close)
+        """All that it has said: two ends may lie there at once."""
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._near, LONGEST_MESSAGE, 1)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                message, descriptors = b"", []
+            if not message:
+                self.close()
+                return
+            self._take(FROM_NURSERY.decode(message), descriptors)
+
+    def _take(self, message: Born | Unborn | Ended, descriptors: list[int]) -> None:
+        match message:
+            case Born(pid) if descriptors:
+                os.set_inheritable(descriptors[0], False)
+                self._children[pid] = child = Child(pid, descriptors[0])
                 if not _tell(self._asked.popleft(), child):  # whoever asked for it has given up
-                    os.kill(pid, signal.SIGKILL)
+                    child.kill()
+            case Born():  # this process has no descriptor left: so it has no use for any role
+                _fail(self._asked.popleft(), OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             case Unborn(number, problem):
-                asked = self._asked.popleft()
-                if not asked.done():
-                    asked.set_exception(OSError(number, problem))
+                _fail(self._asked.popleft(), OSError(number, problem))
             case Ended(pid, code):
-                self._children.pop(pid).end(code)
+                if (ended := self._children.pop(pid, None)) is not None:
+                    ended.end(code)
 
     def close(self) -> None:
         """End it, and with it what it has borne."""
@@ -149,14 +179,14 @@ class Nursery:
             with contextlib.suppress(RuntimeError):  # outside of an event loop nothing listens
                 asyncio.get_running_loop().remove_reader(self._near)
             self._process.kill()
-            self._process.wait(_END_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
+                self._process.wait(_END_SECONDS)
             self._near.close()
         for child in self._children.values():
             child.end(-signal.SIGKILL)
         self._children.clear()
         for asked in self._asked:
-            if not asked.done():
-                asked.set_exception(ConnectionResetError("the nursery is gone"))
+            _fail(asked, ConnectionResetError("the nursery is gone"))
         self._asked.clear()
 
 
@@ -167,14 +197,19 @@ def _tell(asked: asyncio.Future[Child], child: Child) -> bool:
     return True
 
 
-class Child:
-    """A process that the nursery has borne. The kernel tells of its end, and the nursery how it ended; one that does
-    not within seconds hangs, and `give_up` is called."""
+def _fail(asked: asyncio.Future[Child], error: OSError) -> None:
+    if not asked.done():
+        asked.set_exception(error)
 
-    def __init__(self, pid: int, descriptor: int, give_up: Callable[[], None]) -> None:
+
+class Child:
+    """A process that the nursery has borne. The kernel tells of its end, and the nursery how it ended. If the nursery
+    does not, for seconds, it counts as killed."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._descriptor, self._give_up = descriptor, give_up
+        self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._late: asyncio.TimerHandle | None = None
@@ -182,10 +217,12 @@ class Child:
 
     def _gone(self) -> None:
         self._loop.remove_reader(self._descriptor)
-        self._late = self._loop.call_later(_WORD_SECONDS, self._give_up)
+        self._late = self._loop.call_later(_WORD_SECONDS, self.end, -signal.SIGKILL)
 
     def end(self, code: int) -> None:
         """It has ended, so."""
+        if self.returncode is not None:
+            return
         self.returncode = code
         if self._late is not None:
             self._late.cancel()
@@ -199,4 +236,11 @@ class Child:
         return self.returncode
 
     def terminate(self) -> None:
-        signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, if it has not ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -23,7 +24,6 @@ from stretto.launch.starters import Birth, settings
 
 _BIRTH = msgspec.msgpack.Decoder(Birth)
 _MOST_DESCRIPTORS = 16
-_OUT_OF_THE_WAY = 128  # no role inherits a descriptor with so high a number
 _ARGUMENTS = slice(45, 47)  # where a command line begins and ends, behind the name in /proc/PID/stat
 
 
@@ -56,13 +56,14 @@ class Newborn:
         for standard in (1, 2):
             os.dup2(log, standard)
         os.close(log)
-        apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for descriptor in self.descriptors]
+        apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above(birth)) for descriptor in self.descriptors]
         for descriptor in self.descriptors:
             os.close(descriptor)
         for descriptor, number in zip(apart, birth.inherited, strict=True):
             os.dup2(descriptor, number, inheritable=False)
             os.close(descriptor)
-        show_as([sys.executable, "-m", birth.module, birth.spec])
+        with contextlib.suppress(OSError):  # it has another name then, and is as well
+            show_as([sys.executable, "-m", birth.module, birth.spec])
 
 
 class Nurse:
@@ -107,8 +108,7 @@ class Nurse:
         if pid == 0:
             os.close(told)
             self._let_go()
-            # Clear of the numbers that the descriptors are to have.
-            far = fcntl.fcntl(telling, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
+            far = fcntl.fcntl(telling, fcntl.F_DUPFD_CLOEXEC, above(birth))
             os.close(telling)
             return Newborn(birth, descriptors, far, parent)
         for descriptor in descriptors:
@@ -142,6 +142,11 @@ class Nurse:
         self._wire.send(msgspec.msgpack.encode(message))
 
 
+def above(birth: Birth) -> int:
+    """A number above those that inherited descriptors are to have: what must not be in their way is put there."""
+    return max((2, *birth.inherited)) + 1
+
+
 def show_as(words: Sequence[str]) -> None:
     """Write a command line over that of this process, as far as it has room, for `ps`."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
@@ -154,6 +159,7 @@ def main(arguments: list[str]) -> int:
     """Bear until the command has ended; in a child, play its role."""
     wire = socket.socket(fileno=int(arguments[0]))
     take_up_life()
+    os.close(os.pidfd_open(os.getpid()))  # a system without these has no nursery
     for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
         importlib.import_module(module)
     gc.freeze()  # what is here now is shared by all children, as long as nobody touches it

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RoleError, RunFolderError, StoreError
+from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
 from stretto.core.records import Record, Update
 from stretto.launch.lineage import Lineage
 from stretto.launch.recipe import Recipe, differences, load_recipe, to_toml
@@ -133,7 +133,7 @@ async def _train(
     if branch.first_step:
         checkpoint = target / "start"
         async with _trainer(folder, before, log, None, starter, lineage, branch.first_step) as trainer:
-            await trainer.save_checkpoint(checkpoint)
+            await _saved(trainer, checkpoint)
         say(f"stands behind step {branch.first_step}")
     updates: list[Update] = []
     async with _trainer(folder, after, log, checkpoint, starter) as trainer:
@@ -144,6 +144,15 @@ async def _train(
     if checkpoint is not None:
         shutil.rmtree(checkpoint)
     return updates
+
+
+async def _saved(trainer: TrainerLink, checkpoint: Path) -> None:
+    """Written by this trainer, or by one that takes its place: it dies as often as the link allows."""
+    while True:
+        try:
+            return await trainer.save_checkpoint(checkpoint)
+        except CheckpointLost:
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 @asynccontextmanager

@@ -149,7 +149,7 @@ class TrainerLink:
         `on_copied` is called when the trainer has a copy: it takes orders again, while the copy is written.
 
         Raises:
-            CheckpointLost: it has ended before it was written; the one that takes its place stands elsewhere.
+            CheckpointLost: it has ended before it was written; the one that takes its place may stand at a later step.
             RoleFailed: the folder cannot be written.
         """
         async with self._order():
@@ -161,8 +161,8 @@ class TrainerLink:
         assert listener is not None, "it has answered"
         try:
             await listener.written(order.folder, seconds)
-        except RoleDied:
-            raise CheckpointLost(folder.name) from None
+        except RoleDied as death:
+            raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
@@ -211,8 +211,7 @@ class TrainerLink:
         try:
             await self._channel.send(order)
         except RoleDied:
-            how = await self._last_words() or await self.process.last_words()
-            raise RoleDied("trainer", how, str(self.process.log)) from None
+            raise await self._death(await self.process.last_words()) from None
         return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
@@ -227,17 +226,21 @@ class TrainerLink:
             await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
             async with self._turn:
                 if process is self.process and not self._retired:
-                    await self._replace(RoleDied("trainer", await self._last_words() or how, str(process.log)))
+                    await self._replace(await self._death(how))
 
-    async def _last_words(self) -> str | None:
-        """What it has said of its end while nobody waited for an answer: which of its ranks it has lost."""
-        if self._listener is None:
-            return None
-        with contextlib.suppress(RoleError):  # it has said nothing
-            answer = await self._listener.answer("to say why it ends", _LAST_ANSWER_SECONDS)
-            if isinstance(answer, RankLost):
-                return answer.how
-        return None
+    async def _death(self, how: str) -> RoleDied:
+        """Why it has ended while nobody waited for an answer: which of its ranks it has lost, or `how` it seems.
+
+        Raises:
+            RoleFailed: it has said that it cannot go on.
+        """
+        answer = None
+        if self._listener is not None:
+            with contextlib.suppress(RoleError):  # it has said nothing
+                answer = await self._listener.answer("to say why it ends", _LAST_ANSWER_SECONDS)
+        if isinstance(answer, Failed):
+            raise RoleFailed("trainer", answer.problem, answer.exit_code)
+        return RoleDied("trainer", answer.how if isinstance(answer, RankLost) else how, str(self.process.log))
 
     async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
         self._abandoned = True

@@ -5,6 +5,7 @@ Of a trainer that is several processes this is rank 0; the others are `stretto.l
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -16,11 +17,11 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from stretto.core.errors import StoreError, StrettoError
+from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
 from stretto.core.lifeline import take_up_life
 from stretto.core.records import Record, Sampling
-from stretto.launch.channel import RoleEnd
+from stretto.launch.channel import ConductorGone, RoleEnd
 from stretto.launch.messages import (
     TO_TRAINER,
     Copied,
@@ -144,13 +145,17 @@ class TrainerRole:
         return Copied(span=span)
 
     def _write(self, write: Callable[[Path], None], folder: str) -> None:
+        told: Written | NotWritten = Written(folder=folder)
         try:
             write(Path(folder))
         except StrettoError as error:
             traceback.print_exc()
-            self._tell(NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code))
-        else:
-            self._tell(Written(folder=folder))
+            told = NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code)
+        except Exception as error:  # of a thread nobody else hears; what torch raises here is of many kinds
+            traceback.print_exc()
+            told = NotWritten(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
+        with contextlib.suppress(ConductorGone):
+            self._tell(told)
 
     def _save_policy(self, folder: str) -> PolicySaved:
         start = time.monotonic()

@@ -76,7 +76,7 @@ class Snapshot:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone_is_fine():
                 # torch puts a file together in memory before it writes it: several small ones, not a large one.
-                writer = HuggingFaceStorageWriter(str(folder), _files(self.state), save_distributed=True)
+                writer = HuggingFaceStorageWriter(str(folder), self._files(), save_distributed=True)
                 writer.sync_files = False  # whoever keeps the checkpoint does
                 group = self.ranks.second_group
                 state_dict_saver.save(self.state, storage_writer=writer, process_group=group)
@@ -85,16 +85,16 @@ class Snapshot:
         except _ERRORS as error:
             raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
 
-
-def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """By name, the number of the file that a tensor belongs to."""
-    numbers, begun, size = dict[str, int](), 1, 0
-    for name, tensor in state.items():
-        if size and size + tensor.nbytes > _FILE_BYTES:
-            begun, size = begun + 1, 0
-        numbers[name] = begun
-        size += tensor.nbytes
-    return numbers
+    def _files(self) -> dict[str, int]:
+        """By name, the number of the file that a tensor belongs to: the same for all ranks, and as much in each."""
+        numbers, begun, size = dict[str, int](), 1, 0
+        for name, tensor in self.state.items():
+            part = tensor.nbytes // self.ranks.count
+            if size and size + part > _FILE_BYTES:
+                begun, size = begun + 1, 0
+            numbers[name] = begun
+            size += part
+        return numbers
 
 
 def load(folder: Path, stepper: Stepper) -> int:

@@ -162,7 +162,7 @@ class ToyTrainer:
         on_copied()
         if self.dies:
             self.dies -= 1
-            raise CheckpointLost(folder.name)
+            raise CheckpointLost(folder.name, "trainer was killed")
 
 
 @dataclass
@@ -251,10 +251,26 @@ def test_a_step_whose_checkpoint_is_lost_with_the_trainer_has_none_and_the_next_
         await keeper.after(updated(2))
         await keeper.end()
         assert (keeper.saved_step, disk.steps()) == (0, [])
-        controller.published = 4
-        await keeper.after(updated(4))
+        controller.published = 3
+        await keeper.after(updated(3))  # which would have none of its own
         await keeper.end()
-        assert (keeper.saved_step, disk.steps()) == (4, [4])
+        assert (keeper.saved_step, disk.steps()) == (3, [3])
+
+    asyncio.run(keep())
+
+
+def test_a_trainer_that_dies_of_every_checkpoint_ends_the_run(desk: Desk) -> None:
+    desk.folder.policy(0).mkdir()
+    often = DeadlinesConfig().trainer_restarts
+    keeper = keeper_of(desk, ToyTrainer(dies=99), Published(2))
+
+    async def keep() -> None:
+        for step in range(2, 2 + often):
+            await keeper.after(updated(step))
+            await keeper.end()
+        await keeper.after(updated(2 + often))
+        with pytest.raises(CheckpointLost, match=r"was not written: trainer was killed"):
+            await keeper.end()
 
     asyncio.run(keep())
 

@@ -5,6 +5,7 @@ Whatever happens to the nursery, the next role can be started, and no end of a r
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import time
@@ -98,6 +99,21 @@ def test_a_role_has_its_environment_and_the_descriptors_that_it_inherits_under_t
     assert inherited["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_inherited_descriptors_may_have_any_numbers(tmp_path: Path) -> None:
+    async def work(opened: Nursery) -> list[int]:
+        writable = os.open(os.devnull, os.O_WRONLY)
+        numbers = tuple(fcntl.fcntl(writable, fcntl.F_DUPFD_CLOEXEC, least) for least in range(126, 132))
+        role = await opened.start(birth(tmp_path, StubbornSpec(), inherited=numbers))
+        for number in (writable, *numbers):
+            os.close(number)
+        await up(tmp_path)
+        assert sorted(map(int, os.listdir(f"/proc/{role.pid}/fd"))) == [0, 1, 2, *numbers]
+        assert all(os.readlink(f"/proc/{role.pid}/fd/{number}") == os.devnull for number in numbers)
+        return list(numbers)
+
+    assert nursed(work) == list(range(126, 132))
+
+
 def test_a_signal_that_ends_a_role_is_its_exit_code(tmp_path: Path) -> None:
     async def work(opened: Nursery) -> tuple[int, int]:
         one, other = [await opened.start(birth(tmp_path, StubbornSpec())) for _ in range(2)]
@@ -150,13 +166,17 @@ def test_roles_end_with_a_nursery_that_is_killed_and_the_next_one_starts_afresh(
     nursed(work)
 
 
-def test_the_end_of_a_role_is_noticed_under_a_nursery_that_hangs(tmp_path: Path) -> None:
+def test_the_end_of_a_role_is_noticed_under_a_nursery_that_hangs_and_the_others_go_on(tmp_path: Path) -> None:
     async def work(opened: Nursery) -> float:
-        role = await opened.start(birth(tmp_path, StubbornSpec()))
+        role, other = [await opened.start(birth(tmp_path, StubbornSpec())) for _ in range(2)]
         os.kill(opened.pid, signal.SIGSTOP)
         os.kill(role.pid, signal.SIGTERM)
         start = time.monotonic()
         assert await role.wait() == -signal.SIGKILL
+        assert other.returncode is None
+        os.kill(opened.pid, signal.SIGCONT)
+        other.terminate()
+        assert await other.wait() == -signal.SIGTERM
         return time.monotonic() - start
 
     assert 1.5 < nursed(work) < 5
@@ -186,6 +206,14 @@ def test_a_role_under_a_nursery_is_supervised_like_any_other(tmp_path: Path) -> 
         return await role.ended()
 
     assert nursed(work) == "gave no sign of life for 2 s and was killed"
+
+
+def test_where_there_is_no_room_for_a_nursery_roles_are_started_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    before = len(os.listdir("/proc/self/fd"))
+    with nursery() as starter:
+        assert starter is FRESH
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_beside_an_accelerator_roles_are_started_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
