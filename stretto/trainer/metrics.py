@@ -30,12 +30,13 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 class Meter:
     """Adds up; means are over loss tokens unless `docs/metrics.md` says otherwise.
 
-    A measurement that nothing was measured for is absent, never zero: `behavior_logprob_error` without on-policy
-    tokens, `entropy` and `kl_reference` unless they are asked for, all of the loss's when no token was trained on.
+    A measurement that nothing was measured for is absent, never zero: `behavior_logprob_error` and its largest without
+    on-policy tokens, `entropy` and `kl_reference` unless they are asked for, all of the loss's when no token was trained on.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {name: [] for name in _SUMS}
+        self._errors: list[Tensor] = []  # the largest of each micro-batch
         self._steps: list[OptimizerStep] = []
         self._critic_steps: list[OptimizerStep] = []
         self._explained = math.nan
@@ -54,8 +55,9 @@ class Meter:
 
     def agreed(self, behavior_logprobs: Tensor, proximal_logprobs: Tensor, on_policy: Tensor) -> None:
         """Compare trainer and engine where both speak of the same version."""
-        difference = (behavior_logprobs - proximal_logprobs).abs()
-        self._sums["error"].append(difference.masked_fill(~on_policy, 0.0).sum())
+        difference = (behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
+        self._errors += [difference.max()] if len(difference) else []
+        self._sums["error"].append(difference.sum())
         self._sums["agreeing"].append(on_policy.sum())
 
     def stepped(self, step: OptimizerStep) -> None:
@@ -92,6 +94,9 @@ class Meter:
             measured["kl_reference"] = self._penalised
         if sums["agreeing"]:
             measured["behavior_logprob_error"] = sums["error"] / sums["agreeing"]
+            own = float(torch.stack(self._errors).max()) if self._errors else 0.0
+            largest, _ = ranks.joined(torch.tensor([own], dtype=torch.float64))
+            measured["behavior_logprob_error_max"] = float(largest.max())
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
