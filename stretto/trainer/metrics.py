@@ -31,7 +31,8 @@ class Meter:
     """Adds up; means are over loss tokens unless `docs/metrics.md` says otherwise.
 
     A measurement that nothing was measured for is absent, never zero: `behavior_logprob_error` and its largest without
-    on-policy tokens, `entropy` and `kl_reference` unless they are asked for, all of the loss's when no token was trained on.
+    on-policy tokens, `entropy` and `kl_reference` unless they are asked for, all of the loss's when no token was
+    trained on.
     """
 
     def __init__(self) -> None:
