@@ -1,0 +1,173 @@
+"""Engines as bad company, in real runs: the run goes on, and no law is broken.
+
+- One of two engines is a hundred times slower than the other: the other goes on, and the slow one is not given up.
+- An engine is killed every second: work goes on at the rate that is left.
+- Replies of an engine are lost on their way: what they answered is asked for again, and counts once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stretto.dashboard.check import check_run
+from tests.launch.running import (
+    Command,
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    steps_done,
+    wait_for_step,
+    wait_until,
+)
+
+ENDLESS = ("trainer.steps=100000", "trainer.keep_versions=1", "trainer.checkpoint_every=50")
+_BYTES = 1 << 16
+
+
+def engine(command: Command, name: str) -> int | None:
+    """Its process, if it has one at the moment."""
+    found = [pid for pid in command.processes("stretto.launch.engine_role") if pid in command.processes(f'"{name}"')]
+    return found[0] if found else None
+
+
+@contextmanager
+def going_on(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Do it in a thread until the block ends."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_well(command: Command, laboratory: Laboratory, run_dir: Path) -> None:
+    """Stopped by Ctrl-C it leaves a run that kept every law, and in which nothing failed."""
+    ended, _ = command.stop(signal.SIGINT)
+    assert ended.code == 130, ended.err
+    command.assert_nothing_is_left()
+    found = check_run(run_dir)
+    assert found.kept, found
+    assert found.balance["failed"] == 0
+    assert_the_law(run_dir)
+
+
+def test_a_run_goes_on_beside_an_engine_that_is_a_hundred_times_slower(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, *ENDLESS, "engine.count=2") as command:
+        wait_for_step(command, 2)
+        slow = engine(command, "engine-1")
+        assert slow is not None
+
+        def slow_down(over: threading.Event) -> None:
+            while not over.is_set():
+                os.kill(slow, signal.SIGSTOP)
+                over.wait(0.5)
+                os.kill(slow, signal.SIGCONT)
+                over.wait(0.005)
+
+        with going_on(slow_down):
+            done = steps_done(run_dir)
+            wait_for_step(command, done + 20)
+            assert engine(command, "engine-1") == slow
+        assert "a new one is started" not in said(run_dir)
+        end_well(command, laboratory, run_dir)
+
+
+def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, *ENDLESS, "engine.count=2", "deadlines.engine_restarts=1000") as command:
+        wait_for_step(command, 2)
+
+        def kill_in_turn(over: threading.Event) -> None:
+            turn = 0
+            while not over.wait(1.0):
+                if (victim := engine(command, f"engine-{turn % 2}")) is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(victim, signal.SIGKILL)
+                turn += 1
+
+        with going_on(kill_in_turn):
+            done = steps_done(run_dir)
+            time.sleep(12)
+        assert said(run_dir).count("was killed by SIGKILL (out of memory?): a new one is started") >= 8
+        assert steps_done(run_dir) > done + 10
+        wait_until(lambda: engine(command, "engine-0") is not None, "an engine", command)
+        end_well(command, laboratory, run_dir)
+
+
+class LosingProxy:
+    """Stands where an engine's socket was, and hands on what is said; of every third connection it loses a reply."""
+
+    def __init__(self, address: Path) -> None:
+        self.lost = 0
+        self._real = address.with_suffix(".real")
+        address.rename(self._real)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(address))
+        self._listening.listen(64)
+        self._listening.settimeout(0.1)
+
+    def serve(self, over: threading.Event) -> None:
+        number, threads = 0, list[threading.Thread]()
+        while not over.is_set():
+            with suppress(TimeoutError):
+                near, _ = self._listening.accept()
+                number += 1
+                threads.append(threading.Thread(target=self._hand_on, args=(near, number % 3 == 0), daemon=True))
+                threads[-1].start()
+        self._listening.close()
+
+    def _hand_on(self, near: socket.socket, loses: bool) -> None:
+        far = socket.socket(socket.AF_UNIX)
+        with near, far, suppress(OSError):
+            far.connect(str(self._real))
+            asking = threading.Thread(target=_copy, args=(near, far), daemon=True)
+            asking.start()
+            if loses:
+                self.lost += bool(far.recv(_BYTES))
+                near.shutdown(socket.SHUT_RDWR)
+            else:
+                _copy(far, near)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(_BYTES):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_answers_whose_replies_are_lost_are_asked_for_again_and_count_once(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, *ENDLESS, "rollout.max_in_flight=24", "engine.slots=96") as command:
+        meeting = run_dir / ".sockets"
+        wait_until(lambda: meeting.exists() and bool(list(sockets(meeting))), "the engine's socket", command)
+        proxy = LosingProxy(next(sockets(meeting)))
+        with going_on(proxy.serve):
+            wait_for_step(command, 25)
+            lost = proxy.lost
+            ended, _ = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+    assert lost >= 2
+    found = check_run(run_dir)
+    assert found.kept, found
+    assert found.balance["failed"] == 0
+    trajectories = exported(laboratory, run_dir)
+    assert len({t["id"] for t in trajectories}) == len(trajectories)
+
+
+def sockets(meeting: Path) -> Iterator[Path]:
+    return Path(meeting.read_text().strip()).glob("engine-0.sock")
