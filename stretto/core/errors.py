@@ -10,6 +10,7 @@
     ├── RoleError                a process of the run
     │   ├── RoleDied             it ended without being asked to
     │   ├── RoleFailed           it reported an error that it cannot go on from
+    │   ├── CheckpointLost       the trainer ended before a checkpoint was written
     │   ├── EngineLost           an engine that cannot be reached, or that broke off in mid-answer
     │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
     │   └── NothingMoves         nobody gets anything done; names who waits for what

@@ -98,6 +98,8 @@ class Keeper:
         step = self._controller.published
         if step == self._begun_step:
             return
+        if self.saved_step and not self._folder.checkpoints.is_dir():
+            raise StoreError(f"{self._folder.checkpoints}: is not there any more")
         self._ledger.sync()
         self._begun_step, copied = step, asyncio.Event()
         self._saving = asyncio.create_task(self._save(step, copied))

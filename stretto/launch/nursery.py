@@ -128,6 +128,11 @@ class Nursery:
                 self._patience = 0.0
         return await FRESH.start(birth)
 
+    def describe_end(self, process: Running) -> str:
+        if isinstance(process, Child) and process.orphaned:
+            return "ended with the process that it was forked from (stretto.launch.nursery_role)"
+        return FRESH.describe_end(process)
+
     async def _bear(self, birth: Birth) -> Child:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._near, self._hear)
@@ -183,6 +188,7 @@ class Nursery:
                 self._process.wait(_END_SECONDS)
             self._near.close()
         for child in self._children.values():
+            child.orphaned = True
             child.end(-signal.SIGKILL)
         self._children.clear()
         for asked in self._asked:
@@ -209,6 +215,7 @@ class Child:
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.orphaned = False  # the nursery ended, and the kernel ended this process with it
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()

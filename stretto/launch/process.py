@@ -82,7 +82,7 @@ class RoleProcess:
                     await end
                     return f"gave no sign of life for {silence:.0f} s and was killed"
                 await asyncio.wait([end], timeout=_LISTEN_SECONDS)
-            return describe_exit(end.result())
+            return self._starter.describe_end(process)
         finally:
             end.cancel()
             pulse.close()
@@ -182,11 +182,3 @@ class Pulse:
             self._begun = self._beaten = True
         else:  # the role has ended; its end is waited for elsewhere
             asyncio.get_running_loop().remove_reader(self._near)
-
-
-def describe_exit(code: int) -> str:
-    """``"was killed by SIGKILL (out of memory?)"``, ``"ended with exit code 3"``."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -10,20 +10,25 @@ from stretto.rollout.task import Question, Questions
 def repeated(questions: Questions) -> list[str]:
     """Sentences about rows of files that are held out and trained on, that ask what another row asks and want another
     answer, or that are there twice. (Questions that are made on the spot repeat by chance, and are never held out.)"""
-    training = [row for row in questions.training if row.place]
-    first: dict[object, Question] = {}
-    for row in training:
-        first.setdefault(_asked(row), row)
-    leaked = [(row, first[_asked(row)]) for row in questions.held_out if row.place and _asked(row) in first]
-    leaked = [(row, other) for row, other in leaked if row.place != other.place]
-    again = [(row, first[_asked(row)]) for row in training if first[_asked(row)] is not row]
-    contrary = [(row, other) for row, other in again if row.answer != other.answer]
+    training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
+    both = {row.place for row in training}  # one file may be meant to be both
+    held_out = [row for row in held_out if row.place not in both]
+    first = {_asked(row): row for row in reversed(training)}
+    leaked = [(row, first[_asked(row)]) for row in held_out if _asked(row) in first]
+    again = [*_again(training), *_again(held_out)]
+    contrary = [(row, other) for row, other in (*leaked, *again) if row.answer != other.answer]
     same = [(row, other) for row, other in again if row.answer == other.answer]
     return [
         *_told(leaked, "held-out questions that are trained on as well, so that their accuracy says less"),
         *_told(contrary, "questions that were asked before with another answer"),
         *_told(same, "questions that were asked before with the same answer"),
     ]
+
+
+def _again(rows: Sequence[Question]) -> list[tuple[Question, Question]]:
+    """Rows that ask what an earlier one does, with that one."""
+    first = {_asked(row): row for row in reversed(rows)}
+    return [(row, first[_asked(row)]) for row in rows if first[_asked(row)] is not row]
 
 
 def _asked(row: Question) -> object:

@@ -49,6 +49,17 @@ class Beginning:
     saved_step: int = 0  # of the checkpoint from which the trainer gets there
     broken: tuple[str, ...] = ()  # what is wrong with newer checkpoints
 
+    def told(self) -> list[str]:
+        """What a reader of the run should know of it."""
+        told = [f"a newer checkpoint is not whole: {sentence}" for sentence in self.broken]
+        if self.version:
+            start = (
+                f"the checkpoint of step {self.saved_step}" if self.saved_step else "its start: it has no checkpoint"
+            )
+            behind = self.version - self.saved_step
+            told.append(f"goes on at version {self.version} from {start}; {behind} steps are done again")
+        return told
+
     @classmethod
     def of(cls, folder: RunFolder, keep: int) -> Beginning:
         """Behind the last batch of the ledger.
@@ -75,8 +86,8 @@ async def run(plan: Plan, folder: RunFolder, beginning: Beginning, stage: Stage,
         copy_policy(source, folder.policy(0))
     ledger = Ledger(folder.ledger, plan.recipe.store)
     try:
-        for sentence in beginning.broken:
-            stage.say(f"a newer checkpoint is not whole: {sentence}")
+        for sentence in beginning.told():
+            stage.say(sentence)
         _forget_what_came_later(plan, folder, beginning)
         rewind_metrics(folder.metrics, ledger.last_update())
         totals = ledger.get(TOTALS, Totals)

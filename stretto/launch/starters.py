@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Protocol
@@ -74,6 +75,10 @@ class Starter(Protocol):
         """
         ...
 
+    def describe_end(self, process: Running) -> str:
+        """How a process that it has started ended. Example: ``"was killed by SIGTERM"``"""
+        ...
+
 
 class FreshStarter:
     """Every process begins with an interpreter of its own, which imports what it needs: seconds, with torch."""
@@ -93,8 +98,20 @@ class FreshStarter:
                 start_new_session=True,
             )
 
+    def describe_end(self, process: Running) -> str:
+        assert process.returncode is not None, "it has ended"
+        return describe_exit(process.returncode)
+
 
 FRESH = FreshStarter()
+
+
+def describe_exit(code: int) -> str:
+    """``"was killed by SIGKILL (out of memory?)"``, ``"ended with exit code 3"``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 def environment(threads: int) -> dict[str, str]:

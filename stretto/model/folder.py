@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -90,14 +92,20 @@ def save_policy(
 
     `parameters`, by name, take the place of the model's own: of a model that is divided over several processes.
     The folder appears whole: it is written beside its place and renamed.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     with whole_folder(Path(path)) as folder:
         keep_out = shutil.ignore_patterns(*_WEIGHTS)
         for file in Path(tokenizer_folder).iterdir():
             if file.is_file() and file.name not in keep_out(str(tokenizer_folder), [file.name]):
                 shutil.copyfile(file, folder / file.name)
-        with quiet_transformers():
-            model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
+        try:
+            with quiet_transformers():
+                model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
+        except SafetensorError as error:  # what it makes of what the system says
+            raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import StoreError, described
 from stretto.trainer.ranks import Ranks
 from stretto.trainer.stepper import Stepper
 
@@ -83,7 +83,7 @@ class Snapshot:
             if self.ranks.rank == 0:
                 (folder / _POSITION).write_bytes(msgspec.json.encode(self.position))
         except _ERRORS as error:
-            raise StoreError(f"{folder}: the checkpoint cannot be written: {error}") from error
+            raise StoreError(f"{folder}: the checkpoint cannot be written: {_told(error)}") from error
 
     def _files(self) -> dict[str, int]:
         """By name, the number of the file that a tensor belongs to: the same for all ranks, and as much in each."""
@@ -95,6 +95,13 @@ class Snapshot:
             numbers[name] = begun
             size += part
         return numbers
+
+
+def _told(error: BaseException) -> str:
+    """One line; what a rank has come to stands in torch's words behind a traceback."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({_told(found) for found, _ in error.failures.values()}))
+    return described(error) if isinstance(error, OSError) else str(error)
 
 
 def load(folder: Path, stepper: Stepper) -> int:
@@ -112,7 +119,7 @@ def load(folder: Path, stepper: Stepper) -> int:
         with _alone_is_fine():
             state_dict_loader.load(found, storage_reader=reader)
     except (*_ERRORS, msgspec.MsgspecError) as error:
-        raise StoreError(f"checkpoint {folder} cannot be read: {error}") from error
+        raise StoreError(f"checkpoint {folder} cannot be read: {_told(error)}") from error
     with torch.no_grad():
         for name, tensor in ours.items():
             tensor.copy_(found[name])

@@ -27,6 +27,7 @@ from stretto.model.tokenizer import load_tokenizer
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}
+FOUR = [GOOD | {"prompt": f"{number}+{11 - number}="} for number in (3, 4, 5, 6)]
 REWARDS = "tests.launch.rewards_for_tests"
 
 Tree = dict[str, Any]
@@ -46,7 +47,7 @@ def plan_for(policy: Path, tmp_path: Path) -> Planner:
 
     def plan(rows: list[Tree] | None = None, **sections: Any) -> Plan:
         file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in (rows or [GOOD] * 4)))
+        file.write_text("".join(json.dumps(row) + "\n" for row in (rows or FOUR)))
         tree = {
             "model": {"path": str(policy)},
             "task": {"kind": "jsonl", "file": str(file), "held_out": 1},
@@ -290,6 +291,8 @@ def test_what_works_but_perhaps_not_as_hoped_is_said(plan_for: Planner) -> None:
     said = warnings(plan_for(engine={"count": 200}, rollout={"batch_size": 4}, trainer={"threads": 100}))
     assert any("will slow each other down" in warning for warning in said)
     assert any("a batch of 4 groups repeats prompts: there are 3" in warning for warning in said)
+    said = warnings(plan_for([GOOD] * 4))
+    assert any("trained on as well" in warning and "rows.jsonl:4, as in" in warning for warning in said)
 
 
 def test_a_model_is_built_once_and_kept(plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

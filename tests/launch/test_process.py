@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RoleDied
-from stretto.launch.process import RoleProcess, describe_exit
-from stretto.launch.starters import environment
+from stretto.launch.process import RoleProcess
+from stretto.launch.starters import describe_exit, environment
 from tests.launch.stubborn_role import StubbornSpec
 
 Work = Callable[[RoleProcess], Coroutine[Any, Any, str]]

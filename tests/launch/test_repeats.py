@@ -37,6 +37,14 @@ def test_rows_that_contradict_each_other_and_rows_that_are_there_twice_are_told_
     assert same.startswith("questions that were asked before with the same answer: 2; the first is train.jsonl:3, as")
 
 
+def test_held_out_rows_are_compared_with_each_other_and_their_answers_with_those_trained_on() -> None:
+    held_out = [row(7, "b"), row(8, "b"), row(9, "c", "2"), row(10, "d"), row(11, "d", "3")]
+    leaked, contrary, same = repeated(Questions([row(1, "a"), row(2, "c")], held_out))
+    assert leaked.endswith("says less: 1; the first is train.jsonl:9, as in train.jsonl:2")
+    assert contrary.endswith("with another answer: 2; the first is train.jsonl:9, as in train.jsonl:2")
+    assert same.endswith("with the same answer: 1; the first is train.jsonl:8, as in train.jsonl:7")
+
+
 def test_chats_are_the_same_only_if_every_message_is() -> None:
     one, other = ({"role": "user", "content": "a"},), ({"role": "system", "content": "a"},)
     assert repeated(Questions([row(1, "a", messages=one), row(2, "a", messages=other)], [])) == []

@@ -6,6 +6,7 @@ the training goes on, and any number of ranks goes on from it.
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,18 @@ def test_a_snapshot_in_several_files_is_what_training_has_not_changed_since(
     assert again.version == 1
     assert all(torch.equal(weight, before[name]) for name, weight in again.whole_parameters())
     assert not all(torch.equal(weight, before[name]) for name, weight in trainer.whole_parameters())
+
+
+def test_what_the_system_says_of_a_checkpoint_that_it_does_not_take_is_one_line(tmp_path: Path) -> None:
+    trainer = trainer_of(SCENARIOS["paper"], ALONE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as on a disk that is full behind 4 KiB
+    try:
+        with pytest.raises(StoreError) as refused:
+            trainer.save_checkpoint(tmp_path / "v0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(refused.value) == f"{tmp_path / 'v0'}: the checkpoint cannot be written: File too large"
 
 
 def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: Path) -> None:
