@@ -69,7 +69,8 @@ def message(plan_for: Planner, rows: list[Tree] | None = None, **sections: Any) 
 
 def test_prompts_are_read_by_the_models_tokenizer(plan_for: Planner, policy: Path) -> None:
     plan = plan_for(warm_start={})
-    assert [prompt.token_ids for prompt in plan.training] == [load_tokenizer(policy).encode("3+8=")] * 3
+    encode = load_tokenizer(policy).encode
+    assert [prompt.token_ids for prompt in plan.training] == [encode(row["prompt"]) for row in FOUR[:3]]
     assert [prompt.id for prompt in plan.held_out] == ["4"]
     assert plan.longest_prompt == 4
     assert plan.sampling.stop_token_ids == (1,)
