@@ -120,7 +120,7 @@ class Keeper:
             # An order that always ends, because it has deadlines of its own.
             asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder, copied.set), loop).result()
 
-        # As much again for the disk as the trainer has for writing.
+        # The trainer has so long to copy, and to write; the disk has as long again.
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):
             try:
                 await asyncio.to_thread(self._checkpoints.save, step, write)

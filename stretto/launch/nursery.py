@@ -170,7 +170,9 @@ class Nursery:
                 self._children[pid] = child = Child(pid, descriptors[0])
                 if not _tell(self._asked.popleft(), child):  # whoever asked for it has given up
                     child.kill()
-            case Born():  # this process has no descriptor left: so it has no use for any role
+            case Born(pid):  # this process has no descriptor left for it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
                 _fail(self._asked.popleft(), OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             case Unborn(number, problem):
                 _fail(self._asked.popleft(), OSError(number, problem))

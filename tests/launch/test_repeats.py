@@ -7,8 +7,8 @@ from stretto.launch.repeats import repeated
 from stretto.rollout.task import Question, Questions
 
 
-def row(line: int, text: str, answer: str = "1", **further: object) -> Question:
-    return Question(id=str(line), text=text, answer=answer, place=f"train.jsonl:{line}", **further)  # type: ignore[arg-type]
+def row(line: int, text: str, answer: str = "1", messages: tuple[dict[str, str], ...] = ()) -> Question:
+    return Question(id=str(line), text=text, answer=answer, messages=messages, place=f"train.jsonl:{line}")
 
 
 def test_rows_that_differ_are_no_matter() -> None:
