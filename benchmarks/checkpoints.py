@@ -26,11 +26,11 @@ from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.report import Table, save
 from benchmarks.shapes import SHAPES, make
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.model.folder import load_policy
-from stretto.store.checkpoints import Checkpoints
-from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.model.hf.folder import load_policy
+from stretto.store.folder.checkpoints import Checkpoints
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.update import Trainer
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.trainer import Trainer
 
 MIB = 2**20
 

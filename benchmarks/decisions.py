@@ -42,8 +42,8 @@ from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.rollout.protocols import Journal
 from stretto.simulator.accounts import Accounts
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 
 GROUP, BATCH, IN_FLIGHT, TOKENS, STALENESS = 8, 32, 64, 35, 4
 POLICIES: tuple[BeyondBound, ...] = ("train", "wait", "mask", "expire")

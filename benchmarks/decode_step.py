@@ -29,11 +29,11 @@ from benchmarks.report import Table, save
 from benchmarks.shapes import SHAPES, make
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model import reading
-from stretto.model.cached import CACHED_ATTENTION
-from stretto.model.folder import load_policy
-from stretto.model.ragged import ragged_attention
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode import reading
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.folder import load_policy
+from stretto.model.kernels.decode_attention import ragged_attention
 
 ROWS, LENGTH, STEPS, PROFILED = 64, 160, 60, 20  # no row changes its shelf in these steps
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,9 +63,9 @@ def _named(products: float, attention: float, others: float, rest: float) -> lis
     return [("products", products), ("attention", attention), ("other calls to torch", others), ("rest", rest)]
 
 
-def _running(model: PreTrainedModel, dtype: str, steps: int) -> EmbeddedEngine:
+def _running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
     """An engine whose answers are as long as they should be in the middle of the next so many steps."""
-    engine = EmbeddedEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
+    engine = NativeEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
     for number, prompt in enumerate(prompts(ROWS, 1024)):
         sampling = Sampling(max_tokens=1900)
         engine.add(GenerateRequest(id=str(number), prompt_token_ids=prompt, seeds=(number,), sampling=sampling))
@@ -74,7 +74,7 @@ def _running(model: PreTrainedModel, dtype: str, steps: int) -> EmbeddedEngine:
     return engine
 
 
-def _step_and_attention(engine: EmbeddedEngine) -> tuple[float, float]:
+def _step_and_attention(engine: NativeEngine) -> tuple[float, float]:
     """Milliseconds of a step, and of its reading of keys and values in all layers; medians."""
     spent, attend = 0.0, ragged_attention
 
@@ -99,7 +99,7 @@ def _step_and_attention(engine: EmbeddedEngine) -> tuple[float, float]:
     return 1000 * statistics.median(steps), 1000 * statistics.median(attentions)
 
 
-def _torch_milliseconds(engine: EmbeddedEngine) -> tuple[float, float]:
+def _torch_milliseconds(engine: NativeEngine) -> tuple[float, float]:
     """Milliseconds of a step in torch's products, and in its other calls, each without what it calls itself."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(PROFILED):

@@ -35,9 +35,9 @@ from benchmarks.report import Table, save
 from benchmarks.shapes import SHAPES, make
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.cached import CACHED_ATTENTION
-from stretto.model.folder import load_policy
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.folder import load_policy
 
 TOKENS = 192
 SEQUENCES = (1, 16, 64, 128, 256)
@@ -193,7 +193,7 @@ def _updated(model: Path, on_update: str) -> float:
     return (engine.health().generated - before) / (time.perf_counter() - start)
 
 
-def _running(model: Path, on_update: str) -> EmbeddedEngine:
+def _running(model: Path, on_update: str) -> NativeEngine:
     """An engine with 64 answers that are 64 tokens long and do not end soon."""
     engine = _engine(model, RUNNING, on_update)
     for number, prompt in enumerate(prompts(RUNNING, 1024)):
@@ -204,9 +204,9 @@ def _running(model: Path, on_update: str) -> EmbeddedEngine:
     return engine
 
 
-def _engine(model: Path, slots: int, on_update: str = "recompute") -> EmbeddedEngine:
+def _engine(model: Path, slots: int, on_update: str = "recompute") -> NativeEngine:
     config = EngineConfig.model_validate({"slots": slots, "on_update": on_update, "max_prefill_tokens": 1 << 20})
-    return EmbeddedEngine(load_policy(model, attention=CACHED_ATTENTION), config)
+    return NativeEngine(load_policy(model, attention=CACHED_ATTENTION), config)
 
 
 def _milliseconds(work: Any) -> float:

@@ -22,8 +22,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.folder import load_policy
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.hf.folder import load_policy
 
 PROMPT_TOKENS = 32
 PAGE = 32  # tokens of a page of transformers' continuous cache
@@ -40,7 +40,7 @@ def prompts(count: int, vocabulary: int) -> Prompts:
 
 def stretto(model: Path, dtype: str, most: int) -> Generator:
     """The embedded engine, log-probabilities and versions included."""
-    engine = EmbeddedEngine(
+    engine = NativeEngine(
         load_policy(model, attention="stretto_cached", dtype=dtype),
         EngineConfig.model_validate({"slots": most, "dtype": dtype}),
     )

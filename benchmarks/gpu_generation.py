@@ -37,10 +37,10 @@ from benchmarks.gpu_training import SHAPES
 from benchmarks.report import Table, save
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.cached import CACHED_ATTENTION, CachedPolicy, Context, cache_layout
-from stretto.model.kinds import check_attention
-from stretto.model.shelves import CacheLayout
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.attention_support import check_attention
+from stretto.model.decode.length_buckets import CacheLayout
+from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy, cache_layout
 
 DTYPE = torch.bfloat16
 #: A difference of log-probabilities that is rounding whatever the yardstick says.
@@ -76,7 +76,7 @@ def exactness(shape: str, device: torch.device, rows: int, longest: int, tokens:
     model = build(shape, device)
     chance = np.random.default_rng(1)
     prompts = [chance.integers(0, model.config.vocab_size, 1 + longest * (row + 1) // rows) for row in range(rows)]
-    answers, ours = _greedy(CachedPolicy(model), prompts, tokens)
+    answers, ours = _greedy(DecodePolicy(model), prompts, tokens)
     sequences = [torch.from_numpy(np.concatenate(one)).to(device) for one in zip(prompts, answers, strict=True)]
     reference = build(shape, device, "sdpa")
     reference.load_state_dict(model.state_dict())
@@ -97,7 +97,7 @@ def exactness(shape: str, device: torch.device, rows: int, longest: int, tokens:
     }
 
 
-def _greedy(policy: CachedPolicy, prompts: list[np.ndarray], tokens: int) -> tuple[np.ndarray, Tensor]:
+def _greedy(policy: DecodePolicy, prompts: list[np.ndarray], tokens: int) -> tuple[np.ndarray, Tensor]:
     """The likeliest tokens [R, tokens] behind each prompt, and their log-probabilities."""
     answers, logprobs = np.zeros((len(prompts), tokens), np.int64), torch.zeros(len(prompts), tokens)
     newest = np.array([prompt[-1] for prompt in prompts])
@@ -127,7 +127,7 @@ def _scored(model: PreTrainedModel, sequences: list[Tensor], tokens: int) -> tup
 
 def decode(shape: str, device: torch.device, sequences: int, context: int, measured: Measured) -> list[float]:
     """Seconds of each step of the policy alone."""
-    policy = CachedPolicy(build(shape, device))
+    policy = DecodePolicy(build(shape, device))
     prompt = _prompt(policy.model, context, measured)
     newest, lengths = np.full(sequences, prompt[-1]), np.full(sequences, len(prompt))
     contexts = [Context(prompt[:-1], tuple(range(sequences)))]
@@ -147,7 +147,7 @@ def engine(shape: str, device: torch.device, sequences: int, context: int, measu
     prompt = _prompt(model, context, measured)
     gib = _cache_bytes(cache_layout(model, check_attention(model)), sequences, context) / 2**30
     config = EngineConfig(slots=sequences, cache_gib=1.01 * gib, max_prefill_tokens=context + sequences)
-    running = EmbeddedEngine(model, config)
+    running = NativeEngine(model, config)
     sampling = Sampling(max_tokens=measured.tokens + 1)
     running.add(GenerateRequest("all", tuple(prompt.tolist()), tuple(range(sequences)), sampling))
     running.step()

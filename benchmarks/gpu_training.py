@@ -30,11 +30,11 @@ from benchmarks.lengths import batch
 from benchmarks.memory import forget_peak, peak_bytes
 from benchmarks.report import Table, save
 from stretto.core.records import Sampling
-from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.algorithm import AlgorithmConfig, Mask
+from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.estimators import RawReward
-from stretto.trainer.update import Trainer
+from stretto.trainer.objective.algorithm import AlgorithmConfig, Mask
+from stretto.trainer.objective.estimators import RawReward
+from stretto.trainer.trainer import Trainer
 
 #: Dense bfloat16 operations per second, by a part of the device's name; the makers' data sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}

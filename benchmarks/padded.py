@@ -18,9 +18,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch
-from stretto.trainer.algorithm import AlgorithmConfig, DecoupledPPO
+from stretto.trainer.batch.samples import Sample, rows_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.rows import Row, rows_of
+from stretto.trainer.objective.algorithm import AlgorithmConfig, DecoupledPPO
 
 
 class PaddedTrainer:
@@ -71,7 +71,7 @@ class PaddedTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         return total
 
-    def _loss(self, rows: Sequence[Row]) -> Tensor:
+    def _loss(self, rows: Sequence[Sample]) -> Tensor:
         """Minus the sum of the objective over the loss tokens of these rows."""
         prompt = min(row.prompt_tokens for row in rows)
         ids_BL = _padded([row.token_ids for row in rows], 0)

@@ -35,10 +35,10 @@ from benchmarks.report import Table, save
 from benchmarks.shapes import SHAPES, make
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.connections import Connections
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.folder import inspect_model_folder
-from stretto.model.tokenizer import load_tokenizer
+from stretto.engine.http.connections import Connections
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.hf.folder import inspect_model_folder
+from stretto.model.hf.tokenizer import load_tokenizer
 
 SHORTEST, LONGEST = 64, 192  # tokens of an answer, if it does not end by itself
 SLOTS = 64
@@ -107,7 +107,7 @@ def serving(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def engine_alone(engine: EmbeddedEngine, ends: tuple[int, ...], asked: Prompts, concurrency: int) -> float:
+def engine_alone(engine: NativeEngine, ends: tuple[int, ...], asked: Prompts, concurrency: int) -> float:
     """Tokens per second of the same requests without a server."""
     left = iter(enumerate(asked))
     tokens, running, start = 0, 0, time.perf_counter()
@@ -130,7 +130,7 @@ def measure(model: str, concurrency: Sequence[int], rounds: int) -> list[dict[st
     table = Table("streams", *columns)
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as place:
         folder = make(model, Path(place))
-        engine = EmbeddedEngine.load(folder, EngineConfig(slots=SLOTS))
+        engine = NativeEngine.load(folder, EngineConfig(slots=SLOTS))
         ends, vocabulary = load_tokenizer(folder).eos_token_ids, inspect_model_folder(folder).vocab_size
         with serving(folder) as address:
             load = Load(address, model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
 
 _ALPHABET = "".join(chr(0x4E00 + number) for number in range(1022))  # 1,024 tokens with padding and end
 

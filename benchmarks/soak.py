@@ -30,14 +30,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.report import Table, save
 from stretto.core.errors import EngineLost
-from stretto.core.lifeline import PARENT
 from stretto.core.records import GenerateRequest, Sampling, derive_seed
-from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
-from stretto.launch.engine_role import EngineSpec
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.folder import load_policy
+from stretto.engine.http.client import HttpEngine
+from stretto.engine.role import EngineSpec
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import load_policy
+from stretto.processes.heartbeat import PARENT
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
 SLOTS = 64
@@ -194,7 +194,7 @@ async def main_in(folder: Path, minutes: float) -> None:
         threads=1,
         publication_seconds=0.0,
     )
-    command = [sys.executable, "-m", "stretto.launch.engine_role", msgspec.json.encode(spec).decode()]
+    command = [sys.executable, "-m", "stretto.engine.role", msgspec.json.encode(spec).decode()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, cwd=REPOSITORY)
     engine = HttpEngine("engine-0", spec.address)

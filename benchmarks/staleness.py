@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.report import Table, save
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.simulator.report import Report
+from stretto.simulator.report import SimulationReport
 from stretto.simulator.run import SimulatedRun
 from stretto.simulator.workload import Workload
 
@@ -97,7 +97,7 @@ def measure(setting: Setting, steps: int, seed: int) -> Outcome:
     return outcome(report, cuts(setting.workload))
 
 
-def outcome(report: Report, cuts: Sequence[float]) -> Outcome:
+def outcome(report: SimulationReport, cuts: Sequence[float]) -> Outcome:
     """The numbers of one run."""
     tokens = Counter({length: length * answers for length, answers in report.answers.items()})
     ended = report.answers + report.expired

@@ -26,9 +26,9 @@ from benchmarks.peers.environment import HERE as PEERS
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
 from benchmarks.shapes import make
-from stretto.launch.recipe import load_recipe
-from stretto.launch.starters import environment
-from stretto.model.build import build_policy
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.model.hf.build import build_policy
+from stretto.processes.spawn import environment
 
 ROOT = PEERS.parent.parent
 THREADS = (1, 2)

@@ -27,15 +27,15 @@ from benchmarks.lengths import GroupLengths, batch, load, tokens
 from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.padded import PaddedTrainer
 from stretto.core.records import Batch, Sampling
-from stretto.model.folder import load_policy
-from stretto.model.packed import PACKED_ATTENTION
-from stretto.trainer.algorithm import AlgorithmConfig, Mask
+from stretto.model.hf.folder import load_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.batch.minibatch import Minibatch, minibatch
+from stretto.trainer.batch.packing import micro_batches
+from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.estimators import GroupMean
-from stretto.trainer.minibatch import Minibatch, minibatch
-from stretto.trainer.packing import micro_batches
-from stretto.trainer.rows import Row
-from stretto.trainer.update import Trainer
+from stretto.trainer.objective.algorithm import AlgorithmConfig, Mask
+from stretto.trainer.objective.estimators import GroupMean
+from stretto.trainer.trainer import Trainer
 
 LONGEST = 144
 ALGORITHM = AlgorithmConfig(advantages=GroupMean(), correction=Mask(high=5.0))
@@ -50,7 +50,7 @@ class DealtTrainer(Trainer):
 
     count = 1
 
-    def _minibatches(self, rows: Sequence[Row]) -> list[Minibatch]:
+    def _minibatches(self, rows: Sequence[Sample]) -> list[Minibatch]:
         config = self._config.model_copy(update={"micro_batch_tokens": 1 << 40})
         total = sum(len(row.loss_positions) for row in rows)
         parts = []

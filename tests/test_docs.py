@@ -21,10 +21,10 @@ import pytest
 from benchmarks.faults import summary as kills_summary
 from benchmarks.staleness import summary
 from benchmarks.summary import rows as summary_rows
-from stretto.dashboard.laws import LAWS
-from stretto.launch.recipe_table import recipe_table
+from stretto.audit.laws import LAWS
+from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
-from stretto.store.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.trainer.metrics import _NAMES as MEASURED
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 def test_the_page_of_the_keys_is_what_the_configurations_say() -> None:
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    assert page == recipe_table(), "python -m stretto.launch.recipe_table > docs/recipe.md"
+    assert page == recipe_table(), "python -m stretto.launch.recipe.table > docs/recipe.md"
     assert [line for line in page.splitlines() if line.endswith("|  |") and not line.startswith("| `kind` ")] == []
 
 
@@ -90,7 +90,7 @@ def test_every_field_of_a_record_has_its_line(record: type[msgspec.Struct]) -> N
 
 
 def test_every_measurement_of_an_update_has_its_line() -> None:
-    keys = {*MEASURED.values(), *written_keys("trainer/metrics.py"), *written_keys("trainer/update.py")}
+    keys = {*MEASURED.values(), *written_keys("trainer/metrics.py"), *written_keys("trainer/trainer.py")}
     assert {"loss", "tokens"} <= keys
     assert [key for key in sorted(keys) if f"| `{key}` |" not in METRICS] == []
 

@@ -21,13 +21,13 @@ import pytest
 
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters
-from stretto.trainer import advantages, aggregation
-from stretto.trainer.algorithm import AlgorithmConfig, CorrectionConfig, LossConfig, objective
-from stretto.trainer.estimators import Answer, Estimator, advantages_of
-from stretto.trainer.losses import evaluate
-from stretto.trainer.proximal import interpolated
-from stretto.trainer.shaping import Shaping, overlong, shaped
-from stretto.trainer.update import Trainer
+from stretto.trainer.objective import advantages, aggregation
+from stretto.trainer.objective.algorithm import AlgorithmConfig, CorrectionConfig, LossConfig, objective
+from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
+from stretto.trainer.objective.losses import evaluate
+from stretto.trainer.objective.proximal import interpolated
+from stretto.trainer.objective.shaping import Shaping, overlong, shaped
+from stretto.trainer.trainer import Trainer
 from tests.test_docs import names_in
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +101,7 @@ def estimating(row: Row, estimator: Estimator) -> str:
     ran: set[str] = set()
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("trainer/advantages.py"):
+        if event == "call" and frame.f_code.co_filename.endswith("trainer/objective/advantages.py"):
             ran.add(frame.f_code.co_name)
 
     sys.setprofile(look)
@@ -171,12 +171,12 @@ def bootstraps(row: Row) -> bool:
     return "truncated" in str(row.recipe)
 
 
-def answers(row: Row) -> list[list[Answer]]:
+def answers(row: Row) -> list[list[RewardedCompletion]]:
     """The answers of `FLAT`, with what a critic says of them where the row has one."""
     after = [3.0] if bootstraps(row) else []
     values = iter([one + after for one in VALUES] if row.function == "gae" else [[]] * len(FLAT))
     return [
-        [Answer(r, n, range(n), next(values)) for r, n in zip(group, counts, strict=True)]
+        [RewardedCompletion(r, n, range(n), next(values)) for r, n in zip(group, counts, strict=True)]
         for group, counts in zip(REWARDS, TOKENS, strict=True)
     ]
 
@@ -217,13 +217,13 @@ def test_every_word_of_a_recipe_has_its_row() -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "trainer/surrogates.py",
-        "trainer/second_moment.py",
-        "trainer/proximal.py",
-        "trainer/corrections.py",
-        "trainer/advantages.py",
-        "trainer/shaping.py",
-        "trainer/penalties.py",
+        "trainer/objective/surrogates.py",
+        "trainer/objective/m2po.py",
+        "trainer/objective/proximal.py",
+        "trainer/objective/corrections.py",
+        "trainer/objective/advantages.py",
+        "trainer/objective/shaping.py",
+        "trainer/objective/kl.py",
         "rollout/filters.py",
     ],
 )

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import tests.house_law as law
-from stretto.launch.preferences import load_preferences
-from stretto.launch.recipe import load_recipe
+from stretto.launch.commands.dpo import load_preferences
+from stretto.launch.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / law.PACKAGE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.model.config import BuildConfig
+from stretto.model.hf.config import BuildConfig
 
 TINY = BuildConfig(
     hidden_size=32,

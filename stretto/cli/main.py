@@ -39,7 +39,7 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder
 
 def _refuse_mistakes(recipe: Path, overrides: list[str]) -> None:
     """Tell what is wrong with a recipe before what it needs is loaded, which takes seconds."""
-    from stretto.launch.recipe import load_recipe
+    from stretto.launch.recipe.recipe import load_recipe
 
     if not recipe.is_dir():
         load_recipe(recipe, overrides)
@@ -56,24 +56,24 @@ def train(
     """Train a policy by asynchronous reinforcement learning."""
     if dry_run:
         _refuse_mistakes(recipe, overrides or [])
-        from stretto.launch.train import check
+        from stretto.launch.commands.train import check
 
         check(recipe, overrides or [], resume)
         return
-    from stretto.launch.nursery import nursery
+    from stretto.processes.fork_server import nursery
 
     with nursery() as starter:  # first: it imports what roles need while the recipe is looked at here
         _refuse_mistakes(recipe, overrides or [])
-        from stretto.launch.train import prepare
+        from stretto.launch.commands.train import prepare
 
         prepared = prepare(recipe, overrides or [], run_dir, resume)
-        from stretto.dashboard.progress import open_display
+        from stretto.dashboard.terminal.progress import open_display
 
         with open_display(prepared.steps) as display:
             code = prepared.train(display, starter)
     # What draws takes a second to load, and neither who has made a mistake nor the training need wait for it.
-    from stretto.dashboard.plots import plot_run
-    from stretto.dashboard.summary import print_inspection
+    from stretto.dashboard.plots.plots import plot_run
+    from stretto.dashboard.terminal.summary import print_inspection
 
     print_inspection(prepared.path)
     for plot in plot_run(prepared.path):
@@ -88,12 +88,12 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Supervised training on the recipe's demonstrations (its warm start), written as a Hugging Face folder."""
-    from stretto.launch.nursery import nursery
+    from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
         _refuse_mistakes(recipe, overrides or [])
-        from stretto.dashboard.progress import open_display
-        from stretto.launch.warm_start import sft
+        from stretto.dashboard.terminal.progress import open_display
+        from stretto.launch.assemble.warm_start import sft
 
         with open_display(0) as display:
             sft(recipe, overrides or [], out, display.learning, starter)
@@ -107,11 +107,11 @@ def dpo(
     overrides: Overrides = None,
 ) -> None:
     """Learn from the recipe's pairs of answers (its [preferences]) by DPO, written as a Hugging Face folder."""
-    from stretto.launch.nursery import nursery
+    from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
-        from stretto.dashboard.progress import open_display
-        from stretto.launch.preferences import dpo
+        from stretto.dashboard.terminal.progress import open_display
+        from stretto.launch.commands.dpo import dpo
 
         with open_display(0) as display:
             dpo(recipe, overrides or [], out, display.learning, display.say, starter)
@@ -126,12 +126,12 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the accuracy of a policy on held-out prompts."""
-    from stretto.launch.nursery import nursery
+    from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
-        from stretto.launch.examine import examine
+        from stretto.launch.commands.evaluate import evaluate
 
-        evaluation = examine(model, task, overrides or [], starter)
+        evaluation = evaluate(model, task, overrides or [], starter)
     print(evaluation.as_json() if json else evaluation)
 
 
@@ -144,7 +144,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model [default: the folder's name].")] = None,
 ) -> None:
     """Serve a policy behind OpenAI's HTTP interface, until Ctrl-C."""
-    from stretto.launch.serve import serve
+    from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, overrides=overrides or [])
 
@@ -158,8 +158,8 @@ def inspect(
     ] = False,
 ) -> None:
     """Say what a run did: its accuracy, tokens, trajectories, staleness and how busy its roles were."""
-    from stretto.dashboard.check import print_balance
-    from stretto.dashboard.summary import print_inspection
+    from stretto.audit.check import print_balance
+    from stretto.dashboard.terminal.summary import print_inspection
 
     if ledger:
         raise typer.Exit(print_balance(run))
@@ -169,7 +169,7 @@ def inspect(
 @app.command()
 def check(run: RunFolder) -> None:
     """Decide from the records of a run alone whether it kept its promises: nothing lost, nothing twice."""
-    from stretto.dashboard.check import check_run, print_findings
+    from stretto.audit.check import check_run, print_findings
 
     raise typer.Exit(print_findings(check_run(run)))
 
@@ -185,10 +185,10 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
     """Train again from the batches on record, without generating: the run's weights, unless a setting differs."""
-    from stretto.launch.nursery import nursery
+    from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
-        from stretto.launch.replay import replay
+        from stretto.launch.commands.replay import replay
 
         replayed = replay(run, first, settings or [], out, starter=starter)
     print(replayed)
@@ -201,7 +201,7 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
 ) -> None:
     """Say at which step, and in what, two runs part."""
-    from stretto.dashboard.diff import diff_runs
+    from stretto.audit.diff import diff_runs
 
     parting = diff_runs(first, second)
     print(parting)

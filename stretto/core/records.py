@@ -92,7 +92,7 @@ class Sampling(Record, frozen=True):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-class Begun(Record, frozen=True):
+class Partial(Record, frozen=True):
     """The first tokens of an answer whose engine, or whose run, was lost: it goes on behind them.
 
     Fields as of `Completion`; all zero tokens long for an answer that begins at its beginning.
@@ -116,7 +116,7 @@ class GenerateRequest(Record, frozen=True):
     prompt_token_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
-    begun: tuple[Begun, ...] = ()
+    begun: tuple[Partial, ...] = ()
     top_logprobs: int = 0  # likeliest tokens wanted for each place of the answers
 
 

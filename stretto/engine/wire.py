@@ -39,13 +39,13 @@ class AbortRequest(Record, frozen=True):
     request: str
 
 
-class WrittenRequest(Record, frozen=True):
+class PartialsRequest(Record, frozen=True):
     """Which tokens are known: of each request the tokens of each member. Others are not asked about."""
 
     known: dict[str, list[int]]
 
 
-class WrittenTokens(Record, frozen=True):
+class PartialTokens(Record, frozen=True):
     """What an unfinished answer has beyond its known tokens."""
 
     request: str

@@ -15,8 +15,8 @@ import msgspec
 
 from stretto.core.errors import RewardFunctionError
 from stretto.core.frames import Unframer, frame
-from stretto.core.lifeline import die_with_parent
 from stretto.core.records import Verdict
+from stretto.processes.heartbeat import die_with_parent
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
 from stretto.rewards.loading import facts_of, load_reward

@@ -28,7 +28,7 @@ from stretto.rollout.config import BeyondBound
 
 
 @dataclass(frozen=True)
-class Facts:
+class QueueState:
     """What a batch is decided from.
 
     `finished` is in the order of admission (oldest first); `in_flight` holds the admitted versions of the groups that
@@ -43,7 +43,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BatchChoice:
     """The groups to train on now (none if the batch must wait), and those that have to leave."""
 
     groups: tuple[Group, ...] = ()
@@ -51,42 +51,42 @@ class Choice:
     oldest_trainable: int = 0
 
 
-def choose(policy: BeyondBound, facts: Facts) -> Choice:
+def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
     """The next batch under `policy`."""
     return POLICIES[policy](facts)
 
 
-def train_whatever_is_finished(facts: Facts) -> Choice:
+def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
     """The paper: oldest finished first, no second look (section 5.1)."""
     if len(facts.finished) < facts.batch_size:
-        return Choice()
-    return Choice(groups=tuple(facts.finished[: facts.batch_size]))
+        return BatchChoice()
+    return BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
 
 
-def wait_for_what_is_due(facts: Facts) -> Choice:
+def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
     """Oldest finished first, unless that would leave more due by some version than the batches until then can take."""
     choice = train_whatever_is_finished(facts)
     left = [group.admitted_version for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
         return choice
-    return Choice()
+    return BatchChoice()
 
 
-def mask_what_is_stale(facts: Facts) -> Choice:
+def mask_what_is_stale(facts: QueueState) -> BatchChoice:
     """Oldest finished first; tokens that are too old for this version stay out of the loss."""
     choice = train_whatever_is_finished(facts)
     oldest = max(0, facts.version - facts.max_staleness)
-    return Choice(groups=choice.groups, oldest_trainable=int(oldest))
+    return BatchChoice(groups=choice.groups, oldest_trainable=int(oldest))
 
 
-def expire_what_is_stale(facts: Facts) -> Choice:
+def expire_what_is_stale(facts: QueueState) -> BatchChoice:
     """Groups with a token that is too old leave; the batch is made of the others."""
     fresh: list[Group] = []
     expired: list[Group] = []
     for group in facts.finished:
         (fresh if is_fresh(group, facts) else expired).append(group)
     taken = fresh[: facts.batch_size] if len(fresh) >= facts.batch_size else ()
-    return Choice(groups=tuple(taken), expired=tuple(expired))
+    return BatchChoice(groups=tuple(taken), expired=tuple(expired))
 
 
 POLICIES = {
@@ -97,12 +97,12 @@ POLICIES = {
 }
 
 
-def is_fresh(group: Group, facts: Facts) -> bool:
+def is_fresh(group: Group, facts: QueueState) -> bool:
     """May every token of the group be trained on at this version?"""
     return facts.version - group.oldest_version <= facts.max_staleness
 
 
-def can_all_be_trained_in_time(left: Iterable[int], facts: Facts) -> bool:
+def can_all_be_trained_in_time(left: Iterable[int], facts: QueueState) -> bool:
     """With a batch at `facts.version` just taken, is there for every group left a batch that is not too late?
 
     `left` holds admitted versions. For each version d, those due by d need places in the ``d - version`` batches that

@@ -34,7 +34,7 @@ from stretto.core.records import (
     derive_seed,
     trajectory_id,
 )
-from stretto.rollout.batching import Facts, choose
+from stretto.rollout.batching import QueueState, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
 from stretto.rollout.prompts import Draw, Position, PromptStream
@@ -45,7 +45,7 @@ class TooManyFailures(StrettoError):
     """So many groups failed in a row that going on would train on nothing."""
 
 
-class Standing(Record, frozen=True):
+class ControllerState(Record, frozen=True):
     """Where a controller stands, beside the states of its trajectories: the prompts, and how often those of unfinished
     groups have failed before (groups that have not are left out)."""
 
@@ -164,11 +164,11 @@ class Controller:
             self._in_flight[group_id] = ticket
         return ticket
 
-    def standing(self) -> Standing:
+    def standing(self) -> ControllerState:
         """What a later `restore` needs beside the journal."""
         draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
-        return Standing(position=self._prompts.position(), failures=failures)
+        return ControllerState(position=self._prompts.position(), failures=failures)
 
     def _request(self, draw: Draw) -> GenerateRequest:
         group_id = draw.group_id
@@ -259,8 +259,8 @@ class Controller:
         self.filtered = 0
         return batch
 
-    def _facts(self) -> Facts:
-        return Facts(
+    def _facts(self) -> QueueState:
+        return QueueState(
             finished=[group for _, group in self._buffer],
             in_flight=[ticket.admitted_version for ticket in self._in_flight.values()],
             version=self.published,

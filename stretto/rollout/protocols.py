@@ -27,7 +27,7 @@ class Detokenize(Protocol):
 
 
 class Journal(Protocol):
-    """Where state changes are written before they take effect (`store.ledger`, or a counter in a simulation)."""
+    """Where state changes are written before they take effect (`store.ledger.ledger`, or a counter in a simulation)."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """`members` trajectories of the group are in flight."""

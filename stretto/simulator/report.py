@@ -9,7 +9,7 @@ from stretto.core.records import Batch
 
 
 @dataclass
-class Report:
+class SimulationReport:
     """Counts of answers and of their tokens; prompts count nothing.
 
     `staleness` counts the tokens that were learned from, by their age in versions. The counters named "by length" have

@@ -27,7 +27,7 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.simulator.accounts import Accounts
-from stretto.simulator.report import Report
+from stretto.simulator.report import SimulationReport
 from stretto.simulator.workload import Workload
 
 
@@ -46,7 +46,7 @@ class SimulatedRun:
     def __init__(self, config: RolloutConfig, workload: Workload, steps: int, seed: int) -> None:
         self.clock = VirtualClock()
         self.accounts = Accounts()
-        self.report = Report()
+        self.report = SimulationReport()
         self._workload, self._steps = workload, steps
         self._chance = random.Random(seed)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(997)], seed)
@@ -55,7 +55,7 @@ class SimulatedRun:
         self._flights: dict[str, Flight] = {}
         self._idle_since: float | None = 0.0
 
-    def run(self) -> Report:
+    def run(self) -> SimulationReport:
         """Raises RuntimeError when nothing can happen any more before the last step: the run would be stuck."""
         self._admit()
         while self.report.steps < self._steps:

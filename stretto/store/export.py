@@ -12,10 +12,10 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError, StoreError
 from stretto.core.records import Record, trajectory_id
-from stretto.store.rows import Payload
-from stretto.store.run_folder import RunFolder
-from stretto.store.schema import open_for_reading
-from stretto.store.seals import SIZE
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.rows import Payload
+from stretto.store.ledger.schema import open_for_reading
+from stretto.store.ledger.seals import SIZE
 
 _ROWS = """
     SELECT groups.id, prompt_id, member, prompt_token_ids, payload, reward, verdict, state, reason,

@@ -13,8 +13,8 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Record
-from stretto.store.run_folder import RunFolder
-from stretto.store.schema import open_for_reading
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.schema import open_for_reading
 
 
 class Totals(Record, frozen=True):
@@ -39,7 +39,7 @@ class Totals(Record, frozen=True):
 TOTALS = "totals"
 
 
-class Tokens(Record, frozen=True):
+class TokenCounts(Record, frozen=True):
     """Token counts. Wasted tokens will never be trained on: of answers that ended untrained or were stopped, and masked
     ones."""
 
@@ -49,7 +49,7 @@ class Tokens(Record, frozen=True):
     wasted: int
 
 
-class Trajectories(Record, frozen=True):
+class TrajectoryCounts(Record, frozen=True):
     """Trajectories by state; issued is the sum of the rest."""
 
     issued: int
@@ -79,8 +79,8 @@ class Inspection(Record, frozen=True):
     rl_seconds: float
     initial_accuracy: float | None
     final_accuracy: float | None
-    tokens: Tokens
-    trajectories: Trajectories
+    tokens: TokenCounts
+    trajectories: TrajectoryCounts
     staleness: StalenessSummary
     interrupted: int  # trajectories that a weight update stopped in mid-sentence at least once
     multi_version: int  # trajectories with tokens of two or more versions
@@ -122,7 +122,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
         rl_seconds=totals.rl_seconds,
         initial_accuracy=totals.initial_accuracy,
         final_accuracy=totals.final_accuracy,
-        tokens=Tokens(
+        tokens=TokenCounts(
             generated=totals.generated,
             trained=sum(staleness.histogram.values()),
             recomputed=totals.recomputed,
@@ -136,7 +136,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
     )
 
 
-def _trajectories(connection: sqlite3.Connection) -> Trajectories:
+def _trajectories(connection: sqlite3.Connection) -> TrajectoryCounts:
     """Counted twice, by groups and by states.
 
     Raises:
@@ -147,7 +147,7 @@ def _trajectories(connection: sqlite3.Connection) -> Trajectories:
     if issued != sum(states.values()):
         raise StoreError(f"the ledger issued {issued} trajectories and knows the state of {sum(states.values())}")
     names = ("trained", "buffered", "in_flight", "filtered", "expired", "failed")
-    return Trajectories(issued=issued, **{name: states.get(name, 0) for name in names})
+    return TrajectoryCounts(issued=issued, **{name: states.get(name, 0) for name in names})
 
 
 def _staleness(connection: sqlite3.Connection, bound: float | None) -> StalenessSummary:

@@ -7,8 +7,8 @@
     critic/                      the same of a critic, where there is one
 
 Written and read by torch's distributed checkpoints in their safetensors form: whatever number of ranks has written a
-checkpoint, any number can go on from it, and nothing in it is a pickle. A `Snapshot` is written while training goes on.
-Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.checkpoints`.
+checkpoint, any number can go on from it, and nothing in it is a pickle. A `TrainerState` is written while training goes on.
+Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.folder.checkpoints`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import StoreError, described
-from stretto.trainer.ranks import Ranks
-from stretto.trainer.stepper import Stepper
+from stretto.trainer.optimizer import Optimizer
+from stretto.trainer.parallel.ranks import Ranks
 
 _POSITION = "trainer.json"
 _FILE_BYTES = 64 << 20
@@ -51,7 +51,7 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class TrainerState:
     """This rank's part as it was at `position`, in the machine's memory; no training changes it."""
 
     position: TrainerPosition
@@ -59,7 +59,7 @@ class Snapshot:
     ranks: Ranks
 
     @classmethod
-    def of(cls, stepper: Stepper, version: int) -> Self:
+    def of(cls, stepper: Optimizer, version: int) -> Self:
         """A copy; nothing else is waited for."""
         position = TrainerPosition(version=version, bad_steps_in_a_row=stepper.bad_steps_in_a_row)
         return cls(
@@ -104,7 +104,7 @@ def _told(error: BaseException) -> str:
     return described(error) if isinstance(error, OSError) else str(error)
 
 
-def load(folder: Path, stepper: Stepper) -> int:
+def load(folder: Path, stepper: Optimizer) -> int:
     """Put the parameters and their optimizer where the checkpoint stands; returns the version. All ranks call it.
 
     Raises:
@@ -129,11 +129,11 @@ def load(folder: Path, stepper: Stepper) -> int:
     return position.version
 
 
-def _trained(stepper: Stepper) -> list[tuple[str, Tensor]]:
+def _trained(stepper: Optimizer) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in stepper.trained.named_parameters() if parameter.requires_grad]
 
 
-def _state(stepper: Stepper) -> dict[str, Tensor]:
+def _state(stepper: Optimizer) -> dict[str, Tensor]:
     """Everything by name. An optimizer that has not made a step is given the moments that it would begin with."""
     state, counts = dict[str, Tensor](), list[Tensor]()
     for name, parameter in _trained(stepper):

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, StopReason, Trajectory
-from stretto.model.layers import checkpoint_activations
-from stretto.model.logprobs import PackedTokens, hidden_states
-from stretto.model.onednn import use_onednn
-from stretto.trainer.asking import ask
+from stretto.model.hf.layers import checkpoint_activations
+from stretto.model.kernels.matmul import use_onednn
+from stretto.model.packed.logprobs import PackedTokens, hidden_states
+from stretto.trainer.batch.minibatch import Minibatch
+from stretto.trainer.batch.scoring import ask
 from stretto.trainer.config import CriticConfig, TrainerConfig
-from stretto.trainer.minibatch import Minibatch
-from stretto.trainer.ranks import ALONE, Ranks
-from stretto.trainer.stepper import OptimizerStep, Stepper, learning_rate
+from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
+from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -36,7 +36,7 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> 
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
-class Critic(Stepper):
+class Critic(Optimizer):
     """Example::
 
     values = critic.answer_values(batch)             # before the step

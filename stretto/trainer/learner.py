@@ -5,18 +5,18 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.model.layers import checkpoint_activations
-from stretto.model.logprobs import PackedTokens, TokenLogprobs
+from stretto.model.hf.layers import checkpoint_activations
+from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs
 from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.optimizer import Optimizer
+from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.policy import Policy
-from stretto.trainer.ranks import ALONE, Ranks
-from stretto.trainer.stepper import Stepper
 
 #: The model's own distribution; how long answers may become makes no difference to it.
 UNCHANGED = Sampling(max_tokens=1)
 
 
-class Learner(Stepper):
+class Learner(Optimizer):
     """Forward, backward by the caller, step.
 
     Example::

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stretto.trainer.critic import explained_variance
-from stretto.trainer.losses import DIAGNOSTICS, Loss
-from stretto.trainer.ranks import Ranks
-from stretto.trainer.stepper import OptimizerStep
+from stretto.trainer.objective.losses import DIAGNOSTICS, Loss
+from stretto.trainer.optimizer import OptimizerStep
+from stretto.trainer.parallel.ranks import Ranks
 
 _NAMES = {
     "clipped": "clip_fraction",

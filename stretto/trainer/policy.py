@@ -7,8 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.model.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
-from stretto.model.onednn import use_onednn
+from stretto.model.kernels.matmul import use_onednn
+from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
 
 

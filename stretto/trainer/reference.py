@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
-from stretto.model.layers import decoder_layers
-from stretto.model.logprobs import PackedTokens
-from stretto.trainer.adapters import without_adapters
-from stretto.trainer.asking import ask
+from stretto.model.hf.layers import decoder_layers
+from stretto.model.packed.logprobs import PackedTokens
+from stretto.trainer.batch.scoring import ask
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.learner import Learner
+from stretto.trainer.parallel.adapters import without_adapters
+from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.policy import Policy
-from stretto.trainer.ranks import ALONE, Ranks
 
 
 class Reference(Protocol):

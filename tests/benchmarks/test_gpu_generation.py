@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import gpu_generation
 from benchmarks.gpu_generation import Measured, exactness, main, row
-from stretto.model.cached import CachedPolicy
+from stretto.model.decode.policy import DecodePolicy
 
 CPU = torch.device("cpu")
 
@@ -24,13 +24,13 @@ def test_the_check_runs_to_the_end(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_answers_that_are_not_those_of_transformers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CachedPolicy.forward
+    right = DecodePolicy.forward
 
     def wrong(*asked: Any) -> Any:
         order, logits = right(*asked)
         return order, logits.roll(1, -1)
 
-    monkeypatch.setattr(CachedPolicy, "forward", wrong)
+    monkeypatch.setattr(DecodePolicy, "forward", wrong)
     assert not exactness("tiny", CPU, 2, 20, 4)["exact"]
 
 

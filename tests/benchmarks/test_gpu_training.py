@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import gpu_training
 from benchmarks.gpu_training import build, peak_rate, row
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize(("sequences", "dtype"), [(1, "float32"), (4, "bfloat16")])

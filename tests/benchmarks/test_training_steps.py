@@ -15,12 +15,12 @@ from benchmarks.lengths import batch, load, tokens
 from benchmarks.padded import PaddedTrainer
 from benchmarks.training_steps import ALGORITHM, DealtTrainer, dealt, fixed_count, in_turn
 from stretto.core.records import Sampling
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.folder import load_policy
-from stretto.model.packed import PACKED_ATTENTION
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import load_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 
 CONFIG = TrainerConfig(minibatches=1, learning_rate=1e-2, eps=1e-3, max_grad_norm=0.7, weight_decay=0.1)
 GROUPS = [(3, (2, 5, 4)), (6, (1, 7, 3))]

@@ -17,9 +17,9 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from stretto.launch.plan import make_plan
-from stretto.launch.recipe import Recipe, load_recipe
-from stretto.launch.warm_start import warm_start
+from stretto.launch.assemble.warm_start import warm_start
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import Recipe, load_recipe
 from stretto.store.inspection import inspect_run
 from tests.launch.running import ROOT, TINY, Ended, Laboratory
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
 from tests.launch.running import TINY, Ended, Laboratory, with_sections
 
 ROOT = Path(__file__).parents[2]

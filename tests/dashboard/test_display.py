@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.dashboard.panel import sparkline
-from stretto.dashboard.progress import Display, LineDisplay, PanelDisplay, open_display
-from stretto.dashboard.summary import bar, print_inspection, print_summary
-from stretto.store.config import StoreConfig
+from stretto.dashboard.terminal.panel import sparkline
+from stretto.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
+from stretto.dashboard.terminal.summary import bar, print_inspection, print_summary
+from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals, inspect_run
-from stretto.store.ledger import Ledger
-from stretto.store.metrics import EvaluationLine, StepMetrics
-from stretto.store.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 
 @dataclass(frozen=True)

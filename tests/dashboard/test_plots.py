@@ -27,15 +27,15 @@ from stretto.core.records import (
     Update,
     Verdict,
 )
-from stretto.dashboard.curves import smooth
-from stretto.dashboard.plots import plot_run
-from stretto.dashboard.timeline import Window, busy_fraction, middle_window, plot_timeline
-from stretto.store.config import StoreConfig
+from stretto.dashboard.plots.curves import smooth
+from stretto.dashboard.plots.plots import plot_run
+from stretto.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
+from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals
-from stretto.store.ledger import Ledger
-from stretto.store.metrics import EvaluationLine, MetricsLog, StepMetrics
-from stretto.store.run_folder import RunFolder
-from stretto.store.spans import SpanLog
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.spans import SpanLog
 
 NAMES = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
 

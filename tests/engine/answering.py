@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.native.engine import NativeEngine
 
 EOS = 1
 EXACT = 1e-5
@@ -30,17 +30,17 @@ def request(name: str, *, prompt: int = 9, seeds: Sequence[int] = (1,), **sampli
     )
 
 
-def engine_of(folder: Path, **settings: object) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig.model_validate({"slots": 8, **settings}))
+def engine_of(folder: Path, **settings: object) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 8, **settings}))
 
 
-def finish(engine: EmbeddedEngine, *requests: GenerateRequest) -> dict[tuple[str, int], Completion]:
+def finish(engine: NativeEngine, *requests: GenerateRequest) -> dict[tuple[str, int], Completion]:
     for wanted in requests:
         engine.add(wanted)
     return drain(engine)
 
 
-def drain(engine: EmbeddedEngine) -> dict[tuple[str, int], Completion]:
+def drain(engine: NativeEngine) -> dict[tuple[str, int], Completion]:
     ended = {}
     while not engine.idle:
         for completion in engine.step():

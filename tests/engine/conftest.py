@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stretto.model.build import build_policy
+from stretto.model.hf.build import build_policy
 from tests.engine.openai_serving import NAME, Serving, build_byte_policy, serve_process
 from tests.tiny_policy import TINY
 

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 
 class Decoder:
-    """A tokenizer's backend as `model.tokenizer.Tokenizer` uses it; counts the tokens that it decodes."""
+    """A tokenizer's backend as `model.hf.tokenizer.Tokenizer` uses it; counts the tokens that it decodes."""
 
     def __init__(self, backend: Tokenizer, end: str) -> None:
         self._backend = backend

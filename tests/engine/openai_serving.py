@@ -19,14 +19,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from stretto.core.records import Completion, GenerateRequest
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import Generation, SharedGeneration
-from stretto.engine.listening import PatientServer, bind, run_app
-from stretto.engine.openai_app import OpenAIApp
-from stretto.engine.openai_asking import ServedModel
-from stretto.engine.server import EngineApp
-from stretto.model.folder import quiet_transformers
-from stretto.model.tokenizer import load_tokenizer
+from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.server import EngineApp
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import Generation, SharedGeneration
+from stretto.engine.openai.app import OpenAIApp
+from stretto.engine.openai.translate import ServedModel
+from stretto.model.hf.folder import quiet_transformers
+from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.serving import Mailbox
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def build_byte_policy(folder: Path) -> Path:
     return folder
 
 
-def generated(engine: EmbeddedEngine, request: GenerateRequest) -> list[Completion]:
+def generated(engine: NativeEngine, request: GenerateRequest) -> list[Completion]:
     """What the engine makes of a request by itself."""
     engine.add(request)
     ended: list[Completion] = []
@@ -80,17 +80,17 @@ def generated(engine: EmbeddedEngine, request: GenerateRequest) -> list[Completi
 
 @asynccontextmanager
 async def openai_served(
-    engine: EmbeddedEngine,
+    engine: NativeEngine,
     folder: Path,
     mailbox: Mailbox | None = None,
     patience: float = 0.0,
     kind: type[Generation] = SharedGeneration,
-) -> AsyncIterator[tuple[httpx.AsyncClient, PatientServer]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, GracefulServer]]:
     """An HTTP client of a running server, and that server."""
     generation = kind(engine)
     tokens = EngineApp(generation, mailbox or Mailbox())
     app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens)
-    server = PatientServer(app, generation, keep_alive_seconds=60, patience=patience)
+    server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     running = asyncio.create_task(run_app(server, [listening], generation))

@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from stretto.core.errors import EngineLost, WireError
-from stretto.engine.client import HttpEngine
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.server import run_server
+from stretto.engine.http.client import HttpEngine
+from stretto.engine.http.server import run_server
+from stretto.engine.native.engine import NativeEngine
 
 
 class Mailbox:
@@ -32,7 +32,7 @@ class Mailbox:
 
 @asynccontextmanager
 async def served(
-    engine: EmbeddedEngine, address: str | Path, mailbox: Mailbox | None = None, answer_seconds: float = 20.0
+    engine: NativeEngine, address: str | Path, mailbox: Mailbox | None = None, answer_seconds: float = 20.0
 ) -> AsyncIterator[HttpEngine]:
     """A client of a running server; `address` may be the path of the socket."""
     address = f"unix:{address}" if isinstance(address, Path) else address

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import GenerateRequest
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.sampling import BrokenLogits
-from stretto.model.folder import save_policy
-from stretto.model.tokenizer import load_tokenizer
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.sampling import BrokenLogits
+from stretto.model.hf.folder import save_policy
+from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.answering import drain, engine_of, finish, request
 from tests.engine.openai_serving import NAME, openai_served, serve_process
 
@@ -103,7 +103,7 @@ def test_requests_whose_logits_are_not_finite_are_named_and_can_be_given_up(
 
 def test_who_gets_the_slot_of_a_broken_answer_does_not_see_its_numbers(folders: dict[str, Path]) -> None:
     """In float16 all rows of a shelf are read as far as its longest: hidden numbers enter the products."""
-    engine = EmbeddedEngine.load(folders["float16"], EngineConfig(slots=2, dtype="float16"))
+    engine = NativeEngine.load(folders["float16"], EngineConfig(slots=2, dtype="float16"))
     engine.add(breaking("b", folders["float16"], prompt=30))
     with pytest.raises(BrokenLogits) as broken:
         engine.step()
@@ -122,7 +122,7 @@ def test_a_request_that_breaks_the_numbers_is_told_and_takes_no_other_with_it(
     fragile_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        engine = EmbeddedEngine.load(fragile_folder, EngineConfig(slots=8), name="engine-0")
+        engine = NativeEngine.load(fragile_folder, EngineConfig(slots=8), name="engine-0")
         async with openai_served(engine, fragile_folder) as (client, _):
             alone = (await answer(client)).json()["choices"]
             before = engine.health().generated

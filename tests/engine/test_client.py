@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import EngineLost, WireError
-from stretto.engine.client import HttpEngine
+from stretto.engine.http.client import HttpEngine
 
 
 def test_the_client_loads_no_torch() -> None:
-    program = "import sys, stretto.engine.client; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    program = (
+        "import sys, stretto.engine.http.client; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest, TornPublication
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
-from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.native.engine import NativeEngine
 from tests.engine.answering import (
     EOS,
     EXACT,
@@ -139,7 +139,7 @@ def test_an_update_with_equal_weights_changes_no_token(folder: Path, plain: PreT
     assert {key: c.token_ids for key, c in ended.items()} == {key: c.token_ids for key, c in undisturbed.items()}
 
 
-def _update(engine: EmbeddedEngine, version: int, model: PreTrainedModel) -> list[Completion]:
+def _update(engine: NativeEngine, version: int, model: PreTrainedModel) -> list[Completion]:
     engine.update(version, weights(model))
     return []
 

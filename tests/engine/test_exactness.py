@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.cached import CACHED_ATTENTION
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
 from tests.engine.answering import (
     EOS,
     EXACT,
@@ -87,9 +87,9 @@ class Pair:
     plain: PreTrainedModel
     driven: PreTrainedModel
 
-    def engine(self, **settings: object) -> EmbeddedEngine:
+    def engine(self, **settings: object) -> NativeEngine:
         config = EngineConfig.model_validate({"slots": 32, **settings})
-        return EmbeddedEngine(copy.deepcopy(self.driven), config)
+        return NativeEngine(copy.deepcopy(self.driven), config)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

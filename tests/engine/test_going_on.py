@@ -14,21 +14,21 @@ import pytest
 from msgspec.structs import replace
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import Begun, Completion, GenerateRequest, Sampling
+from stretto.core.records import Completion, GenerateRequest, Partial, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.folder import load_policy
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.hf.folder import load_policy
 
 REQUEST = GenerateRequest(
     id="0.17.0", prompt_token_ids=(5, 12, 8), seeds=(1, 2, 3), sampling=Sampling(max_tokens=24, temperature=0.8)
 )
 
 
-def engine(folder: Path, **settings: int) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig.model_validate({"slots": 2} | settings))
+def engine(folder: Path, **settings: int) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 2} | settings))
 
 
-def finished(engine: EmbeddedEngine, request: GenerateRequest) -> list[Completion]:
+def finished(engine: NativeEngine, request: GenerateRequest) -> list[Completion]:
     engine.add(request)
     completions = []
     while not engine.idle:
@@ -36,9 +36,9 @@ def finished(engine: EmbeddedEngine, request: GenerateRequest) -> list[Completio
     return sorted(completions, key=lambda completion: completion.member)
 
 
-def beginning(completion: Completion, tokens: int) -> Begun:
+def beginning(completion: Completion, tokens: int) -> Partial:
     cut = slice(0, tokens)
-    return Begun(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
+    return Partial(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -71,7 +71,7 @@ def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_we
     second = engine(folder)
     weights = {name: parameter * 1.5 for name, parameter in load_policy(folder).named_parameters()}
     second.update(4, weights)
-    begun = [Begun(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
+    begun = [Partial(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
     seeds = tuple(REQUEST.seeds[member] for member in written)
     going_on = finished(second, replace(REQUEST, seeds=seeds, begun=tuple(begun)))
     for completion, some in zip(going_on, begun, strict=True):
@@ -91,22 +91,28 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("begun", "message"),
     [
-        ((Begun(),), "begun: 1 answers for 3 seeds; none, or one for each seed"),
-        ((Begun((4,), (), (0,)), Begun(), Begun()), "begun: 1 tokens; as many log-probabilities and versions"),
+        ((Partial(),), "begun: 1 answers for 3 seeds; none, or one for each seed"),
+        ((Partial((4,), (), (0,)), Partial(), Partial()), "begun: 1 tokens; as many log-probabilities and versions"),
         (
-            (Begun((4,) * 24, (-0.5,) * 24, (0,) * 24), Begun(), Begun()),
+            (Partial((4,) * 24, (-0.5,) * 24, (0,) * 24), Partial(), Partial()),
             "begun: 24 tokens; fewer than 24, which max_tokens and the context of 192 leave",
         ),
-        ((Begun((99,), (-0.5,), (0,)), Begun(), Begun()), "begun: token 99; 0 to 21, the vocabulary"),
-        ((Begun((-1,), (-0.5,), (0,)), Begun(), Begun()), "begun: token -1; 0 to 21, the vocabulary"),
-        ((Begun((4,), (-0.5,), (7,)), Begun(), Begun()), "begun.versions: version 7; 0 to 0, the version in use"),
-        ((Begun((4, 4), (-1, -1), (9, 0)), Begun(), Begun()), "begun.versions: version 9; 0 to 0, the version in use"),
-        ((Begun((4,), (-0.5,), (-(2**70),)), Begun(), Begun()), f"begun.versions: version {-(2**70)}; 0 to 0"),
-        ((Begun((4,), (math.nan,), (0,)), Begun(), Begun()), "begun.behavior_logprobs: nan; finite numbers"),
-        ((Begun((4,), (-math.inf,), (0,)), Begun(), Begun()), "begun.behavior_logprobs: -inf; finite numbers"),
-        ((Begun((4,), (-1e39,), (0,)), Begun(), Begun()), "begun.behavior_logprobs: -1e+39; finite numbers"),
-        ((Begun((4,), (-0.5,), (0,), 2**63), Begun(), Begun()), f"begun.interrupted: {2**63}; 0 to 2,147,483,647"),
-        ((Begun((4,), (-0.5,), (0,), -1), Begun(), Begun()), "begun.interrupted: -1; 0 to 2,147,483,647"),
+        ((Partial((99,), (-0.5,), (0,)), Partial(), Partial()), "begun: token 99; 0 to 21, the vocabulary"),
+        ((Partial((-1,), (-0.5,), (0,)), Partial(), Partial()), "begun: token -1; 0 to 21, the vocabulary"),
+        ((Partial((4,), (-0.5,), (7,)), Partial(), Partial()), "begun.versions: version 7; 0 to 0, the version in use"),
+        (
+            (Partial((4, 4), (-1, -1), (9, 0)), Partial(), Partial()),
+            "begun.versions: version 9; 0 to 0, the version in use",
+        ),
+        ((Partial((4,), (-0.5,), (-(2**70),)), Partial(), Partial()), f"begun.versions: version {-(2**70)}; 0 to 0"),
+        ((Partial((4,), (math.nan,), (0,)), Partial(), Partial()), "begun.behavior_logprobs: nan; finite numbers"),
+        ((Partial((4,), (-math.inf,), (0,)), Partial(), Partial()), "begun.behavior_logprobs: -inf; finite numbers"),
+        ((Partial((4,), (-1e39,), (0,)), Partial(), Partial()), "begun.behavior_logprobs: -1e+39; finite numbers"),
+        (
+            (Partial((4,), (-0.5,), (0,), 2**63), Partial(), Partial()),
+            f"begun.interrupted: {2**63}; 0 to 2,147,483,647",
+        ),
+        ((Partial((4,), (-0.5,), (0,), -1), Partial(), Partial()), "begun.interrupted: -1; 0 to 2,147,483,647"),
     ],
     ids=[
         *("too few", "uneven", "too long", "no token", "below the vocabulary"),
@@ -115,7 +121,7 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     ],
 )
 def test_a_beginning_that_no_engine_can_have_written_is_refused(
-    folder: Path, begun: tuple[Begun, ...], message: str
+    folder: Path, begun: tuple[Partial, ...], message: str
 ) -> None:
     with pytest.raises(RefusedRequest) as refused:
         engine(folder).add(replace(REQUEST, begun=begun))
@@ -125,10 +131,10 @@ def test_a_beginning_that_no_engine_can_have_written_is_refused(
 def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
     ours = engine(folder)
     ours.version = 3
-    going_back = replace(REQUEST, seeds=(1,), begun=(Begun((4, 4), (-0.5, -0.5), (2, 1)),))
+    going_back = replace(REQUEST, seeds=(1,), begun=(Partial((4, 4), (-0.5, -0.5), (2, 1)),))
     with pytest.raises(RefusedRequest, match=r"begun\.versions: a version after a newer one; versions that never"):
         ours.add(going_back)
-    forward = replace(going_back, begun=(Begun((4, 4), (-0.5, -0.5), (1, 2)),))
+    forward = replace(going_back, begun=(Partial((4, 4), (-0.5, -0.5), (1, 2)),))
     assert finished(ours, forward)[0].versions[:3] == (1, 2, 3)
 
 
@@ -136,7 +142,7 @@ def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_pla
     ours, long = engine(folder), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
 
     def begun(tokens: int) -> GenerateRequest:
-        return replace(long, begun=(Begun((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
+        return replace(long, begun=(Partial((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
 
     for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
         with pytest.raises(RefusedRequest, match=f"begun: {tokens} tokens; fewer than 189, .* the context of 192"):

@@ -17,8 +17,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason, derive_seed
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.tokenizer import Tokenizer, load_tokenizer
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated
 
 PROMPT = "the cat"
@@ -42,12 +42,12 @@ def tokenizer(byte_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def engine(byte_folder: Path) -> EmbeddedEngine:
-    return EmbeddedEngine.load(byte_folder, EngineConfig())
+def engine(byte_folder: Path) -> NativeEngine:
+    return NativeEngine.load(byte_folder, EngineConfig())
 
 
 def expected(
-    engine: EmbeddedEngine, prompt: tuple[int, ...], answers: int, likeliest: int = 0, **sampling: Any
+    engine: NativeEngine, prompt: tuple[int, ...], answers: int, likeliest: int = 0, **sampling: Any
 ) -> list[Completion]:
     """What the engine itself makes of the same request."""
     seeds = (SEED, *(derive_seed(SEED, member) for member in range(1, answers)))
@@ -63,7 +63,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
-def test_completions_are_the_engines(client: openai.OpenAI, engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
+def test_completions_are_the_engines(client: openai.OpenAI, engine: NativeEngine, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode(PROMPT)
     answers = expected(engine, prompt, 3, max_tokens=60, temperature=0.8)
     reply = client.completions.create(
@@ -105,7 +105,7 @@ def test_a_streamed_completion_says_the_same(client: openai.OpenAI, logprobs: in
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_chats_are_the_engines(client: openai.OpenAI, engine: EmbeddedEngine, tokenizer: Tokenizer) -> None:
+def test_chats_are_the_engines(client: openai.OpenAI, engine: NativeEngine, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
     answers = expected(engine, prompt, 2, max_tokens=50)
     reply = client.chat.completions.create(
@@ -145,7 +145,7 @@ def test_a_streamed_chat_says_the_same(client: openai.OpenAI) -> None:
     "sampling", [{"temperature": 0.8}, {"temperature": 0.0}, {"extra_body": {"top_k": 2}}], ids=str
 )
 def test_completions_tell_the_likeliest_tokens(
-    client: openai.OpenAI, tokenizer: Tokenizer, engine: EmbeddedEngine, sampling: dict[str, Any]
+    client: openai.OpenAI, tokenizer: Tokenizer, engine: NativeEngine, sampling: dict[str, Any]
 ) -> None:
     plain = sampling.get("extra_body", sampling)
     (answer,) = expected(engine, tokenizer.encode(PROMPT), 1, likeliest=3, max_tokens=30, **plain)
@@ -171,7 +171,7 @@ def test_completions_tell_the_likeliest_tokens(
     assert [texts for each in streamed for texts in each.top_logprobs or ()] == told.top_logprobs
 
 
-def test_chats_tell_the_likeliest_tokens(client: openai.OpenAI, tokenizer: Tokenizer, engine: EmbeddedEngine) -> None:
+def test_chats_tell_the_likeliest_tokens(client: openai.OpenAI, tokenizer: Tokenizer, engine: NativeEngine) -> None:
     prompt = tokenizer.encode("<system>Be brief.<user>Say é.<assistant>", special_tokens=False)
     answers = expected(engine, prompt, 2, likeliest=4, max_tokens=30, top_p=0.9)
     fields: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 2, "seed": SEED, "max_tokens": 30, "top_p": 0.9}
@@ -219,7 +219,7 @@ def test_seeds_reproduce_and_their_absence_does_not(client: openai.OpenAI) -> No
     assert text(temperature=0) == text(temperature=0, seed=9)
 
 
-def test_an_answer_may_end_early_or_fill_the_context(client: openai.OpenAI, engine: EmbeddedEngine) -> None:
+def test_an_answer_may_end_early_or_fill_the_context(client: openai.OpenAI, engine: NativeEngine) -> None:
     """With enough seeds some answer ends by itself; without a limit, a chat's answer ends there or with the context."""
     answers = expected(engine, (7, 8), 40, max_tokens=100)
     assert StopReason.STOP in {answer.stop_reason for answer in answers}

@@ -21,11 +21,11 @@ from starlette.types import Receive, Scope, Send
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import MOST_WAITING, Generation, Stream
-from stretto.engine.openai_app import OpenAIApp
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import MOST_WAITING, Generation, Stream
+from stretto.engine.openai.app import OpenAIApp
 from stretto.engine.wire import EngineHealth
-from stretto.model.tokenizer import load_tokenizer
+from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.openai_serving import MODEL, NAME, Serving, openai_served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -46,8 +46,8 @@ MISTAKES: list[tuple[str, Any]] = [
 ]
 
 
-def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
 
 
 def asked(**fields: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import pytest
 
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Sampling
-from stretto.engine.openai_asking import Asked, Asking
-from stretto.model.tokenizer import load_tokenizer
+from stretto.engine.openai.translate import TranslatedRequest, Translator
+from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.openai_serving import CONTEXT, MODEL, NAME, VOCABULARY
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -92,20 +92,20 @@ def shown(value: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def asking(byte_folder: Path) -> Asking:
-    return Asking(MODEL, load_tokenizer(byte_folder))
+def asking(byte_folder: Path) -> Translator:
+    return Translator(MODEL, load_tokenizer(byte_folder))
 
 
-def completion(asking: Asking, **fields: Any) -> Asked:
+def completion(asking: Translator, **fields: Any) -> TranslatedRequest:
     return asyncio.run(asking.completion(json.dumps({"model": NAME, "prompt": "ab", **fields}).encode(), "x"))
 
 
-def chat(asking: Asking, **fields: Any) -> Asked:
+def chat(asking: Translator, **fields: Any) -> TranslatedRequest:
     return asyncio.run(asking.chat(json.dumps({"model": NAME, "messages": HELLO, **fields}).encode(), "x"))
 
 
 @pytest.mark.parametrize(("fields", "field", "found"), WRONG + WRONG_PROMPTS, ids=shown)
-def test_a_wrong_completion_names_its_field(asking: Asking, fields: dict[str, Any], field: str, found: str) -> None:
+def test_a_wrong_completion_names_its_field(asking: Translator, fields: dict[str, Any], field: str, found: str) -> None:
     with pytest.raises(RefusedRequest) as refused:
         completion(asking, **fields)
     assert refused.value.field == field
@@ -113,7 +113,7 @@ def test_a_wrong_completion_names_its_field(asking: Asking, fields: dict[str, An
 
 
 @pytest.mark.parametrize(("fields", "field", "found"), WRONG + WRONG_CHATS, ids=shown)
-def test_a_wrong_chat_names_its_field(asking: Asking, fields: dict[str, Any], field: str, found: str) -> None:
+def test_a_wrong_chat_names_its_field(asking: Translator, fields: dict[str, Any], field: str, found: str) -> None:
     with pytest.raises(RefusedRequest) as refused:
         chat(asking, **fields)
     assert refused.value.field == field
@@ -124,7 +124,7 @@ def test_a_wrong_chat_names_its_field(asking: Asking, fields: dict[str, Any], fi
     "body",
     [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000],
 )
-def test_what_is_no_object_is_no_request(asking: Asking, body: bytes) -> None:
+def test_what_is_no_object_is_no_request(asking: Translator, body: bytes) -> None:
     for understand in (asking.completion, asking.chat):
         with pytest.raises(RefusedRequest):
             asyncio.run(understand(body, "x"))
@@ -132,10 +132,10 @@ def test_what_is_no_object_is_no_request(asking: Asking, body: bytes) -> None:
 
 def test_a_model_without_a_chat_template_says_so(folder: Path) -> None:
     with pytest.raises(RefusedRequest, match="messages: the tokenizer has no chat template"):
-        chat(Asking(MODEL, load_tokenizer(folder)))
+        chat(Translator(MODEL, load_tokenizer(folder)))
 
 
-def test_the_defaults_are_those_of_openai(asking: Asking) -> None:
+def test_the_defaults_are_those_of_openai(asking: Translator) -> None:
     (asked,) = completion(asking).requests
     assert asked.sampling == Sampling(max_tokens=16, temperature=1.0, stop_token_ids=(2,))
     (asked,) = chat(asking).requests
@@ -144,7 +144,7 @@ def test_the_defaults_are_those_of_openai(asking: Asking) -> None:
     assert asked.sampling.max_tokens == 3  # no more than there is room for, when nothing was said
 
 
-def test_every_field_of_the_sampling_arrives(asking: Asking) -> None:
+def test_every_field_of_the_sampling_arrives(asking: Translator) -> None:
     fields = {"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "stop": ["a", "b"]}
     (asked,) = completion(asking, **fields).requests
     assert asked.sampling == Sampling(
@@ -155,7 +155,7 @@ def test_every_field_of_the_sampling_arrives(asking: Asking) -> None:
     assert chat(asking, max_tokens=5, max_completion_tokens=7).requests[0].sampling.max_tokens == 7
 
 
-def test_null_is_as_good_as_absent_and_harmless_fields_are_accepted(asking: Asking) -> None:
+def test_null_is_as_good_as_absent_and_harmless_fields_are_accepted(asking: Translator) -> None:
     nothing = dict.fromkeys(("n", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "logit_bias"))
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "presence_penalty": 0, "frequency_penalty": 0.0}
     plain = completion(asking, seed=1).requests
@@ -164,7 +164,7 @@ def test_null_is_as_good_as_absent_and_harmless_fields_are_accepted(asking: Aski
     assert chat(asking, **neutral, seed=1).requests == chat(asking, seed=1).requests
 
 
-def test_prompts_come_as_text_or_tokens_alone_or_in_lists(asking: Asking) -> None:
+def test_prompts_come_as_text_or_tokens_alone_or_in_lists(asking: Translator) -> None:
     (text,) = completion(asking, prompt="the").requests
     ids = list(text.prompt_token_ids)
     assert ids == [VOCABULARY - 1]
@@ -176,7 +176,7 @@ def test_prompts_come_as_text_or_tokens_alone_or_in_lists(asking: Asking) -> Non
         assert asked.prompt_tokens == 2
 
 
-def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Asking) -> None:
+def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Translator) -> None:
     (first,), (again,) = (completion(asking, seed=-7, n=5).requests for _ in range(2))
     assert first.seeds == again.seeds
     assert len(set(first.seeds)) == 5
@@ -185,7 +185,7 @@ def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Aski
     assert completion(asking).requests[0].seeds != completion(asking).requests[0].seeds
 
 
-def test_a_conversation_goes_through_the_folders_template(asking: Asking, byte_folder: Path) -> None:
+def test_a_conversation_goes_through_the_folders_template(asking: Translator, byte_folder: Path) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     reply: dict[str, Any] = {
         "role": "assistant",
@@ -199,7 +199,7 @@ def test_a_conversation_goes_through_the_folders_template(asking: Asking, byte_f
     assert text == "<system>S<user>Hello<assistant>Hi<assistant>"
 
 
-def test_a_long_prompt_is_refused_without_holding_up_the_server(asking: Asking) -> None:
+def test_a_long_prompt_is_refused_without_holding_up_the_server(asking: Translator) -> None:
     async def main() -> int:
         body = json.dumps({"model": NAME, "prompt": "abc " * 250_000}).encode()
         task, turns = asyncio.create_task(asking.completion(body, "x")), 0

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
-from stretto.engine.asgi import LARGEST_BODY
-from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import Generation
+from stretto.engine.http.asgi import LARGEST_BODY
+from stretto.engine.http.client import HttpEngine
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
-from stretto.model.tokenizer import load_tokenizer
+from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_process
 from tests.engine.serving import Mailbox
 
@@ -37,8 +37,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 
 
-def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
 
 
 def asked(**fields: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication
-from stretto.engine.parameters import Parameters
+from stretto.engine.native.parameters import Parameters
 
 START = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 A, B = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[10.0], [-1.0]])  # B A = ((10, 0, 20), (-1, 0, -2))

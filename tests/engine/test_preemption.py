@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion
-from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.native.engine import NativeEngine
 from tests.engine.answering import (
     EXACT,
     assert_each_token_follows_its_version,
@@ -30,7 +30,7 @@ from tests.engine.answering import (
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 
 
-def cache_of(folder: Path, tokens: int, **settings: object) -> EmbeddedEngine:
+def cache_of(folder: Path, tokens: int, **settings: object) -> NativeEngine:
     return engine_of(folder, cache_gib=tokens * TOKEN_BYTES / 2**30, **settings)
 
 

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.model.cached import CACHED_ATTENTION
-from stretto.model.folder import load_policy
-from stretto.model.tokenizer import load_tokenizer
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
 
 Ended = dict[tuple[str, int], Completion]
 SETTINGS: list[dict[str, object]] = [
@@ -51,11 +51,11 @@ def request(name: str, prompt: int, seeds: Sequence[int], **sampling: object) ->
 REQUESTS = [request(f"r{i}", 3 + 2 * i, range(10 * i, 10 * i + 3), **SETTINGS[i % len(SETTINGS)]) for i in range(16)]
 
 
-def engine_of(folder: Path, **settings: object) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig.model_validate({"slots": 64, **settings}))
+def engine_of(folder: Path, **settings: object) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 64, **settings}))
 
 
-def drain(engine: EmbeddedEngine) -> Ended:
+def drain(engine: NativeEngine) -> Ended:
     ended: Ended = {}
     while not engine.idle:
         ended |= {(c.request, c.member): c for c in engine.step()}
@@ -63,7 +63,7 @@ def drain(engine: EmbeddedEngine) -> Ended:
     return ended
 
 
-def finish(engine: EmbeddedEngine, *requests: GenerateRequest) -> Ended:
+def finish(engine: NativeEngine, *requests: GenerateRequest) -> Ended:
     for wanted in requests:
         engine.add(wanted)
     return drain(engine)
@@ -286,7 +286,7 @@ def test_a_setting_that_means_nothing_is_refused_with_its_field(
 
 
 def test_an_engine_without_a_tokenizer_refuses_stop_texts_alone(folder: Path) -> None:
-    engine = EmbeddedEngine(load_policy(folder, attention=CACHED_ATTENTION), EngineConfig(slots=2))
+    engine = NativeEngine(load_policy(folder, attention=CACHED_ATTENTION), EngineConfig(slots=2))
     with pytest.raises(RefusedRequest, match=r"sampling.stop: .*no tokenizer"):
         engine.add(request("a", 9, (1,), stop=("7",)))
     assert engine.idle

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.engine.sampling import Filtered, mix, sample, uniforms
+from stretto.engine.native.sampling import Filtered, mix, sample, uniforms
 from stretto.model.truncation import Truncation
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
-from stretto.engine.scheduler import Scheduler
+from stretto.engine.native.scheduler import Scheduler
 
 
 def request(name: str, answers: int = 1, prompt: int = 4, max_tokens: int = 6) -> GenerateRequest:

@@ -28,12 +28,12 @@ from stretto.core.errors import (
     WireError,
 )
 from stretto.core.records import Completion, GenerateRequest, Sampling
-from stretto.engine.client import HttpEngine
 from stretto.engine.config import EngineConfig
-from stretto.engine.connections import Connections
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.generation import Generation
-from stretto.engine.server import run_server, serve
+from stretto.engine.http.client import HttpEngine
+from stretto.engine.http.connections import Connections
+from stretto.engine.http.server import run_server, serve
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from tests.engine.serving import Mailbox, served, until_up
 
@@ -48,8 +48,8 @@ def endless(name: str, answers: int = 2) -> GenerateRequest:
     return GenerateRequest(id=name, prompt_token_ids=(5, 12), seeds=tuple(range(answers)), sampling=sampling)
 
 
-def engine_of(folder: Path, slots: int = 8) -> EmbeddedEngine:
-    return EmbeddedEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
+def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
 
 
 def alone(folder: Path, wanted: GenerateRequest) -> list[Completion]:
@@ -283,8 +283,8 @@ PROCESS = """
 import sys
 from pathlib import Path
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.engine.server import serve
+from stretto.engine.native.engine import EmbeddedEngine
+from stretto.engine.http.server import serve
 from tests.engine.serving import Mailbox
 serve(EmbeddedEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv[2])
 """

@@ -11,8 +11,8 @@ from typing import NoReturn
 import xxhash
 
 from stretto.core.errors import EngineLost
-from stretto.core.records import Begun, Completion, GenerateRequest, Outcome, StopReason, Verdict
-from stretto.engine.wire import WrittenTokens
+from stretto.core.records import Completion, GenerateRequest, Outcome, Partial, StopReason, Verdict
+from stretto.engine.wire import PartialTokens
 from tests.faults.schedule import Schedule
 
 
@@ -42,7 +42,7 @@ class Engines:
             self.on_load(self.version)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        begun = request.begun or (Begun(),) * len(request.seeds)
+        begun = request.begun or (Partial(),) * len(request.seeds)
         answers = [(list(some.token_ids), list(some.versions)) for some in begun]
         self.writing[request.id] = answers
         try:
@@ -70,7 +70,7 @@ class Engines:
 
     async def give_up(self) -> None: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[WrittenTokens]:
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[PartialTokens]:
         await asyncio.sleep(self.chance.random() * 0.1)
         found = []
         for id, counts in known.items():
@@ -78,7 +78,7 @@ class Engines:
                 if member < len(counts) and len(tokens) > counts[member]:
                     new = slice(counts[member], None)
                     logprobs = tuple(-0.5 for _ in tokens[new])
-                    found.append(WrittenTokens(id, member, tuple(tokens[new]), logprobs, tuple(versions[new])))
+                    found.append(PartialTokens(id, member, tuple(tokens[new]), logprobs, tuple(versions[new])))
         return found
 
     async def score(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:

@@ -22,12 +22,12 @@ from stretto.core.records import (
     derive_seed,
     trajectory_id,
 )
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.launch.plan import Plan
-from stretto.model.folder import load_policy
-from stretto.model.packed import PACKED_ATTENTION
+from stretto.engine.native.engine import NativeEngine
+from stretto.launch.preflight.plan import Plan
+from stretto.model.hf.folder import load_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.rollout.prompts import Draw, PromptStream
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 from tests.launch.rewards_for_tests import length
 
 
@@ -35,7 +35,7 @@ def train_plainly(plan: Plan, start: Path) -> tuple[list[Batch], Mapping[str, Te
     """Train the recipe's steps from the policy in `start`; all batches, and the last weights."""
     torch.set_num_threads(1)
     recipe = plan.recipe
-    engine = EmbeddedEngine.load(start, recipe.engine)
+    engine = NativeEngine.load(start, recipe.engine)
     model = load_policy(start, attention=PACKED_ATTENTION, dtype=torch.float32, device="cpu")
     trainer = Trainer(model, recipe.trainer, recipe.algorithm, plan.sampling)
     stream = PromptStream(plan.training, recipe.seed)
@@ -48,7 +48,7 @@ def train_plainly(plan: Plan, start: Path) -> tuple[list[Batch], Mapping[str, Te
     return batches, dict(model.named_parameters())
 
 
-def _answered(plan: Plan, engine: EmbeddedEngine, draws: list[Draw], version: int) -> tuple[Group, ...]:
+def _answered(plan: Plan, engine: NativeEngine, draws: list[Draw], version: int) -> tuple[Group, ...]:
     members = range(plan.recipe.rollout.group_size)
     for draw in draws:
         seeds = tuple(derive_seed(plan.recipe.seed, trajectory_id(draw.group_id, member)) for member in members)

@@ -23,6 +23,9 @@ from typing import cast
 import msgspec
 import xxhash
 
+from stretto.audit.check import check_run
+from stretto.audit.history import read_history
+from stretto.audit.laws import OPEN
 from stretto.core.events import Span
 from stretto.core.records import (
     Batch,
@@ -31,23 +34,20 @@ from stretto.core.records import (
     Trajectory,
     Update,
 )
-from stretto.dashboard.check import check_run
-from stretto.dashboard.history import read_history
-from stretto.dashboard.laws import OPEN
-from stretto.launch.answers import Answers, restore
-from stretto.launch.conductor import Conductor, Players
-from stretto.launch.config import DeadlinesConfig
-from stretto.launch.fleet import Fleet
-from stretto.launch.keeper import Examiner, Keeper
-from stretto.launch.recorder import Recorder
-from stretto.launch.rounds import Rounds
-from stretto.launch.trainer_link import TrainerLink
-from stretto.rollout.controller import Controller, Standing
+from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
+from stretto.loop.conductor import Components, Conductor
+from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.rounds import Rounds
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.records.recorder import Recorder
+from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
-from stretto.rollout.workflow import SingleTurn
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
-from stretto.store.reading import last_step, read_batches, read_unfinished
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
+from stretto.worlds.single_turn import SingleTurn
 from tests.faults.engines import CompanyMatters, Engines
 from tests.faults.schedule import Schedule
 
@@ -214,7 +214,7 @@ async def _conduct(world: World) -> bool:
         weights = world.train(weights, batch)
         if batch.step > ledger.last_update():
             ledger.record_update(Update(batch.step, batch.step, 0, 0, {}))
-    standing = ledger.get("standing", Standing) or Standing()
+    standing = ledger.get("standing", ControllerState) or ControllerState()
     prompts = [Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(schedule.prompts)]
     stream = PromptStream(prompts, schedule.seed, standing.position)
     controller = Controller(
@@ -223,19 +223,21 @@ async def _conduct(world: World) -> bool:
     begun = restore(controller, standing, read_unfinished(path))
     ledger.watch("standing", controller.standing)
     engines = (CompanyMatters if schedule.rounds else Engines)(schedule, chance, version)
-    rounds = Rounds(cast(Fleet, engines), lambda: controller.tickets, schedule.engines) if schedule.rounds else None
-    answers = Answers(rounds or engines, ledger, begun, whole=schedule.rounds)
+    rounds = (
+        Rounds(cast(EnginePool, engines), lambda: controller.tickets, schedule.engines) if schedule.rounds else None
+    )
+    answers = InFlight(rounds or engines, ledger, begun, whole=schedule.rounds)
     workflow = SingleTurn(answers.generate, engines.score, str)
     toys = Toys(world, chance, ledger, weights, version)
-    players = Players(
+    players = Components(
         controller,
         workflow if rounds is None else rounds.together(workflow),
-        cast(Fleet, engines),
+        cast(EnginePool, engines),
         cast(TrainerLink, toys),
         toys.look,
         cast(Recorder, toys),
-        cast(Keeper, toys),
-        cast(Examiner, _Examiner(world, chance, ledger, weights, version)),
+        cast(Checkpointing, toys),
+        cast(PeriodicEvaluation, _Examiner(world, chance, ledger, weights, version)),
         answers,
         lambda: len(engines.writing),
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stretto.dashboard.check import check_run
+from stretto.audit.check import check_run
 from tests.launch.running import (
     Command,
     Laboratory,
@@ -32,7 +32,7 @@ _BYTES = 1 << 16
 
 def engine(command: Command, name: str) -> int | None:
     """Its process, if it has one at the moment."""
-    found = [pid for pid in command.processes("stretto.launch.engine_role") if pid in command.processes(f'"{name}"')]
+    found = [pid for pid in command.processes("stretto.engine.role") if pid in command.processes(f'"{name}"')]
     return found[0] if found else None
 
 

@@ -17,19 +17,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stretto.audit.check import check_run
+from stretto.audit.diff import diff_runs
 from stretto.core.errors import RunFolderError
 from stretto.core.records import Batch
-from stretto.dashboard.check import check_run
-from stretto.dashboard.diff import diff_runs
-from stretto.launch.plan import make_plan
-from stretto.launch.recipe import load_recipe
-from stretto.launch.replay import replay
-from stretto.model.folder import load_policy
-from stretto.model.packed import PACKED_ATTENTION
-from stretto.model.tokenizer import load_tokenizer
-from stretto.store.checkpoints import Checkpoints
-from stretto.store.reading import last_step, read_batches
-from stretto.trainer.update import Trainer
+from stretto.launch.commands.replay import replay
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.ledger.reading import last_step, read_batches
+from stretto.trainer.trainer import Trainer
 from tests.faults.plain import train_plainly
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step, wait_until
 
@@ -106,7 +106,7 @@ def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: 
     laboratory.trained(undisturbed, *settings)
     with laboratory.train(run_dir, *settings) as command:
         wait_for_step(command, 2)
-        os.kill(command.processes("stretto.launch.engine_role")[0], signal.SIGKILL)
+        os.kill(command.processes("stretto.engine.role")[0], signal.SIGKILL)
         ended = command.end()
     assert ended.code == 0, ended.out + ended.err
     assert "a new one is started" in said(run_dir)

@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from stretto.audit.check import check_run
 from stretto.core.errors import StoreError
-from stretto.dashboard.check import check_run
-from stretto.store.checkpoints import Checkpoints, verify
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
-from stretto.store.reading import read_batches, read_unfinished
-from stretto.store.rows import Partial
+from stretto.store.folder.checkpoints import Checkpoints, verify
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto.store.ledger.rows import PartialRow
 from tests.store.conftest import Make
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
 CHECKPOINT = """
 import sys
 from pathlib import Path
-from stretto.store.checkpoints import Checkpoints
+from stretto.store.folder.checkpoints import Checkpoints
 def fill(folder):
     for name in "ab":
         (folder / name).write_bytes(b"new" * 1000)
@@ -48,8 +48,8 @@ Checkpoints(Path(sys.argv[1]), keep=1).save(10, fill)
 COMMIT = """
 import sys
 from pathlib import Path
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from tests.faults.test_files import one_step
 ledger = Ledger(Path(sys.argv[1]) / "ledger.sqlite", StoreConfig())
 one_step(ledger, 2)
@@ -201,7 +201,7 @@ def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> Non
         for step in (1, 2):
             one_step(ledger, step)
         ledger.issue("0.8.0", Make.prompt, 2, 1)
-        ledger.write_on("0.8.0/1", Partial(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+        ledger.write_on("0.8.0/1", PartialRow(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
         ledger.issue("0.9.0", Make.prompt, 1, 1)
         ledger.buffer(Make.group("0.9.0", Make.trajectory("0.9.0")))
     whole, expected = path.read_bytes(), read(path)

@@ -12,7 +12,7 @@ import pytest
 
 from stretto.core.records import State, Trajectory
 from stretto.rollout.prompts import Draw, PromptStream
-from stretto.store.ledger import Ledger
+from stretto.store.ledger.ledger import Ledger
 from tests.faults.schedule import Schedule
 from tests.faults.simulation import play, play_schedule
 

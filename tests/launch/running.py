@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import main
-from stretto.launch.plan import digest
+from stretto.launch.preflight.plan import digest
 from stretto.store.inspection import Inspection, inspect_run
 
 ROOT = Path(__file__).parents[2]

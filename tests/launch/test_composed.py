@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from stretto.core.records import State
-from stretto.store.metrics import read_metrics
+from stretto.store.series.metrics import read_metrics
 from tests.launch.running import Laboratory, assert_the_law, exported
 
 STEPS = 4

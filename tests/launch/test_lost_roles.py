@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.store.spans import read_spans
+from stretto.store.series.spans import read_spans
 from tests.launch.running import (
     Laboratory,
     assert_the_law,
@@ -72,7 +72,7 @@ def test_roles_that_die_with_the_nursery_are_replaced_without_it(laboratory: Lab
         ended = command.end()
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()
-    how = "ended with the process that it was forked from (stretto.launch.nursery_role): a new one is started"
+    how = "ended with the process that it was forked from (stretto.processes.fork_server_role): a new one is started"
     assert f"engine-0 {how}" in said(run_dir)
     assert f"trainer {how}" in said(run_dir)
     assert assert_the_law(run_dir).steps == 20

@@ -10,12 +10,12 @@ import torch
 
 from stretto.core.records import GenerateRequest
 from stretto.engine.config import EngineConfig
-from stretto.engine.embedded import EmbeddedEngine
-from stretto.launch.config import SamplingConfig
-from stretto.model.build import build_policy
-from stretto.model.folder import load_policy
-from stretto.model.logprobs import pack_tokens
-from stretto.model.packed import PACKED_ATTENTION
+from stretto.engine.native.engine import NativeEngine
+from stretto.launch.recipe.sections import SamplingConfig
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.folder import load_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.learner import Learner
 from tests.tiny_policy import TINY
@@ -37,7 +37,7 @@ def test_the_trainers_log_probabilities_are_those_that_the_engine_logged(
     folder = tmp_path / "policy"
     build_policy(TINY, folder, seed=5)
     sampling = SamplingConfig.model_validate({"max_tokens": 48, **section}).record((1,))
-    engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
+    engine = NativeEngine.load(folder, EngineConfig(slots=64))
     prompts = np.random.default_rng(1).integers(2, 22, (8, 9))
     for name, prompt in enumerate(prompts.tolist()):
         seeds = tuple(range(8 * name, 8 * name + 8))

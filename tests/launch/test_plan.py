@@ -19,11 +19,19 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
-from stretto.launch.plan import Plan, available_memory, base_folder, estimate_disk, estimate_memory, make_plan, warnings
-from stretto.launch.recipe import validate
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.tokenizer import load_tokenizer
+from stretto.launch.preflight.plan import (
+    Plan,
+    available_memory,
+    base_folder,
+    estimate_disk,
+    estimate_memory,
+    make_plan,
+    warnings,
+)
+from stretto.launch.recipe.recipe import validate
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.tokenizer import load_tokenizer
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}

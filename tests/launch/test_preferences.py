@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, RecipeError, RoleFailed, RunFolderError, StrettoError
-from stretto.launch.preferences import dpo, load_preferences
-from stretto.launch.recipe import to_toml
-from stretto.launch.supervised_role import Learning
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.folder import load_policy
-from stretto.model.logprobs import pack_tokens, token_logprobs
-from stretto.model.packed import PACKED_ATTENTION
-from stretto.model.tokenizer import load_tokenizer
+from stretto.launch.commands.dpo import dpo, load_preferences
+from stretto.launch.recipe.recipe import to_toml
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.learner import UNCHANGED
+from stretto.trainer.roles.supervised import SupervisedProgress
 
 ROOT = Path(__file__).parents[2]
 SHAPE = BuildConfig(hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=32, context_length=16)
@@ -58,7 +58,7 @@ def log_ratio(folder: Path, prompt: str, chosen: str, rejected: str) -> float:
 
 
 def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: Path) -> None:
-    seen, told = list[Learning](), list[str]()
+    seen, told = list[SupervisedProgress](), list[str]()
     dpo(write(), ["preferences.micro_batch_tokens=11"], tmp_path / "out", seen.append, told.append)
     row = PAIRS[5]
     assert log_ratio(tmp_path / "out", **row) > log_ratio(tmp_path / "policy", **row) + 1
@@ -74,7 +74,7 @@ def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: P
 
 def test_another_reference_starts_with_another_loss(write: Write, tmp_path: Path) -> None:
     build_policy(SHAPE, tmp_path / "other", seed=2)
-    seen: list[Learning] = []
+    seen: list[SupervisedProgress] = []
     for reference in ("policy", "other"):
         words = ["preferences.steps=1", f"preferences.reference={tmp_path / reference}"]
         dpo(write(), words, tmp_path / f"from-{reference}", seen.append)

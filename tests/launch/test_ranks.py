@@ -17,8 +17,8 @@ import pytest
 import torch
 from peft import PeftModel
 
-from stretto.model.folder import load_policy
-from stretto.store.metrics import read_metrics
+from stretto.model.hf.folder import load_policy
+from stretto.store.series.metrics import read_metrics
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, steps_done, wait_for_step
 
 
@@ -65,7 +65,7 @@ def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: 
 
 
 def rank_of(command: Command) -> int:
-    (pid,) = command.processes("stretto.launch.rank_role")
+    (pid,) = command.processes("stretto.trainer.roles.rank")
     return pid
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RoleError, StoreError
-from stretto.launch.replay import replay
+from stretto.launch.commands.replay import replay
 from tests.launch import test_train
 from tests.launch.test_train import begin, record
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from stretto.core.errors import EngineLost
-from stretto.launch.stopping import Stopped, beside, together, until_cut_short
+from stretto.processes.stopping import StopSignal, gather_or_cancel, run_beside, until_cut_short
 
 T = TypeVar("T")
 LOST = EngineLost("engine-0", "is gone")
@@ -47,9 +47,9 @@ async def lost() -> NoReturn:
 
 
 @asynccontextmanager
-async def signalled(number: signal.Signals) -> AsyncIterator[Stopped]:
+async def signalled(number: signal.Signals) -> AsyncIterator[StopSignal]:
     """A request that a signal makes while the block runs."""
-    stopped = Stopped()
+    stopped = StopSignal()
     asyncio.get_running_loop().call_later(0.02, os.kill, os.getpid(), number)
     yield stopped
 
@@ -69,7 +69,7 @@ def test_a_signal_is_a_request_and_ends_what_waits(number: signal.Signals, code:
 
 def test_work_that_is_done_first_keeps_its_result() -> None:
     async def main() -> object:
-        return await Stopped().unless(after(0.01, "done"))
+        return await StopSignal().unless(after(0.01, "done"))
 
     assert run(main()) == "done"
 
@@ -114,17 +114,17 @@ def test_a_second_signal_ends_a_command_with_its_code_and_nothing_more() -> None
 def test_the_first_failure_of_many_puts_the_others_away() -> None:
     sleeper = Sleeper()
     with pytest.raises(EngineLost):
-        run(together(sleeper.sleep(), lost(), sleeper.sleep()))
+        run(gather_or_cancel(sleeper.sleep(), lost(), sleeper.sleep()))
     assert sleeper.cancelled
 
 
 def test_many_that_end_well_end_together() -> None:
-    assert run(together(after(0.0, 1), after(0.01, 2))) is None
+    assert run(gather_or_cancel(after(0.0, 1), after(0.01, 2))) is None
 
 
 def test_a_watch_goes_on_beside_the_work_and_its_failure_counts() -> None:
     sleeper = Sleeper()
-    assert run(beside(sleeper.sleep(), after(0.01, "done"))) == "done"
+    assert run(run_beside(sleeper.sleep(), after(0.01, "done"))) == "done"
     assert sleeper.cancelled
     with pytest.raises(EngineLost):
-        run(beside(lost(), Sleeper().sleep()))
+        run(run_beside(lost(), Sleeper().sleep()))

@@ -10,9 +10,9 @@ from contextlib import closing
 from pathlib import Path
 
 from stretto.core.errors import DeadlineExceeded
-from stretto.launch.roles import _sweep as sweep
-from stretto.launch.roles import end_all
-from stretto.store.run_folder import RunFolder
+from stretto.launch.assemble.roles import _sweep as sweep
+from stretto.launch.assemble.roles import end_all
+from stretto.store.folder.run_folder import RunFolder
 
 
 def test_who_does_not_end_is_told_and_the_others_end() -> None:

@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.launch.run import Beginning
-from stretto.launch.train import Prepared, prepare
-from stretto.launch.warm_start import copy_policy
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.folder import load_policy
-from stretto.model.packed import PACKED_ATTENTION
-from stretto.store.checkpoints import Checkpoints
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
-from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.launch.assemble.run import StartState
+from stretto.launch.assemble.warm_start import copy_policy
+from stretto.launch.commands.train import Prepared, prepare
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import load_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.update import Trainer
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.trainer import Trainer
 from tests.store.conftest import Make
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
@@ -89,7 +89,7 @@ def refusal(recipe: Path, run_dir: Path, *overrides: str) -> str:
 
 def test_a_run_that_has_no_checkpoint_begins_at_the_start(recipe: Path) -> None:
     beginning = go_on(recipe, begin(recipe)).beginning
-    assert beginning == Beginning(version=0, saved_step=0)
+    assert beginning == StartState(version=0, saved_step=0)
 
 
 def test_a_run_goes_on_behind_its_last_batch_from_its_last_whole_checkpoint(recipe: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_run_goes_on_behind_its_last_batch_from_its_last_whole_checkpoint(reci
     checkpoint(run_dir, 2)
     newest = checkpoint(run_dir, 4)
     record(run_dir, 5)
-    assert go_on(recipe, run_dir).beginning == Beginning(version=5, saved_step=4)
+    assert go_on(recipe, run_dir).beginning == StartState(version=5, saved_step=4)
     damaged = min(newest.glob("shard-*.safetensors"))
     damaged.write_bytes(damaged.read_bytes() + b" ")
     beginning = go_on(recipe, run_dir).beginning
@@ -109,7 +109,7 @@ def test_a_checkpoint_whose_batches_are_not_on_record_is_passed_over(recipe: Pat
     run_dir = begin(recipe)
     checkpoint(run_dir, 2)
     Checkpoints(run_dir / "checkpoints").save(4, lambda folder: None)  # the power went, and the ledger's end with it
-    assert go_on(recipe, run_dir).beginning == Beginning(version=2, saved_step=2)
+    assert go_on(recipe, run_dir).beginning == StartState(version=2, saved_step=2)
 
 
 def test_a_run_without_any_whole_checkpoint_is_refused_and_named(recipe: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_run_that_was_killed_before_its_ledger_is_begun_anew(recipe: Path) -> 
         file.unlink()
     (run_dir / "policy" / "v000000").rename(recipe.parent / "elsewhere")
     assert begin(recipe) == run_dir
-    assert go_on(recipe, run_dir).beginning == Beginning()
+    assert go_on(recipe, run_dir).beginning == StartState()
 
 
 def test_a_run_that_was_killed_while_its_ledger_was_made_goes_on(recipe: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_run_that_was_killed_while_its_ledger_was_made_goes_on(recipe: Path) -
     for file in run_dir.glob("*.sqlite*"):
         file.unlink()
     (run_dir / "ledger.sqlite").touch()
-    assert go_on(recipe, run_dir).beginning == Beginning()
+    assert go_on(recipe, run_dir).beginning == StartState()
     rows(recipe.parent, 7)
     assert "its training questions were others" in refusal(recipe, run_dir), "they are on record now"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.trial import differing_verdicts
+from stretto.launch.preflight.trial import differing_verdicts
 from stretto.rewards.config import RewardsConfig
-from stretto.rollout.task import Question
+from stretto.worlds.data.task import Question
 
 QUESTIONS = [Question(id=str(at), text=f"{at}=", answer=str(at), place=f"rows.jsonl:{at}") for at in range(1, 7)]
 MODULE = """

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stretto.core.records import State
-from stretto.launch.recipe import load_recipe
+from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 
 INSPECTION: dict[str, type | list[str]] = {

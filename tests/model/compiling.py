@@ -1,4 +1,4 @@
-"""The kernels of `stretto.model.ragged_gpu` as assembly for an H100, which compiling does not need.
+"""The kernels of `stretto.model.kernels.triton_attention` as assembly for an H100, which compiling does not need.
 
 Words are type, soft cap and width of a head: ``python -m tests.model.compiling bf16,0.0,128 fp16,30.0,96`` prints a
 list as JSON, with the assembly by kernel for each.
@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from stretto.model import ragged_gpu
+from stretto.model.kernels import triton_attention as ragged_gpu
 
 triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 

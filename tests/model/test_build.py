@@ -10,9 +10,9 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.folder import inspect_model_folder
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import inspect_model_folder
 
 SMALL = {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 24}
 

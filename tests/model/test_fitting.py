@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.build import build_policy
-from stretto.model.fitting import check_fit
-from stretto.model.folder import inspect_model_folder, load_policy
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.fitting import check_fit
+from stretto.model.hf.folder import inspect_model_folder, load_policy
 from tests.model.test_folder import SMALL, edit
 
 Q = "model.layers.0.self_attn.q_proj.weight"

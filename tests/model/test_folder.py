@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.build import build_policy
-from stretto.model.cached import CACHED_ATTENTION
-from stretto.model.config import BuildConfig
-from stretto.model.folder import inspect_model_folder, load_policy, save_policy, whole_folder
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.folder import inspect_model_folder, load_policy, save_policy, whole_folder
 
 SMALL = BuildConfig(hidden_size=16, layers=2, heads=2, kv_heads=2, head_dim=8, intermediate_size=24, alphabet="01+=")
 

@@ -23,8 +23,8 @@ from transformers import (
 
 from stretto.core.errors import ModelFolderError
 from stretto.core.records import Sampling
-from stretto.model.logprobs import check_policy, pack_tokens, token_logprobs
-from stretto.model.packed import PACKED_ATTENTION
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.model.packed.logprobs import check_policy, pack_tokens, token_logprobs
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 17,

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from stretto.core.errors import ModelFolderError
 from stretto.model.layout import Packing, pack
-from stretto.model.packed import PACKED_ATTENTION, packed_attention
+from stretto.model.packed.attention import PACKED_ATTENTION, packed_attention
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 17,

@@ -23,8 +23,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from stretto.core.records import Sampling
-from stretto.model.logprobs import pack_tokens, token_logprobs
-from stretto.model.packed import PACKED_ATTENTION
+from stretto.model.packed.logprobs import pack_tokens, token_logprobs
+from stretto.model.packed.attention import PACKED_ATTENTION
 
 torch.set_num_threads(1)
 vocabulary, tokens, width = map(int, sys.argv[1:])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from stretto.core.errors import DataError, ModelFolderError
-from stretto.model.build import build_policy
-from stretto.model.config import BuildConfig
-from stretto.model.tokenizer import Tokenizer, load_tokenizer
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 
 ALPHABET = "0123456789+=?\n "
 

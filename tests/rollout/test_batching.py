@@ -6,7 +6,7 @@
 """
 
 from stretto.core.records import Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.rollout.batching import Facts, can_all_be_trained_in_time, choose
+from stretto.rollout.batching import QueueState, can_all_be_trained_in_time, choose
 
 
 def group(name: str, admitted: int, versions: tuple[int, ...] | None = None) -> Group:
@@ -25,8 +25,10 @@ def group(name: str, admitted: int, versions: tuple[int, ...] | None = None) -> 
     return Group(id=name, prompt=prompt, admitted_version=admitted, trajectories=(trajectory,))
 
 
-def facts(finished: list[Group], in_flight: list[int], version: int, max_staleness: float = 1) -> Facts:
-    return Facts(finished=finished, in_flight=in_flight, version=version, batch_size=2, max_staleness=max_staleness)
+def facts(finished: list[Group], in_flight: list[int], version: int, max_staleness: float = 1) -> QueueState:
+    return QueueState(
+        finished=finished, in_flight=in_flight, version=version, batch_size=2, max_staleness=max_staleness
+    )
 
 
 def names(groups: tuple[Group, ...]) -> list[str]:

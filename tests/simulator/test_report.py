@@ -19,7 +19,7 @@ from stretto.core.records import (
     Verdict,
 )
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.simulator.report import Report
+from stretto.simulator.report import SimulationReport
 from stretto.simulator.run import SimulatedRun
 from stretto.simulator.workload import Workload
 
@@ -48,7 +48,7 @@ def batch(*answers: tuple[int, ...], version: int, oldest_trainable: int = 0) ->
 
 
 def test_tokens_are_counted_by_their_age() -> None:
-    report = Report()
+    report = SimulationReport()
     report.train(batch((3, 3, 5), (5,), version=5))
     assert report.staleness == {2: 2, 0: 2}
     assert report.answers == {3: 1, 1: 1}
@@ -57,7 +57,7 @@ def test_tokens_are_counted_by_their_age() -> None:
 
 
 def test_masked_tokens_are_counted_by_the_length_of_their_answer_and_have_no_age() -> None:
-    report = Report()
+    report = SimulationReport()
     report.train(batch((2, 3, 4, 5), (1, 1), (4, 5), version=5, oldest_trainable=4))
     assert report.staleness == {1: 2, 0: 2}
     assert report.masked == {4: 2, 2: 2}
@@ -66,7 +66,7 @@ def test_masked_tokens_are_counted_by_the_length_of_their_answer_and_have_no_age
 
 
 def test_shares_of_expiry_are_over_what_ended_trained_or_expired() -> None:
-    report = Report()
+    report = SimulationReport()
     report.train(batch((0, 0, 0), version=0))
     report.expire(length=40, sampled=9)
     assert report.expired_share == 1 / 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import StoreError
-from stretto.store.checkpoints import Checkpoints, verify
+from stretto.store.folder.checkpoints import Checkpoints, verify
 
 
 def fill(folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path: Path) -> No
 _SAVER = """
 import os, sys
 from pathlib import Path
-from stretto.store import checkpoints
+from stretto.store.folder import checkpoints
 left = int(sys.argv[2])
 def killing(real):
     def call(*args, **kwargs):

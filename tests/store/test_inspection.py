@@ -16,11 +16,11 @@ import pytest
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import State
-from stretto.store.config import StoreConfig
 from stretto.store.export import export_run
+from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals, inspect_run
-from stretto.store.ledger import Ledger
-from stretto.store.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from tests.store.conftest import Make
 
 FIELDS = {

@@ -24,14 +24,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Begun, State, StopReason
-from stretto.store import ledger as ledger_module
-from stretto.store import reading
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Balance, Ledger
-from stretto.store.reading import read_batches, read_unfinished
-from stretto.store.rows import Partial
-from stretto.store.schema import FORMAT
+from stretto.core.records import Partial, State, StopReason
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Balance, Ledger, reading
+from stretto.store.ledger.ledger import ledger as ledger_module
+from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto.store.ledger.rows import PartialRow
+from stretto.store.ledger.schema import FORMAT
 from tests.store.conftest import Make
 
 KEEP_ALL = StoreConfig(flush_seconds=0)
@@ -170,9 +169,9 @@ def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str,
 
 
 def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make: Make) -> None:
-    first = Partial(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
-    second = Partial(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
-    end = Partial(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason="stop")
+    first = PartialRow(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
+    second = PartialRow(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
+    end = PartialRow(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason="stop")
     with closing(Ledger(path, HOLD_BACK)) as ledger:
         ledger.issue("0.1.0", make.prompt, 3, 0)
         ledger.write_on("0.1.0/1", first)
@@ -181,7 +180,7 @@ def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make
         ledger.write_on("0.1.0/1", second)
         ledger.flush()
         (group,) = read_unfinished(path)
-        assert group.begun == {1: Begun((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)}
+        assert group.begun == {1: Partial((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)}
         assert [(c.member, c.token_ids, c.stop_reason) for c in group.completions] == [(2, (2,), StopReason.STOP)]
         ledger.buffer(make.group("0.1.0", *(make.trajectory("0.1.0", member) for member in range(3))))
         ledger.flush()
@@ -301,8 +300,8 @@ _WRITER = """
 import itertools, sys
 from pathlib import Path
 from stretto.core.records import State
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from tests.store.conftest import Make
 make, ledger = Make(), Ledger(Path(sys.argv[1]), StoreConfig(flush_seconds=0.001))
 for step in itertools.count(1):

@@ -15,9 +15,9 @@ import pytest
 
 from stretto.core.errors import StoreError
 from stretto.core.events import Span
-from stretto.store.lines import LineWriter
-from stretto.store.metrics import EvaluationLine, MetricsLog, StepMetrics, read_metrics, rewind_metrics
-from stretto.store.spans import SpanLog, read_spans
+from stretto.store.series.lines import LineWriter
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics, read_metrics, rewind_metrics
+from stretto.store.series.spans import SpanLog, read_spans
 
 
 def metrics(step: int) -> StepMetrics:

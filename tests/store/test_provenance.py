@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 
-from stretto.store.provenance import library_versions, machine
+from stretto.store.folder.provenance import library_versions, machine
 
 
 def test_the_libraries_that_matter_are_named() -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RunFolderError
-from stretto.store.config import StoreConfig
-from stretto.store.ledger import Ledger
-from stretto.store.run_folder import RunFolder
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 
 _HOLDER = """
 import sys
-from stretto.store.run_folder import RunFolder
+from stretto.store.folder.run_folder import RunFolder
 folder = RunFolder.create(sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.model.logprobs import pack_tokens, token_logprobs
+from stretto.model.packed.logprobs import pack_tokens, token_logprobs
+from stretto.trainer.batch.samples import Sample
 from stretto.trainer.learner import UNCHANGED
-from stretto.trainer.rows import Row
 
 GROUPS, ANSWERS, LONGEST = 3, 4, 7
 
@@ -48,7 +48,7 @@ def _trajectory(
     return Trajectory(id=f"{prompt.id}/{member}", completion=completion, verdict=verdict, text="")
 
 
-def row_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
+def row_logprobs(model: PreTrainedModel, row: Sample) -> tuple[Tensor, Tensor]:
     """The plain module on one row, no packing of several: log p of its loss tokens, and the entropy there."""
     packed = pack_tokens([row.token_ids])
     ids, positions = packed.input_ids, packed.packing.position_ids

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stretto.trainer.tokens import Sequences, Tokens
+from stretto.trainer.objective.tokens import LossTokens, Sequences
 
 
 def logs(*probabilities: float) -> Tensor:
@@ -23,9 +23,9 @@ def tokens(
     kept: Sequence[bool] | None = None,
     reference: Tensor | None = None,
     scale: float = 1.0,
-) -> Tokens:
+) -> LossTokens:
     """Tokens of answers of these lengths (default: one answer), sampled by the anchor unless `behavior` is given."""
-    return Tokens(
+    return LossTokens(
         behavior_logprobs=anchor if behavior is None else behavior,
         anchor_logprobs=anchor,
         advantages=torch.tensor(advantages),

@@ -20,14 +20,14 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
-from stretto.trainer.algorithm import AlgorithmConfig, LossConfig
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
-from stretto.trainer.lora import adapt
-from stretto.trainer.ranks import ALONE, Ranks
+from stretto.trainer.objective.algorithm import AlgorithmConfig, LossConfig
+from stretto.trainer.parallel.lora import adapt
+from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rendezvous import join, open_store, reach_store
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 from tests.trainer.batches import LONGEST, batch
 from tests.trainer.tiny import tiny
 

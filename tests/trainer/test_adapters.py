@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
-from stretto.engine.parameters import Parameters
-from stretto.model.logprobs import pack_tokens
-from stretto.trainer.algorithm import AlgorithmConfig, Reference
+from stretto.engine.native.parameters import Parameters
+from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.learner import UNCHANGED, Learner
-from stretto.trainer.lora import adapt, save_adapters
-from stretto.trainer.ranks import ALONE
+from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
+from stretto.trainer.parallel.lora import adapt, save_adapters
+from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.trainer.batches import batch
 
@@ -80,7 +80,7 @@ def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(bu
 
 
 def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: Build) -> None:
-    trainer = adapted(build, AlgorithmConfig(reference=Reference(weight=0.1)))
+    trainer = adapted(build, AlgorithmConfig(reference=ReferenceConfig(weight=0.1)))
     second = ReferencePolicy(build(), CONFIG, UNCHANGED)
     kl = [trainer.train(batch(version)).metrics["kl_reference"] for version in range(3)]
     assert kl[2] > 1e-6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.advantages import (
+from stretto.trainer.objective.advantages import (
     batch_normalised,
     gae,
     group_centred,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.aggregation import coefficients, fixed_length, sequence_mean, token_mean
+from stretto.trainer.objective.aggregation import coefficients, fixed_length, sequence_mean, token_mean
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 

@@ -7,8 +7,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from stretto.trainer.algorithm import AlgorithmConfig, DecoupledPPO, Mask
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
+from stretto.trainer.objective.algorithm import AlgorithmConfig, DecoupledPPO, Mask
 
 
 def test_the_defaults_are_table_3_of_the_paper() -> None:

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.trainer import corrections
-from stretto.trainer.corrections import Correction
-from stretto.trainer.tokens import Tokens
+from stretto.trainer.objective import corrections
+from stretto.trainer.objective.corrections import Correction
+from stretto.trainer.objective.tokens import LossTokens
 from tests.trainer.packed_tokens import logs, tokens
 
 LOGS = st.lists(st.tuples(st.floats(-4, -0.01), st.floats(-4, -0.01)), min_size=1, max_size=8)
 
 
-def pair(anchor: Tensor, behavior: Tensor, lengths: list[int] | None = None) -> Tokens:
+def pair(anchor: Tensor, behavior: Tensor, lengths: list[int] | None = None) -> LossTokens:
     return tokens([1.0] * len(anchor), anchor, behavior=behavior, lengths=lengths)
 
 

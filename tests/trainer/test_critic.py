@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Sampling, StopReason, Trajectory
-from stretto.model.logprobs import hidden_states, pack_tokens
-from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.model.packed.logprobs import hidden_states, pack_tokens
+from stretto.trainer.batch.minibatch import minibatch
+from stretto.trainer.batch.samples import Sample, rows_of
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.critic import Critic, explained_variance, value_loss
-from stretto.trainer.estimators import GAE
-from stretto.trainer.minibatch import minibatch
-from stretto.trainer.rows import Row, rows_of
-from stretto.trainer.update import Trainer
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.estimators import GAE
+from stretto.trainer.trainer import Trainer
 from tests.trainer.batches import LONGEST, adamw, assert_same, batch
 
 Build = Callable[[], PreTrainedModel]
@@ -118,7 +118,7 @@ def test_a_fit_is_its_equation_written_out(build: Build, tokens: int) -> None:
     assert_same(critic.trained, plain, tolerance=2e-5)  # type: ignore[arg-type]
 
 
-def written_out(critic: torch.nn.Module, row: Row) -> Tensor:
+def written_out(critic: torch.nn.Module, row: Sample) -> Tensor:
     values = plain_values(critic.body, critic.head, row.token_ids)  # type: ignore[arg-type]
     total = torch.zeros(())
     for place, before, target in zip(row.loss_positions, row.values, row.returns, strict=True):

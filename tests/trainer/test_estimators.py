@@ -7,13 +7,13 @@ import math
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from stretto.trainer.estimators import Answer, Estimator, advantages_of
+from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
 
 ESTIMATORS: TypeAdapter[Estimator] = TypeAdapter(Estimator)
 GROUPS = [
-    [Answer(1.0, 2, range(2)), Answer(0.0, 4, (2, 3))],
-    [Answer(1.0, 1, ())],
-    [Answer(3.0, 2, range(2)), Answer(3.0, 2, range(2))],
+    [RewardedCompletion(1.0, 2, range(2)), RewardedCompletion(0.0, 4, (2, 3))],
+    [RewardedCompletion(1.0, 1, ())],
+    [RewardedCompletion(3.0, 2, range(2)), RewardedCompletion(3.0, 2, range(2))],
 ]
 # rewards 1 0 | 1 | 3 3: mean 1.6, variance (0.36 + 2.56 + 0.36 + 1.96 + 1.96) / 5 = 1.44, deviation 1.2
 # loss tokens 2 2 | 0 | 2 2: mean 1.75, variance (0.5625 + 3.0625 + 1.5625 + 1.5625) / 4 = 1.6875

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
-from stretto.model.logprobs import pack_tokens
+from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.learner import Learner
-from stretto.trainer.stepper import learning_rate
+from stretto.trainer.optimizer import learning_rate
 
 Build = Callable[[], PreTrainedModel]
 PACKED = pack_tokens([(1, 2, 3, 4), (5, 6)])

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer import corrections, penalties, surrogates
-from stretto.trainer.losses import DIAGNOSTICS, Objective, evaluate
-from stretto.trainer.tokens import Sequences, Tokens
+from stretto.trainer.objective import corrections, surrogates
+from stretto.trainer.objective import kl as penalties
+from stretto.trainer.objective.losses import DIAGNOSTICS, Objective, evaluate
+from stretto.trainer.objective.tokens import LossTokens, Sequences
 from tests.trainer.packed_tokens import logs, tokens
 
 DECOUPLED = Objective(
@@ -96,9 +97,9 @@ def test_a_divergence_and_an_entropy_are_averaged_like_the_rest() -> None:
     assert loss.kl_reference.item() == pytest.approx(half)
 
 
-def part_of(whole: Tokens, rows: slice) -> Tokens:
+def part_of(whole: LossTokens, rows: slice) -> LossTokens:
     scale, anchor = whole.scale[rows], whole.anchor_logprobs[rows]
-    return Tokens(anchor, anchor, whole.advantages[rows], scale, Sequences.of([1] * len(scale)))
+    return LossTokens(anchor, anchor, whole.advantages[rows], scale, Sequences.of([1] * len(scale)))
 
 
 @given(ROWS, st.integers(0, 8))

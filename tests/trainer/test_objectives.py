@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.trainer.algorithm import (
+from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.samples import Sample, rows_of
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.objective.algorithm import (
     CISPO,
     GSPO,
     M2PO,
@@ -27,11 +30,8 @@ from stretto.trainer.algorithm import (
     DualClip,
     PolicyGradient,
 )
-from stretto.trainer.config import TrainerConfig
-from stretto.trainer.packing import minibatches
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rows import Row, rows_of
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 from tests.trainer.batches import LONGEST, adamw, assert_same, batch, row_logprobs
 
 Build = Callable[[], PreTrainedModel]
@@ -194,7 +194,7 @@ class Plain:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.7)
             self._optimizer.step()
 
-    def _known(self, row: Row, proximal: Tensor, reference: Tensor) -> Known:
+    def _known(self, row: Sample, proximal: Tensor, reference: Tensor) -> Known:
         policy, entropy = row_logprobs(self.model, row)
         behavior, scores = torch.tensor(row.behavior_logprobs), torch.tensor(row.advantages)
         return Known(policy, entropy, behavior, proximal, reference, torch.tensor(row.staleness), scores)

@@ -16,13 +16,13 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.trainer import penalties
-from stretto.trainer.algorithm import AlgorithmConfig
+from stretto.trainer.batch.samples import rows_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.estimators import Answer, Estimator, advantages_of
+from stretto.trainer.objective import kl as penalties
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rows import rows_of
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 from tests.trainer.batches import LONGEST, assert_same, batch, row_logprobs
 
 Build = Callable[[], PreTrainedModel]
@@ -30,7 +30,7 @@ ESTIMATORS: TypeAdapter[Estimator] = TypeAdapter(Estimator)
 CONFIG = TrainerConfig(learning_rate=3e-3, eps=1e-3, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
 SAMPLING = Sampling(max_tokens=LONGEST)
 #: Rewards 4 and 1; the first answer's tokens cost 1 and 2, the second one's single token gains a half.
-GROUP = [Answer(4.0, 2, range(2), (), (1.0, 2.0)), Answer(1.0, 1, range(1), (), (-0.5,))]
+GROUP = [RewardedCompletion(4.0, 2, range(2), (), (1.0, 2.0)), RewardedCompletion(1.0, 1, range(1), (), (-0.5,))]
 #: Answer by answer 4 - 3 = 1 and 1 + 0.5 = 1.5; from each token on 1, 2 and 1.5.
 MEAN, DEVIATION = 1.5, math.sqrt(0.5 / 3)
 
@@ -61,14 +61,14 @@ def test_a_discount_and_a_critic_see_the_costs_where_they_stand() -> None:
     (got,) = advantages_of(ESTIMATORS.validate_python({"kind": "gae", "gamma": 0.5, "lam": 0.8}), [GROUP[:1]])
     assert got == [pytest.approx([-0.2, 2.0])]
     # with values 1 and 3: delta_1 = 2 - 3, delta_0 = -1 + 0.5 * 3 - 1; A_0 = -0.5 + 0.4 * -1
-    judged = [Answer(4.0, 2, range(2), (1.0, 3.0), (1.0, 2.0))]
+    judged = [RewardedCompletion(4.0, 2, range(2), (1.0, 3.0), (1.0, 2.0))]
     (got,) = advantages_of(ESTIMATORS.validate_python({"kind": "gae", "gamma": 0.5, "lam": 0.8}), [judged])
     assert got == [pytest.approx([-0.9, -1.0])]
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=6), st.floats(-3, 3))
 def test_without_a_discount_the_first_token_is_worth_the_whole_answer(costs: list[float], reward: float) -> None:
-    answer = Answer(reward, len(costs), range(len(costs)), (), costs)
+    answer = RewardedCompletion(reward, len(costs), range(len(costs)), (), costs)
     ((got,),) = advantages_of(ESTIMATORS.validate_python("gae"), [[answer]])
     assert got[0] == pytest.approx(answer.total, abs=1e-9)
     assert got[-1] == pytest.approx(reward - costs[-1], abs=1e-9)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.penalties import k1, k2, k3
+from stretto.trainer.objective.kl import k1, k2, k3
 from tests.trainer.packed_tokens import logs
 
 LOGITS = st.lists(st.floats(-3, 3), min_size=4, max_size=4)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.model.logprobs import pack_tokens
+from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.preference import Preference, Preferred, dpo, prefer
+from stretto.trainer.supervised.dpo import Preference, Preferred, dpo, prefer
 from tests.trainer.batches import adamw, assert_same
 
 Build = Callable[[], PreTrainedModel]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.proximal import interpolated
+from stretto.trainer.objective.proximal import interpolated
 
 
 def test_the_interpolation_by_hand() -> None:

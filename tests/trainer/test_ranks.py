@@ -18,7 +18,7 @@ import torch
 
 from stretto.core.errors import StoreError
 from stretto.trainer import checkpoint
-from stretto.trainer.ranks import ALONE
+from stretto.trainer.parallel.ranks import ALONE
 from tests.trainer.rank_runs import LOSSES, PLAYED, SCENARIOS, trainer_of
 
 ROOT = Path(__file__).parents[2]

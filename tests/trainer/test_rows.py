@@ -11,10 +11,10 @@ import pytest
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.trainer.algorithm import AlgorithmConfig
-from stretto.trainer.estimators import GAE, GroupMean, RawReward
-from stretto.trainer.rows import Row, rows_of
-from stretto.trainer.shaping import Shaping
+from stretto.trainer.batch.samples import Sample, rows_of
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.estimators import GAE, GroupMean, RawReward
+from stretto.trainer.objective.shaping import Shaping
 
 CONFIG = AlgorithmConfig(advantages=GroupMean())
 LONGEST = 4
@@ -41,7 +41,7 @@ def batch(*answers: Trajectory, oldest_trainable: int = 0) -> Batch:
 
 def test_the_example_of_the_docstring() -> None:
     rows = rows_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG, LONGEST)
-    expected = Row("g/0", (5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (1, 0), (0.5, 0.5))
+    expected = Sample("g/0", (5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (1, 0), (0.5, 0.5))
     assert rows.rows == (expected, replace(expected, id="g/1", advantages=(-0.5, -0.5)))
     assert rows.masked_tokens == 2
     assert rows.reward_mean == 0.5

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.second_moment import second_moment
+from stretto.trainer.objective.m2po import second_moment
 
 ROWS = st.lists(st.tuples(st.floats(-1, 1), st.sampled_from([-1.0, 0.0, 2.0])), max_size=12)
 

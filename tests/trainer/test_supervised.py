@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.rows import Row
-from stretto.trainer.supervised import Demonstration, Progress, fine_tune
+from stretto.trainer.supervised.sft import Demonstration, Progress, fine_tune
 from tests.trainer.batches import adamw, assert_same, row_logprobs
 
 Build = Callable[[], PreTrainedModel]
@@ -76,7 +76,9 @@ def test_a_step_is_the_cross_entropy_written_out(build: Build, tokens: int) -> N
     )
     shown = [Demonstration((2, 3), tuple(4 + (k + j) % 7 for j in range(k + 1))) for k in range(4)]
     fine_tune(ours, shown, config, seed=1)
-    rows = [Row("", d.prompt_ids + d.answer_ids, 2, tuple(range(2, 2 + len(d.answer_ids))), (), (), ()) for d in shown]
+    rows = [
+        Sample("", d.prompt_ids + d.answer_ids, 2, tuple(range(2, 2 + len(d.answer_ids))), (), (), ()) for d in shown
+    ]
     optimizer = adamw(plain, 3e-3, 1e-3)
     (-torch.cat([row_logprobs(plain, row)[0] for row in rows]).mean()).backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.trainer import surrogates
-from stretto.trainer.surrogates import Surrogate
-from stretto.trainer.tokens import Tokens
+from stretto.trainer.objective import surrogates
+from stretto.trainer.objective.surrogates import Surrogate
+from stretto.trainer.objective.tokens import LossTokens
 from tests.trainer.packed_tokens import logs, tokens
 
 PPO: Surrogate = partial(surrogates.ppo, clip_low=0.2, clip_high=0.2)
@@ -31,7 +31,7 @@ ALL: dict[str, Surrogate] = {
 ROWS = st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)), min_size=1, max_size=8)
 
 
-def gradient(surrogate: Surrogate, policy: Tensor, given: Tokens) -> list[float]:
+def gradient(surrogate: Surrogate, policy: Tensor, given: LossTokens) -> list[float]:
     policy = policy.detach().requires_grad_()
     surrogate(policy, given).objective.sum().backward()
     assert policy.grad is not None

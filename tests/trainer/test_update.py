@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import BoundViolated, StoreError, TrainingDiverged
 from stretto.core.records import Batch, Trajectory
-from stretto.trainer.algorithm import PPO, AlgorithmConfig, Mask, Reference
+from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.samples import rows_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.learner import UNCHANGED
-from stretto.trainer.packing import minibatches
+from stretto.trainer.objective.algorithm import PPO, AlgorithmConfig, Mask, ReferenceConfig
 from stretto.trainer.reference import ReferencePolicy
-from stretto.trainer.rows import rows_of
-from stretto.trainer.update import Trainer
+from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.trainer.batches import LONGEST, adamw, assert_same, batch, row_logprobs
 
@@ -148,7 +148,7 @@ def test_an_interpolated_anchor_is_the_logged_policy_where_nothing_is_stale(buil
 
 
 def test_a_reference_is_needed_where_it_is_asked_for_and_measured(build: Build) -> None:
-    algorithm = AlgorithmConfig(reference=Reference(weight=0.1))
+    algorithm = AlgorithmConfig(reference=ReferenceConfig(weight=0.1))
     with pytest.raises(ValueError, match="needs a reference policy"):
         Trainer(build(), CONFIG, algorithm)
     reference = ReferencePolicy(build(), CONFIG, UNCHANGED)
@@ -163,7 +163,7 @@ def test_a_strong_penalty_keeps_the_policy_near_the_reference(build: Build) -> N
     far = []
     for weight in (0.0, 100.0):
         reference = ReferencePolicy(build(), CONFIG, UNCHANGED)
-        algorithm = AlgorithmConfig(reference=Reference(weight=weight, estimator="k2"))
+        algorithm = AlgorithmConfig(reference=ReferenceConfig(weight=weight, estimator="k2"))
         trainer = Trainer(build(), CONFIG, algorithm, reference=reference)
         far.append([trainer.train(batch(version)).metrics["kl_reference"] for version in range(4)][-1])
     assert far[1] < far[0] / 4

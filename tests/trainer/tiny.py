@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from stretto.model.packed import PACKED_ATTENTION
+from stretto.model.packed.attention import PACKED_ATTENTION
 
 
 def tiny(*, tied: bool = False) -> PreTrainedModel:

@@ -1,0 +1,66 @@
+"""`stretto check` and `stretto inspect --ledger`: was the law kept? Decided from a run's records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from stretto.audit.history import read_history
+from stretto.audit.laws import FINAL, LAWS, OPEN
+from stretto.store.ledger.schema import check_resting_log
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What each law found: nothing, where it was kept. `balance` counts trajectories by state."""
+
+    breaches: Mapping[str, tuple[str, ...]]
+    balance: Mapping[str, int]
+
+    @property
+    def kept(self) -> bool:
+        return not any(self.breaches.values())
+
+
+def check_run(folder: str | Path) -> Findings:
+    """Hold every law against a run: running, finished or dead.
+
+    Raises:
+        StoreError: there is no ledger, or it, or its log, or the recipe, cannot be read at all.
+    """
+    check_resting_log(Path(folder) / "ledger.sqlite")
+    history = read_history(Path(folder))
+    breaches = {law.__name__.replace("_", " "): tuple(law(history)) for law in LAWS}
+    states = Counter(answer.state for answer in history.answers)
+    issued = sum(group.members for group in history.groups)
+    return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}})
+
+
+def print_findings(findings: Findings) -> int:
+    """One line for each law, its first breaches below it; the exit code: 1 if a law was broken."""
+    for law, breaches in findings.breaches.items():
+        print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
+        for breach in breaches[:_SHOWN]:
+            print(f"        {breach}")
+    return 0 if findings.kept else 1
+
+
+def print_balance(folder: str | Path, console: Console | None = None) -> int:
+    """The balance of the ledger, and whether its law holds; the exit code: 1 if it does not."""
+    findings = check_run(folder)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
+    table.add_column(style="dim", justify="right")
+    table.add_column(justify="right")
+    for state, count in findings.balance.items():
+        table.add_row(state.replace("_", " "), f"{count:,}")
+    total = sum(count for state, count in findings.balance.items() if state != "issued")
+    table.add_row("sum of the states", f"{total:,}")
+    (console or Console()).print(table)
+    return print_findings(findings)

@@ -1,0 +1,109 @@
+"""`stretto diff`: the first step at which two runs part, and in what."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Record
+from stretto.store.folder.policies import same_weights
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.reading import last_step, read_batches
+from stretto.store.ledger.schema import open_for_reading
+
+#: Measurements of time differ between any two runs.
+_TIMES = "seconds"
+
+
+class Parting(Record, frozen=True):
+    """`step` is the first at which the runs differ, in `fields`; where they do not, how many steps they share.
+    `policies` are the versions whose weights were compared."""
+
+    step: int
+    fields: tuple[str, ...] = ()
+    policies: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.fields:
+            return f"they part at step {self.step}: {', '.join(self.fields)}"
+        equal = f"equal in all {self.step} steps: batches, tokens, log-probabilities, rewards and losses"
+        if not self.policies:
+            return f"{equal}; there is no version whose weights could be compared"
+        return f"{equal}, and the weights of versions {', '.join(map(str, self.policies))}"
+
+
+def diff_runs(first: str | Path, second: str | Path) -> Parting:
+    """Compare two runs step by step: what was trained on, what came of it, and the policies that both kept.
+
+    Raises:
+        RunFolderError: one of them is no run.
+        StoreError: a ledger cannot be read, or has not kept its tokens.
+    """
+    folders = RunFolder.open(first), RunFolder.open(second)
+    steps, compared = 0, list[int]()
+    if fields := _weights(folders, 0, compared):
+        return Parting(step=0, fields=fields)
+    for step, (one, other) in enumerate(zip_longest(*map(_steps, folders)), start=1):
+        if one is None or other is None:
+            missing = folders[0] if one is None else folders[1]
+            return Parting(step=step, fields=(f"{missing.path} ends before",))
+        if fields := tuple(_differences(one, other)) or _weights(folders, step, compared):
+            return Parting(step=step, fields=fields)
+        steps = step
+    return Parting(step=steps, policies=tuple(compared))
+
+
+class _Step(Record, frozen=True):
+    batch: Batch
+    metrics: dict[str, float | None]
+
+
+def _steps(folder: RunFolder) -> Iterator[_Step]:
+    try:
+        with closing(open_for_reading(folder.ledger)) as connection:
+            metrics = dict(connection.execute("SELECT step, metrics FROM steps").fetchall())
+    except sqlite3.Error as error:
+        raise StoreError(f"{folder.ledger}: cannot be read: {error}") from error
+    for batch in read_batches(folder.ledger, 0, last_step(folder.ledger)):
+        text = metrics[batch.step]
+        found = msgspec.json.decode(text, type=dict[str, float | None]) if text else {}
+        kept = {name: value for name, value in found.items() if not name.startswith(_TIMES)}
+        yield _Step(batch=batch, metrics=kept)
+
+
+def _differences(one: _Step, other: _Step) -> Iterator[str]:
+    ids = [[group.id for group in step.batch.groups] for step in (one, other)]
+    if ids[0] != ids[1]:
+        yield f"groups of the batch ({' '.join(ids[0])} and {' '.join(ids[1])})"
+        return
+    if one.batch.oldest_trainable != other.batch.oldest_trainable:
+        yield "oldest version trained on"
+    for ours, theirs in zip(one.batch.groups, other.batch.groups, strict=True):
+        if ours.prompt.token_ids != theirs.prompt.token_ids:
+            yield f"prompt of {ours.id}"
+        if len(ours.trajectories) != len(theirs.trajectories):
+            yield f"answers of {ours.id}"
+            continue
+        for left, right in zip(ours.trajectories, theirs.trajectories, strict=True):
+            for name in ("member", "token_ids", "behavior_logprobs", "versions"):
+                if getattr(left.completion, name) != getattr(right.completion, name):
+                    yield f"{name} of {left.id}"
+            if left.verdict != right.verdict:
+                yield f"reward of {left.id}"
+    if one.metrics and other.metrics:
+        names = sorted(one.metrics.keys() | other.metrics.keys())
+        yield from (f"measured {name}" for name in names if one.metrics.get(name) != other.metrics.get(name))
+
+
+def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
+    """Whether the policies of a version differ; a version that could be compared is put on the list."""
+    same = same_weights(*(folder.policy(version) for folder in folders))
+    if same is not None:
+        compared.append(version)
+    return (f"weights of version {version}",) if same is False else ()

@@ -1,0 +1,230 @@
+"""The laws that a run must have kept, each a function from its history to the sentences that tell of a breach.
+
+A history is judged as it stands after any crash: what was under way may be unfinished, and nothing may be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+
+from stretto.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
+
+FINAL = ("trained", "filtered", "expired", "failed")
+OPEN = ("in_flight", "buffered")
+
+
+def the_file_is_whole(history: History) -> Iterator[str]:
+    """SQLite finds nothing wrong with the file."""
+    yield from history.damage
+
+
+def every_checksum_fits(history: History) -> Iterator[str]:
+    """What a run goes on from is what was written: its groups, answers, pieces of answers, batches and facts."""
+    yield from history.broken_checksums
+
+
+def everything_issued_has_one_state(history: History) -> Iterator[str]:
+    """Each answer that was wanted has exactly one row, one state of the six, and a reason if it ended untrained."""
+    for group in history.groups:
+        if (found := [answer.member for answer in group.answers]) != list(range(group.members)):
+            yield f"group {group.id} has {group.members} members, on record are {found}"
+    for answer in history.answers:
+        if answer.state not in (*FINAL, *OPEN):
+            yield f"{answer.id} is {answer.state!r}"
+        if answer.state in ("filtered", "expired", "failed") and not answer.reason:
+            yield f"{answer.id} is {answer.state} without a reason"
+        if (answer.state == "trained") != (answer.trained_step is not None):
+            yield f"{answer.id} is {answer.state}, trained in step {answer.trained_step}"
+
+
+def nothing_is_trained_twice(history: History) -> Iterator[str]:
+    """The batches on record and the answers that say that they were trained are the same, each once."""
+    placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
+    yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
+    in_batches = {
+        (f"{name}/{member}", step.step) for step in history.steps for name, members in step.batch for member in members
+    }
+    by_answers = {(answer.id, answer.trained_step) for answer in history.answers if answer.state == "trained"}
+    yield from (f"{id} is in the batch of step {step} and does not say so" for id, step in in_batches - by_answers)
+    yield from (f"{id} says step {step}, whose batch does not have it" for id, step in by_answers - in_batches)
+    trained: dict[tuple[int, str], str] = {}
+    for group in history.groups:
+        if any(answer.state == "trained" for answer in group.answers):
+            other = trained.setdefault((group.epoch, group.prompt), group.id)
+            if other != group.id:
+                yield f"prompt {group.prompt} was trained twice in epoch {group.epoch}: {other} and {group.id}"
+
+
+def versions_grow_by_one(history: History) -> Iterator[str]:
+    """Step n trains at version n - 1 and publishes version n; every step is there; only the last may be unpublished."""
+    for place, step in enumerate(history.steps, start=1):
+        if (step.step, step.version) != (place, place - 1):
+            yield f"the {place}. step on record is step {step.step}, at version {step.version}"
+        if step.published_version is None and place < len(history.steps):
+            yield f"step {step.step} was never published, and step {step.step + 1} was trained"
+        if step.published_version not in (None, step.step):
+            yield f"step {step.step} published version {step.published_version}"
+    newest = len(history.steps)
+    yield from (f"policy {version} belongs to no step on record" for version in history.policies if version > newest)
+    for answer in history.answers:
+        if answer.versions is not None and list(answer.versions) != sorted(answer.versions):
+            yield f"{answer.id}: its versions go back: {answer.versions}"
+        if answer.newest_version is not None and answer.newest_version > newest:
+            yield f"{answer.id} was sampled by version {answer.newest_version}, and {newest} is the newest"
+
+
+def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
+    """Equation 3 held whenever a group was issued: of the groups before it, those that never dropped out fill no more
+    batches than its version and the bound allow. (More had not dropped out yet; when they did is not on record.) The
+    live version never goes back, and no token of a group is older than the version at which it was admitted."""
+    bounds, counted, live = history.bounds, 0, 0
+    for group in history.groups:
+        version = group.admitted_version
+        if counted // bounds.batch_size > version + bounds.max_staleness:
+            bound = f"max_staleness {bounds.max_staleness:g}"
+            yield f"{group.id} was admitted at version {version} behind {counted} groups; {bound}"
+        if version < live:
+            yield f"{group.id} was admitted at version {version}, an earlier group at {live}"
+        counted, live = counted + (not _ended_untrained(group)), max(live, version)
+        for answer in group.answers:
+            if answer.oldest_version is not None and answer.oldest_version < version:
+                yield f"{answer.id} has a token of version {answer.oldest_version}, and was admitted at {version}"
+
+
+def no_bound_is_broken(history: History) -> Iterator[str]:
+    """No token was trained on by a version too far from its own, and none by an older one."""
+    bound, policy = history.bounds.max_staleness, history.bounds.beyond_bound
+    for step, answer in _trained(history):
+        if answer.newest_version is not None and answer.newest_version > step.version:
+            yield f"{answer.id} has tokens of version {answer.newest_version}, trained at {step.version}"
+        if policy == "train" or math.isinf(bound):
+            continue
+        versions = answer.versions if answer.versions is not None else (answer.oldest_version,)
+        trainable = [version for version in versions if version is not None and version >= step.oldest_trainable]
+        if answer.versions is None and step.oldest_trainable:
+            continue  # masked tokens cannot be told from trained ones without the tokens
+        if trainable and step.version - min(trainable) > bound:
+            yield f"{answer.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
+
+
+def batches_are_complete(history: History) -> Iterator[str]:
+    """Each batch has as many groups as the recipe says, each with enough answers, whole and judged."""
+    groups = {group.id: group for group in history.groups}
+    for step in history.steps:
+        if len(step.batch) != history.bounds.batch_size:
+            yield f"the batch of step {step.step} has {len(step.batch)} groups, not {history.bounds.batch_size}"
+        for name, members in step.batch:
+            yield from _incomplete(step, groups.get(name), name, members, history.bounds.min_group_size)
+        answers = sum(len(members) for _, members in step.batch)
+        if answers != step.answers:
+            yield f"step {step.step} says {step.answers} answers, its batch has {answers}"
+    counted: Mapping[int, list[RecordedTrajectory]] = defaultdict(list)
+    for step, answer in _trained(history):
+        counted[step.step].append(answer)
+    for step in history.steps:
+        tokens = sum(answer.tokens for answer in counted[step.step])
+        if tokens != step.trained_tokens + step.masked_tokens:
+            yield f"step {step.step} says {step.trained_tokens + step.masked_tokens} tokens, its answers have {tokens}"
+
+
+def _incomplete(
+    step: RecordedStep, group: RecordedGroup | None, name: str, members: tuple[int, ...], fewest: int
+) -> Iterator[str]:
+    if group is None:
+        yield f"step {step.step} trained on group {name}, which was never issued"
+        return
+    if len(members) < fewest:
+        yield f"group {name} was trained with {len(members)} answers, at least {fewest} are needed"
+    for answer in (group.answers[member] for member in members if member < len(group.answers)):
+        if answer.reward is None or answer.verdict not in ("right", "wrong") or answer.stop_reason is None:
+            yield f"{answer.id} was trained without a verdict"
+        if answer.lengths is not None and answer.versions is not None:
+            found = {*answer.lengths, len(answer.versions), answer.tokens}
+            if len(found) > 1:
+                yield f"{answer.id} has {answer.tokens} tokens, and on record are {sorted(found)}"
+
+
+def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
+    """Each epoch asks each prompt once, and again only after an attempt that ended untrained; whatever ended untrained
+    and may be asked again was asked again, or is about to be."""
+    epochs: dict[int, dict[str, list[RecordedGroup]]] = defaultdict(lambda: defaultdict(list))
+    for group in history.groups:
+        epochs[group.epoch][group.prompt].append(group)
+    about_to = set(history.given_back)
+    for epoch, prompts in epochs.items():
+        for prompt, groups in prompts.items():
+            yield from _attempts(epoch, prompt, groups, about_to, history.bounds.max_attempts)
+    if history.position is not None:
+        yield from _drawn(epochs, history.position)
+
+
+def _attempts(
+    epoch: int, prompt: str, groups: list[RecordedGroup], about_to: set[tuple[int, str, int]], most: int
+) -> Iterator[str]:
+    if (found := [group.attempt for group in groups]) != list(range(len(groups))):
+        yield f"prompt {prompt} was asked in epoch {epoch} in the attempts {found}"
+    for earlier, later in pairwise(groups):
+        if not _ended_untrained(earlier):
+            yield f"{later.id} was asked although {earlier.id} had not ended untrained"
+    last = groups[-1]
+    failures = sum(_failed(group) for group in groups)
+    wanted = (epoch, prompt, len(groups))
+    if _asked_again(last, failures, most) and wanted not in about_to:
+        yield f"{last.id} ended untrained, and prompt {prompt} is not asked again"
+    if wanted in about_to and not _ended_untrained(last):
+        yield f"prompt {prompt} is to be asked again, and {last.id} has not ended untrained"
+
+
+def _drawn(epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int]) -> Iterator[str]:
+    """The stream of prompts has drawn what was issued, and nothing else."""
+    newest, drawn = position
+    sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
+    if sizes.get(newest, 0) != drawn:
+        yield f"{drawn} prompts of epoch {newest} were drawn, {sizes.get(newest, 0)} were issued"
+    whole = {epoch: size for epoch, size in sizes.items() if epoch < newest}
+    if len(set(whole.values())) > 1 or len(whole) != newest:
+        yield f"epochs before {newest} asked different numbers of prompts: {whole}"
+    asked = [frozenset(epochs[epoch]) for epoch in whole]
+    if len(set(asked)) > 1:
+        yield "not every epoch asked the same prompts"
+
+
+def _states(group: RecordedGroup) -> set[str]:
+    return {answer.state for answer in group.answers}
+
+
+def _ended_untrained(group: RecordedGroup) -> bool:
+    return _states(group) <= {"filtered", "expired", "failed"}
+
+
+def _failed(group: RecordedGroup) -> bool:
+    return _states(group) == {"failed"}
+
+
+def _asked_again(group: RecordedGroup, failures: int, most: int) -> bool:
+    """Expired groups always are; failed ones as long as the recipe says, and filtered ones never."""
+    states = _states(group)
+    return states <= {"expired", "failed"} and ("expired" in states or failures < most)
+
+
+def _trained(history: History) -> Iterator[tuple[RecordedStep, RecordedTrajectory]]:
+    steps = {step.step: step for step in history.steps}
+    for answer in history.answers:
+        if answer.trained_step in steps:
+            yield steps[answer.trained_step], answer
+
+
+LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
+    the_file_is_whole,
+    every_checksum_fits,
+    everything_issued_has_one_state,
+    nothing_is_trained_twice,
+    versions_grow_by_one,
+    no_group_starts_before_its_turn,
+    no_bound_is_broken,
+    batches_are_complete,
+    no_prompt_is_skipped_or_repeated,
+)

@@ -1,0 +1,127 @@
+"""A run at one moment, put together from what its conductor tells."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from stretto.core.records import Record
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+
+TRAINING = "training"
+
+_RATE_SECONDS = 3.0  # tokens per second are means over so many
+
+
+class WarmStartProgress(Protocol):
+    """How far learning from examples is: steps done, the last one's loss and accuracy, seconds since it began."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def accuracy(self) -> float | None: ...
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class Snapshot(Record, frozen=True):
+    """A run at one moment. `facts` are names with values as they are shown; what is not known is not there.
+
+    Example: ``Snapshot(phase="training", step=120, steps=600, seconds=21.4, facts=(("accuracy", "71.2%"),))``
+    """
+
+    phase: str
+    step: int
+    steps: int
+    seconds: float  # since the phase began
+    facts: tuple[tuple[str, str], ...] = ()
+    tokens_per_second: Mapping[str, float] = {}  # what is done to them: tokens
+    busy: Mapping[str, float] = {}  # role: fraction since the step before
+    trend: tuple[float, ...] = ()  # accuracy, step by step
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the last step at the pace so far."""
+        return self.seconds / self.step * (self.steps - self.step) if self.step else None
+
+    def line(self) -> str:
+        """The snapshot on one line."""
+        parts = [f"{self.phase} {self.step}/{self.steps}", f"{self.seconds:.0f} s"]
+        parts += [f"{name} {value}" for name, value in self.facts]
+        parts += [f"{rate:,.0f} tokens/s {what}" for what, rate in self.tokens_per_second.items()]
+        parts += [f"{role} {fraction:.0%}" for role, fraction in self.busy.items()]
+        return " | ".join(parts)
+
+
+class Watcher:
+    """Turns what happens into snapshots; remembers what a snapshot needs of the past."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._trend: list[float] = []
+        self._held_out: EvaluationLine | None = None
+        self._newest: StepMetrics | None = None
+        self._trained = 0
+        self._counts: deque[tuple[float, int, int]] = deque()  # rl seconds, tokens generated, tokens trained
+
+    def learning(self, lesson: WarmStartProgress) -> Snapshot:
+        facts = [("loss", f"{lesson.loss:.4f}")]
+        if lesson.accuracy is not None:
+            facts.append(("accuracy", f"{lesson.accuracy:.1%}"))
+        return Snapshot(
+            phase=lesson.phase, step=lesson.step, steps=lesson.steps, seconds=lesson.seconds, facts=tuple(facts)
+        )
+
+    def step(self, metrics: StepMetrics) -> Snapshot:
+        self._newest = metrics
+        self._trained += metrics.trained_tokens
+        self._trend.append(metrics.accuracy)
+        self._counts.append((metrics.rl_seconds, metrics.generated_tokens, self._trained))
+        while len(self._counts) > 2 and metrics.rl_seconds - self._counts[1][0] > _RATE_SECONDS:
+            self._counts.popleft()
+        return self._snapshot(metrics)
+
+    def evaluated(self, evaluation: EvaluationLine) -> Snapshot | None:
+        self._held_out = evaluation
+        return None if self._newest is None else self._snapshot(self._newest)
+
+    def _snapshot(self, metrics: StepMetrics) -> Snapshot:
+        return Snapshot(
+            phase=TRAINING,
+            step=metrics.step,
+            steps=self._steps,
+            seconds=metrics.rl_seconds,
+            facts=tuple(self._facts(metrics)),
+            tokens_per_second=self._rates(),
+            busy={role: fraction for role, fraction in sorted(metrics.busy.items()) if fraction is not None},
+            trend=tuple(self._trend),
+        )
+
+    def _facts(self, metrics: StepMetrics) -> list[tuple[str, str]]:
+        facts = []
+        if self._held_out is not None:
+            unknown = f", {self._held_out.undecided} undecided" if self._held_out.undecided else ""
+            facts.append(("held-out", f"{self._held_out.accuracy:.1%} (v{self._held_out.version}{unknown})"))
+        facts += [
+            ("accuracy", f"{metrics.accuracy:.1%}"),
+            ("reward", f"{metrics.reward:.3f}"),
+            ("length", f"{metrics.length_mean:.1f}, longest {metrics.length_max}"),
+            ("staleness", f"{metrics.staleness_mean:.2f}, largest {metrics.staleness_max}"),
+        ]
+        facts += [(name.replace("_", " "), f"{value:g}") for name, value in metrics.queues.items() if value is not None]
+        return facts
+
+    def _rates(self) -> dict[str, float]:
+        (then, generated_then, trained_then), (now, generated, trained) = self._counts[0], self._counts[-1]
+        if now <= then:
+            return {}
+        seconds = now - then
+        return {"generated": (generated - generated_then) / seconds, "trained": (trained - trained_then) / seconds}

@@ -1,0 +1,165 @@
+"""A client of an engine's HTTP server (`stretto.engine.http.server`): light, without torch, every wait with a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import EngineLost, RefusedRequest, TornPublication, WireError
+from stretto.core.events import Span
+from stretto.core.frames import Unframer
+from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.http.connections import Connection, Connections
+from stretto.engine.wire import (
+    AbortRequest,
+    EngineHealth,
+    PartialsRequest,
+    PartialTokens,
+    Refusal,
+    UpdateReply,
+    UpdateRequest,
+)
+
+Message = TypeVar("Message")
+
+_OK = 200
+_NAMED = 3  # requests that a message names
+
+
+class HttpEngine:
+    """One engine. Calls may overlap; each request has a connection of its own while it lasts.
+
+    Example::
+
+        async for completion in engine.generate(request):    # as the answers end, in no order
+            ...
+        await engine.update(7)                                # 7: loaded, the next token is sampled by it
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        *,
+        answer_seconds: float = 600.0,
+        load_seconds: float = 120.0,
+        health_seconds: float = 30.0,
+    ) -> None:
+        """
+        Args:
+            address: ``unix:/path/to.sock`` or ``host:port``.
+            answer_seconds: the longest wait for the next answer of a request.
+            load_seconds: the longest wait for a version to be loaded.
+            health_seconds: the longest wait for any other reply; the engine replies between two steps.
+        """
+        self.name = name
+        self._owner = f"the client of {name}"
+        self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
+        self._connections = Connections(name, address)
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """Answers as they end, one per seed of every request. Leaving the iteration early aborts the rest.
+
+        Requests that are sent together begin in the same step.
+
+        Raises:
+            RefusedRequest: the engine will not serve one of them, and so none.
+            EngineLost: it cannot be reached, is stopping, or ended before the last answer.
+            DeadlineExceeded: no answer ended for `answer_seconds`.
+        """
+        missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
+        asked = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
+        async with self._connections.one() as connection:
+            connection.send("POST", "/generate", msgspec.msgpack.encode(requests))
+            while True:
+                async with deadline(self._owner, f"the next answer to {asked}", self._answer_seconds):
+                    part = await connection.read()
+                    if connection.status != _OK:
+                        raise refusal(part + await self._rest(connection))
+                for body in unframer.feed(part):
+                    missing -= 1
+                    yield decoded(body, Completion)
+                if not part:
+                    break
+        if missing:
+            raise EngineLost(self.name, f"ended {asked} with {missing} answers missing")
+
+    async def update(self, version: int) -> int:
+        """Let the engine load a published version; returns the version that it uses from then on.
+
+        Raises:
+            TornPublication: the publication is not whole, or not of this model; the engine goes on as it was.
+            EngineLost, DeadlineExceeded: as for `generate`.
+        """
+        awaited = f"{self.name} to load version {version}"
+        body = await self._exchange("/update_weights", UpdateRequest(version=version), awaited, self._load_seconds)
+        return decoded(body, UpdateReply).version
+
+    async def abort(self, request_id: str) -> None:
+        """Give up a request; its `generate` ends with EngineLost, if anyone still listens."""
+        await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
+
+    async def written(self, known: dict[str, list[int]]) -> list[PartialTokens]:
+        """How far unfinished answers have come beyond the tokens known of them."""
+        body = await self._exchange(
+            "/written", PartialsRequest(known=known), "the tokens of unfinished answers", self._health_seconds
+        )
+        return decoded(body, list[PartialTokens])
+
+    async def health(self) -> EngineHealth:
+        """Version, queue and counters."""
+        body = await self._exchange("/health", None, "its health", self._health_seconds)
+        return decoded(body, EngineHealth)
+
+    async def spans(self) -> list[Span]:
+        """What it did since the last call."""
+        body = await self._exchange("/spans", None, "its spans", self._health_seconds)
+        return decoded(body, list[Span])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self._connections.close()
+
+    async def _exchange(self, path: str, message: object, awaited: str, seconds: float) -> bytes:
+        method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
+        async with deadline(self._owner, awaited, seconds), self._connections.one() as connection:
+            connection.send(method, path, body)
+            reply = await self._rest(connection)
+            if connection.status != _OK:
+                raise refusal(reply)
+            return reply
+
+    @staticmethod
+    async def _rest(connection: Connection) -> bytes:
+        parts = []
+        while part := await connection.read():
+            parts.append(part)
+        return b"".join(parts)
+
+
+def decoded(body: bytes, kind: type[Message]) -> Message:
+    """The message in a reply.
+
+    Raises:
+        WireError: it is another one, or none.
+    """
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})") from None
+
+
+def refusal(body: bytes) -> WireError | EngineLost:
+    """The error that the engine raised, from the body of its reply."""
+    try:
+        told = decoded(body, Refusal)
+    except WireError as error:
+        return error
+    if told.error == "RefusedRequest":
+        return RefusedRequest(told.field, told.found, told.allowed)
+    if told.error == "EngineLost":
+        return EngineLost(told.field, told.found)
+    return (TornPublication if told.error == "TornPublication" else WireError)(told.found)

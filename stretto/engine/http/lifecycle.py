@@ -1,0 +1,114 @@
+"""How long a server lives: it listens, it is asked to end, it finishes what is open, it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.engine.native.generation import Generation
+
+_SHUTDOWN_SECONDS = 1
+_BACKLOG = 4096  # connections that may wait to be accepted while a step runs
+
+
+def server_of(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None) -> uvicorn.Server:
+    """A server that a signal ends at once, as signals end a process."""
+    return uvicorn.Server(_config(app, keep_alive_seconds, unix_path))
+
+
+class GracefulServer(uvicorn.Server):
+    """A server that finishes open requests when a signal asks it to end, and begins no other meanwhile.
+
+    A second signal ends it at once. Ending is what it was asked to do, so the signal is not raised again.
+    """
+
+    def __init__(self, app: ASGIApp, generation: Generation, *, keep_alive_seconds: int, patience: float) -> None:
+        """
+        Args:
+            patience: seconds that open requests have to end.
+        """
+        super().__init__(_config(app, keep_alive_seconds, None))
+        self._generation, self._patience = generation, patience
+        self._until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called for SIGINT and SIGTERM."""
+        if self.should_exit:
+            self._until = 0.0
+        self.should_exit = True
+        self._generation.stopping = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; True ends the server."""
+        if not await super().on_tick(counter):
+            return False
+        self._generation.stopping = True
+        now = time.monotonic()
+        self._until = now + self._patience if self._until is None else self._until
+        if self._generation.open_requests and now < self._until:
+            return False
+        self._generation.break_off()
+        return True
+
+
+async def run_app(server: uvicorn.Server, sockets: Sequence[socket.socket] | None, generation: Generation) -> None:
+    """Serve and step until the server ends or the engine fails; cancelling it ends both.
+
+    Raises:
+        Exception: whatever ended the engine's loop; open requests have been broken off by then.
+    """
+    listening = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
+    steps = asyncio.create_task(generation.run())
+    try:
+        # Without a deadline: a healthy engine serves for as long as it is wanted.
+        await asyncio.wait((listening, steps), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        steps.cancel()
+        await asyncio.wait((listening, steps))  # uvicorn has a deadline of its own for what is still open
+    if not steps.cancelled():
+        steps.result()
+    listening.result()
+
+
+def bind(host: str, port: int, place: str) -> socket.socket:
+    """A socket that is bound to an address of this machine; port 0 takes a free one.
+
+    Raises:
+        RecipeError: the address cannot be had; `place` is where it was given.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise RecipeError([Problem(f"{place}: {host}:{port}", str(error), "give an address of this machine")]) from None
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        found = error.strerror or str(error)
+        raise RecipeError([Problem(f"{place}: {host}:{port}", found, "choose a free port")]) from None
+    return bound
+
+
+def _config(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        uds=unix_path,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="critical",  # what goes wrong in a request is told to its client; what ends the loop is raised
+        access_log=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=keep_alive_seconds,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )

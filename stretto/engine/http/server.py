@@ -1,0 +1,193 @@
+"""The engine behind HTTP: one thread, one event loop, one task that steps.
+
+    request ─► open ─► stream ◄─ frames ◄─ step, step, step ...        (Generation.run)
+                                             ▲
+    update_weights ─────────────────────────┘ runs between two steps, because both run in this loop
+
+Everything that touches the engine runs in the event loop's thread and does not await while it does, so an update
+cannot happen inside a step. The wire is described in `stretto.engine.wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import uvloop
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stretto.core.errors import EngineLost, RefusedRequest, WireError
+from stretto.core.events import Span
+from stretto.core.records import GenerateRequest
+from stretto.engine.http.asgi import LARGEST_BODY, read_body, reply, when_gone
+from stretto.engine.http.lifecycle import bind, run_app, server_of
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import Generation
+from stretto.engine.wire import (
+    MSGPACK,
+    AbortRequest,
+    EngineHealth,
+    PartialsRequest,
+    PartialTokens,
+    Refusal,
+    UpdateReply,
+    UpdateRequest,
+    split_address,
+)
+from stretto.weights.mailbox import Subscriber
+
+_HEADERS = [(b"content-type", MSGPACK.encode())]
+_UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
+_ABORT = msgspec.msgpack.Decoder(AbortRequest)
+_WRITTEN = msgspec.msgpack.Decoder(PartialsRequest)
+_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
+
+
+class _Streaming:
+    """An endpoint that speaks ASGI itself; a class, because starlette takes functions for something else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _Exchange:
+    """An endpoint that answers one message with one message, or refuses it."""
+
+    def __init__(self, handler: Callable[[bytes], object]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive)
+        if body is None:
+            await _reply(send, *_TOO_LARGE)
+            return
+        try:
+            status, message = 200, self._handler(body)
+        except (WireError, msgspec.DecodeError) as error:
+            status, message = _refusal(error)
+        await _reply(send, status, message)
+
+
+class EngineApp:
+    """The ASGI application: a method per endpoint."""
+
+    def __init__(self, generation: Generation, subscriber: Subscriber) -> None:
+        self._generation = generation
+        self._subscriber = subscriber
+        self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
+        routes = [
+            Route("/generate", _Streaming(self.generate), methods=["POST"]),
+            Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
+            Route("/abort", _Exchange(self.abort), methods=["POST"]),
+            Route("/written", _Exchange(self.written), methods=["POST"]),
+            Route("/health", _Exchange(self.health)),
+            Route("/spans", _Exchange(self.spans)),
+        ]
+        # A bare router: starlette's middleware would turn errors into pages, and every request through it costs time.
+        self._router = Router(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._router(scope, receive, send)
+
+    async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream each answer as it ends; a client that goes away has its requests aborted."""
+        body = await read_body(scope, receive)
+        if body is None:
+            await _reply(send, *_TOO_LARGE)
+            return
+        try:
+            requests = self._requests.decode(body)
+            stream = self._generation.open(requests)
+        except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
+            await _reply(send, *_refusal(error))
+            return
+        watch = asyncio.create_task(when_gone(receive, stream.break_off))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            while stream.missing or stream.ready:
+                chunk = await stream.next()
+                await send({"type": "http.response.body", "body": chunk, "more_body": stream.missing > 0})
+                if stream.broken:
+                    return  # the server closes a connection whose response was not finished: the client notices
+        finally:
+            watch.cancel()
+            for request in requests:
+                self._generation.close(request.id)
+
+    def update_weights(self, body: bytes) -> UpdateReply:
+        """Load a version between two steps."""
+        version = _UPDATE.decode(body).version
+        engine = self._generation.engine
+        if version != engine.version or not engine.updates:
+            engine.update(version, self._subscriber.load(version))
+        return UpdateReply(version=engine.version)
+
+    def abort(self, body: bytes) -> EngineHealth:
+        self._generation.close(_ABORT.decode(body).request)
+        return self._generation.engine.health()
+
+    def written(self, body: bytes) -> list[PartialTokens]:
+        """How far the answers have come, for whoever must be able to go on elsewhere."""
+        return self._generation.engine.written_tokens(_WRITTEN.decode(body).known)
+
+    def health(self, _: bytes) -> EngineHealth:
+        return self._generation.engine.health()
+
+    def spans(self, _: bytes) -> list[Span]:
+        return self._generation.engine.drain_spans()
+
+
+def serve(engine: NativeEngine, subscriber: Subscriber, listen: str) -> None:
+    """Serve until SIGTERM or SIGINT; loads the newest published version first.
+
+    Args:
+        listen: ``unix:/path/to.sock`` or ``host:port``.
+
+    Raises:
+        RecipeError: the port is in use.
+        Exception: whatever ended the engine's loop; open requests have been broken off by then.
+    """
+    uvloop.run(run_server(engine, subscriber, listen))
+
+
+async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str) -> None:
+    """`serve` in the running event loop; cancelling it stops the server."""
+    newest = subscriber.newest()
+    if newest is not None and newest > engine.version:
+        engine.update(newest, subscriber.load(newest))
+    generation = Generation(engine)
+    app = EngineApp(generation, subscriber)
+    unix_path, host, port = split_address(listen)
+    if unix_path is not None:
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, generation)
+    else:
+        bound = bind(host, port, "engine.base_port")
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS), [bound], generation)
+
+
+async def _reply(send: Send, status: int, message: object) -> None:
+    headers = [(b"retry-after", b"1")] if status == 503 else []
+    await reply(send, status, MSGPACK, msgspec.msgpack.encode(message), headers)
+
+
+_TOO_LARGE = (
+    413,
+    Refusal(error="RefusedRequest", field="body", found="too many bytes", allowed=f"at most {LARGEST_BODY:,} bytes"),
+)
+
+
+def _refusal(error: Exception) -> tuple[int, Refusal]:
+    """Status and body by which the client raises the same error again."""
+    if isinstance(error, RefusedRequest):
+        return 400, Refusal(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
+    if isinstance(error, EngineLost):
+        return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
+    if isinstance(error, msgspec.DecodeError):
+        return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed="see stretto.engine.wire")
+    return 409, Refusal(error=type(error).__name__, found=str(error))

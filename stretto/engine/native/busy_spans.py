@@ -1,0 +1,47 @@
+"""What an engine was doing when, without one span per step."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from stretto.core.events import Span
+
+#: Steps that follow each other within this many seconds are one stretch of generating.
+_GAP = 0.02
+
+#: Spans that wait to be handed out. A run asks for them all the time; whoever only serves may never do.
+MOST_SPANS = 16_384
+
+
+class BusySpans:
+    """Collects spans; a span that continues the last one (same name and version, no gap) makes it longer. When nobody
+    asks for them, the newest `MOST_SPANS` are kept.
+
+    >>> stretches = BusySpans("engine-0")
+    >>> for start in (0.0, 0.002, 0.004): stretches.add("generate", start, start + 0.002, version=3)
+    >>> [(span.name, span.start, span.end) for span in stretches.drain()]
+    [('generate', 0.0, 0.006)]
+    """
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._done: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._last: Span | None = None
+
+    def add(self, name: str, start: float, end: float, version: int) -> None:
+        """Times are seconds of `time.monotonic`."""
+        last = self._last
+        if last is not None:
+            if (last.name, last.version) == (name, version) and start - last.end < _GAP:
+                start = last.start
+            else:
+                self._done.append(last)
+        self._last = Span(role=self._role, name=name, start=start, end=end, version=version)
+
+    def drain(self) -> list[Span]:
+        """All spans since the last call."""
+        if self._last is not None:
+            self._done.append(self._last)
+        drained, self._last = list(self._done), None
+        self._done.clear()
+        return drained

@@ -1,0 +1,34 @@
+"""How long a prompt with its answer may become, by the context of the model and by the memory of keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.engine.config import EngineConfig
+from stretto.model.decode.length_buckets import CacheLayout
+from stretto.model.hf.inspection import ModelFolder
+
+
+def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
+    """The most tokens of a row that a cache of so many bytes can hold, at most the context; 0 if it holds none.
+
+    A row takes a whole slot, and slots have lengths that are powers of two, or the context's.
+
+    Example: 700 tokens of memory and a context of 4,096: a row may have 512, since the next slot has 1,024.
+    """
+    held, context = cache_bytes // layout.bytes_per_token, layout.context_length
+    slots = (context, *(1 << power for power in range(context.bit_length())))
+    return max((tokens for tokens in slots if layout.slot(tokens) <= held), default=0)
+
+
+def longest_row_of(folder: ModelFolder, config: EngineConfig) -> int:
+    """As `longest_row`, of an engine with these settings that serves a folder; asked before anything is loaded."""
+    layout = CacheLayout(
+        layers=folder.layers,
+        kv_heads=folder.kv_heads,
+        head_dim=folder.head_dim,
+        context_length=folder.context_length,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device("cpu"),  # wherever it is, a token has as many bytes
+    )
+    return longest_row(layout, config.cache_bytes)

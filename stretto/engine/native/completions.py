@@ -1,0 +1,198 @@
+"""The answers being written, one row each, as columns: a decode step touches arrays, never rows one by one.
+
+    history    [rows, width]  prompt, then answer          5 12 8 13 | 4 4 .  .
+    logprobs   [rows, width]  of the answer's tokens       .  .  . . | -0.1 -0.7
+    versions   [rows, width]  that sampled them            .  .  . . | 6 6
+
+Axes: R rows of this step, in the order of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stretto.core.records import Completion, Likeliest, Partial, StopReason
+from stretto.engine.native.sampling import Filtered
+from stretto.engine.native.scheduler import Member
+from stretto.engine.native.stops import StopTexts, Watch
+from stretto.engine.native.top_logprobs import likeliest
+from stretto.engine.wire import PartialTokens
+from stretto.model.truncation import Truncation
+
+Ints = npt.NDArray[np.int64]
+
+_FIRST_WIDTH = 128
+_NO_TOKEN = -1
+
+
+class NewTokens(NamedTuple):
+    """Tokens of an answer that goes on."""
+
+    request: str
+    member: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_logprobs: Sequence[Likeliest]  # empty if not wanted
+
+
+def rest_of(completion: Completion, known: int) -> NewTokens:
+    """What a whole answer has beyond its first `known` tokens."""
+    return NewTokens(
+        completion.request,
+        completion.member,
+        completion.token_ids[known:],
+        completion.behavior_logprobs[known:],
+        completion.top_logprobs[known:],
+    )
+
+
+class Completions:
+    """Columns are public: the engine hands whole columns to the policy and the sampler, indexed by row."""
+
+    def __init__(self, rows: int, context_length: int, stop_texts: StopTexts) -> None:
+        self._context_length = context_length
+        self._stop_texts = stop_texts
+        self.newest: Ints = np.zeros(rows, np.int64)
+        self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and answer
+        self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
+        self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
+        self.seeds = np.zeros(rows, np.uint64)
+        self.temperatures = np.zeros(rows, np.float32)
+        self._truncation = Truncation(np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
+        self._filtered = np.zeros(rows, np.bool_)
+        self._watches: dict[int, Watch] = {}
+        self._likeliest: dict[int, list[Likeliest]] = {}  # of rows whose requests want them
+        self._wanted: Ints = np.zeros(rows, np.int64)  # how many of them at each place
+        self._stopped = np.zeros(rows, np.bool_)
+        self.interrupted: Ints = np.zeros(rows, np.int64)
+        self._stops = np.full((rows, 1), _NO_TOKEN, np.int64)
+        self._history: Ints = np.zeros((rows, _FIRST_WIDTH), np.int64)
+        self._logprobs = np.zeros((rows, _FIRST_WIDTH), np.float32)
+        self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
+
+    def open(self, row: int, member: Member) -> None:
+        """Begin an answer: the row holds the prompt."""
+        prompt, sampling = member.request.prompt_token_ids, member.request.sampling
+        self.limits[row] = min(member.tokens, self._context_length)
+        self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
+        self._history[row, : len(prompt)] = prompt
+        self.newest[row] = prompt[-1]
+        self.lengths[row] = self.prompts[row] = len(prompt)
+        self.seeds[row] = member.request.seeds[member.index]
+        self.temperatures[row] = sampling.temperature
+        self._truncation.top_k[row] = sampling.top_k
+        self._truncation.top_p[row] = sampling.top_p
+        self._truncation.min_p[row] = sampling.min_p
+        self._filtered[row] = sampling.filtered
+        self._watches.pop(row, None)
+        if sampling.stop:
+            self._watches[row] = self._stop_texts.watch(sampling.stop)
+        self._likeliest.pop(row, None)
+        self._wanted[row] = member.request.top_logprobs
+        if member.request.top_logprobs:
+            self._likeliest[row] = []
+        self.interrupted[row] = 0
+        self._stops[row] = _NO_TOKEN
+        self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        if member.request.begun:
+            self._go_on(row, member.request.begun[member.index])
+
+    def _go_on(self, row: int, begun: Partial) -> None:
+        """The answer has these tokens already, of another engine or an earlier run."""
+        if not begun.token_ids:
+            return
+        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(begun.token_ids)
+        self._history[row, start:end] = begun.token_ids
+        self._logprobs[row, start:end] = begun.behavior_logprobs
+        self._versions[row, start:end] = begun.versions
+        self.newest[row], self.lengths[row] = begun.token_ids[-1], end
+        self.interrupted[row] = begun.interrupted
+        if row in self._watches:
+            self._completed_stop(row)  # the watch has seen them then
+
+    def filtered(self, order_R: Ints) -> Filtered | None:
+        """Which of the rows have top-k, top-p or min-p, and what theirs are; None if no row has."""
+        places = self._filtered[order_R].nonzero()[0]
+        return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
+
+    def context(self, row: int) -> Ints:
+        """All tokens of a row but the newest: what the cache must hold before the row goes on."""
+        return self._history[row, : self.lengths[row] - 1]
+
+    def note_likeliest(self, order_R: Ints, logits_RV: Tensor) -> None:
+        """Keep the likeliest tokens of the coming place for the rows that want them. `record` follows."""
+        if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
+            return
+        rows = order_R[places]
+        logits = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
+        found = likeliest(logits, self._wanted[rows], self.temperatures[rows], self.filtered(rows))
+        for row, tokens in zip(rows.tolist(), found, strict=True):
+            self._likeliest[row].append(tokens)
+
+    def record(self, order_R: Ints, tokens_R: Ints, logprobs_R: npt.NDArray[np.float32], version: int) -> Ints:
+        """Append one token to each row of `order_R`; returns the rows that have ended."""
+        places_R = self.lengths[order_R]
+        self._history[order_R, places_R] = tokens_R
+        self._logprobs[order_R, places_R] = logprobs_R
+        self._versions[order_R, places_R] = version
+        self.newest[order_R] = tokens_R
+        self.lengths[order_R] = places_R + 1
+        stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
+        if self._watches:
+            stopped_R |= [row in self._watches and self._completed_stop(row) for row in order_R.tolist()]
+        self._stopped[order_R] = stopped_R
+        ended: Ints = order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
+        return ended
+
+    def written(self, row: int, member: Member, known: int) -> NewTokens:
+        """What an answer has beyond its first `known` tokens."""
+        new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
+        tokens, logprobs = self._history[row, new].tolist(), self._logprobs[row, new].tolist()
+        return NewTokens(member.request.id, member.index, tokens, logprobs, self._likeliest.get(row, [])[known:])
+
+    def written_tokens(self, row: int, member: Member, known: int) -> PartialTokens:
+        """As `written`, with versions and interruptions."""
+        new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
+        return PartialTokens(
+            request=member.request.id,
+            member=member.index,
+            token_ids=tuple(self._history[row, new].tolist()),
+            behavior_logprobs=tuple(self._logprobs[row, new].tolist()),
+            versions=tuple(self._versions[row, new].tolist()),
+            interrupted=int(self.interrupted[row]),
+        )
+
+    def close(self, row: int, member: Member) -> Completion:
+        """The whole answer of a row that has ended."""
+        answer = slice(int(self.prompts[row]), int(self.lengths[row]))
+        self._watches.pop(row, None)
+        return Completion(
+            request=member.request.id,
+            member=member.index,
+            token_ids=tuple(self._history[row, answer].tolist()),
+            behavior_logprobs=tuple(self._logprobs[row, answer].tolist()),
+            versions=tuple(self._versions[row, answer].tolist()),
+            stop_reason=StopReason.STOP if self._stopped[row] else StopReason.LENGTH,
+            interrupted=int(self.interrupted[row]),
+            top_logprobs=tuple(self._likeliest.pop(row, ())),
+        )
+
+    def _completed_stop(self, row: int) -> bool:
+        watch, begin = self._watches[row], int(self.prompts[row])
+        return watch.completed(self._history[row, begin + watch.seen : self.lengths[row]].tolist())
+
+    def _widen(self, width: int, stops: int) -> None:
+        """Make room for longer answers or more stop tokens than any row had before."""
+        if (missing := width - self._history.shape[1]) > 0:
+            wider = ((0, 0), (0, max(missing, self._history.shape[1])))
+            self._history = np.pad(self._history, wider)
+            self._logprobs = np.pad(self._logprobs, wider)
+            self._versions = np.pad(self._versions, wider)
+        if (missing := stops - self._stops.shape[1]) > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)

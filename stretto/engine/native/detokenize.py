@@ -1,0 +1,81 @@
+"""Tokens to text while they come.
+
+Tokens are not text one by one: a character may be spread over several, and a decoder may treat the first token of a
+text in a way of its own (it drops the space that the token begins with). So new tokens are decoded together with a few
+before them, and what was told of these is taken off::
+
+    tokens     ... | base: its text was told | newer ones
+    decoded        --------------------------              told
+    decoded        --------------------------------------- told + new text + pending
+
+What stands at the end for bytes that are no character may become one with the next tokens: it is pending. When nothing
+is, the newer tokens are the base of the next ones. So a token costs the same however long the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+#: What decoders write for bytes that are no character, or not yet one.
+NO_CHARACTER = "\ufffd"
+
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_MOST_UNDECIDED = 32  # tokens after which bytes are taken for what they are: no text
+_OVERLAP = 16  # tokens of the base then: more bytes than what may still be mended, and what stands before it, can have
+
+
+class Detokenizer(Protocol):
+    """Token ids to text (implemented by `stretto.model.hf.tokenizer.Tokenizer`)."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that `decode` leaves out."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+class RunningText:
+    """The text of one answer in pieces that never end inside a character; joined, they are the text of its tokens.
+
+    Example, with a tokenizer of bytes::
+
+        text = RunningText(tokenizer)
+        text.push([0x63]), text.push([0xC3]), text.push([0xA9]), text.end()    # "c", "", "é", ""
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._tokens: list[int] = []  # the base, then newer ones
+        self._base = 0  # of these tokens
+        self._told = 0  # characters of their text
+        self.pending = ""  #: what the tokens decode to beyond the text so far, and others to come may change
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
+        special = self._detokenizer.special_token_ids
+        self._tokens += [token for token in token_ids if token not in special]
+        fresh = self._detokenizer.decode(self._tokens)[self._told :]
+        text = fresh.rstrip(NO_CHARACTER)
+        self.pending = fresh[len(text) :]
+        if fresh and not self.pending:
+            self._rebase(self._base)
+        elif len(self._tokens) - self._base > _MOST_UNDECIDED:
+            self.pending = self.pending[: _LONGEST_CHARACTER - 1]
+            text = fresh[: len(fresh) - len(self.pending)]
+            self._rebase(len(self._tokens) - _OVERLAP)
+        else:
+            self._told += len(text)
+        return text
+
+    def end(self) -> str:
+        """What was pending: no more tokens come."""
+        rest, self.pending = self.pending, ""
+        return rest
+
+    def _rebase(self, first: int) -> None:
+        """Of the tokens so far, those from `first` on are enough to decode the next ones with."""
+        del self._tokens[:first]
+        self._base = len(self._tokens)
+        self._told = len(self._detokenizer.decode(self._tokens)) - len(self.pending)

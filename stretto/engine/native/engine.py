@@ -1,0 +1,321 @@
+"""Generation in this process: continuous batching that can be interrupted between any two tokens.
+
+    step 1   admit answers, compute their prompts, sample their first tokens      version 6
+    step 2   one token for every running answer                                   version 6
+    update   every running answer stops; its cache is dropped; weights are loaded
+    step 3   prompt + tokens so far are computed again, next tokens sampled       version 7
+
+The version is fixed before a step begins and stamped on every token that the step samples; weights change between
+steps only (AReaL, arXiv 2505.24298, section 4.1).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Self, cast
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stretto.core.errors import BoundViolated, RefusedRequest
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.config import EngineConfig
+from stretto.engine.native.busy_spans import BusySpans
+from stretto.engine.native.capacity import longest_row
+from stretto.engine.native.completions import Completions, NewTokens
+from stretto.engine.native.detokenize import Detokenizer
+from stretto.engine.native.parameters import Parameters
+from stretto.engine.native.sampling import BrokenLogits, sample
+from stretto.engine.native.scheduler import Member, Scheduler
+from stretto.engine.native.stops import StopTexts
+from stretto.engine.native.validate import check_begun, check_request
+from stretto.engine.wire import EngineHealth, PartialTokens
+from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.kernels.matmul import use_onednn
+
+
+class NativeEngine:
+    """A synchronous engine: the caller decides when a step happens.
+
+    Example::
+
+        engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
+        engine.add(GenerateRequest(id="a", prompt_token_ids=(5, 12), seeds=(1, 2), sampling=Sampling(max_tokens=8)))
+        while not engine.idle:
+            for completion in engine.step():
+                ...
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        name: str = "engine",
+        version: int = 0,
+        detokenizer: Callable[[], Detokenizer] | None = None,
+    ) -> None:
+        """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
+        self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
+        use_onednn(model)
+        self._parameters = Parameters(model)
+        self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+        self._config = config
+        layout = self._policy.layout
+        self._scheduler = Scheduler(config.slots, config.cache_bytes // layout.bytes_per_token, layout.slot)
+        self._stop_texts = StopTexts(detokenizer)
+        self._answers = Completions(config.slots, layout.context_length, self._stop_texts)
+        self._stretches = BusySpans(name)
+        self.name = name
+        self.version = version
+        self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
+        self._preempted = 0
+        self._busy_seconds = 0.0
+        self._ended: Counter[str] = Counter()  # tokens of ended answers, by request, while others of it go on
+
+    @classmethod
+    def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
+        """An engine with the policy of a model folder.
+
+        Raises:
+            ModelFolderError: the folder cannot be loaded, or its attention is of a kind that the cache cannot serve.
+        """
+        model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
+        return cls(model, config, name=name, version=version, detokenizer=partial(load_tokenizer, folder))
+
+    @property
+    def updates(self) -> int:
+        """Versions loaded so far."""
+        return self._updates
+
+    @property
+    def idle(self) -> bool:
+        """No answer is wanted."""
+        return self._scheduler.idle
+
+    @property
+    def waiting(self) -> int:
+        """Answers that wait for a row."""
+        return self._scheduler.waiting
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a prompt and its answer may have together: what the context and the cache hold."""
+        return longest_row(self._policy.layout, self._config.cache_bytes)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; its answers come out of later steps.
+
+        Raises:
+            RefusedRequest: with the field that is wrong, what it holds and what is allowed.
+        """
+        context_length = self._policy.layout.context_length
+        check_request(request, self._vocab_size, context_length)
+        check_begun(request, self._vocab_size, context_length, self.version)
+        if request.sampling.stop:
+            self._stop_texts.check_served()
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and its unfinished answers; an unknown id is no error, its answers may just have ended."""
+        self._wasted += self._ended.pop(request_id, 0)
+        for row in self._scheduler.abort(request_id):
+            self._wasted += self._sampled(row)
+            if row in self._policy:
+                self._policy.release(row)
+
+    def give_up(self, requests: Iterable[str]) -> None:
+        """Abort requests whose logits are not finite; all others go on, after computing their keys and values again.
+
+        What is cached of those requests may not be finite either, and would reach the answers that get their slots: a
+        token that is hidden from them still enters the products, and 0 * nan is nan. So the whole cache is made anew.
+        """
+        for request in requests:
+            self.abort(request)
+        self._scheduler.interrupt()
+        self._policy = DecodePolicy(self._policy.model, self._config.cache_bytes)
+
+    def step(self) -> list[Completion]:
+        """One token for every running answer; returns those that ended with it. Nothing happens when idle.
+
+        Raises:
+            BrokenLogits: the model's logits for some answers are not finite. No answer has a new token then; without
+                `give_up` the next step fails again.
+        """
+        start, answers = time.monotonic(), self._answers
+        for row, member in self._scheduler.admit():
+            answers.open(row, member)
+        self._preempt()
+        contexts, recomputed = self._take_contexts()
+        if not contexts and not len(self._policy):
+            return []
+        order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
+        places = answers.lengths[order] - answers.prompts[order]
+        seeds, filtered = answers.seeds[order], answers.filtered(order)
+        tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
+        if len(broken := order[~np.isfinite(logprobs)]):
+            raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
+        answers.note_likeliest(order, logits_RV)
+        ended = answers.record(order, tokens, logprobs, self.version)
+        completions = [answers.close(row, self._end(row)) for row in ended.tolist()]
+        self._tally(completions)
+        self._generated += len(order)
+        self._spend("recompute" if recomputed else "generate", start)
+        return completions
+
+    def written(self, known: Mapping[str, Sequence[int]]) -> list[NewTokens]:
+        """What the answers that are running have beyond the tokens that are known.
+
+        Args:
+            known: tokens known of each member's answer, by request; answers of other requests are left out.
+        """
+        rows = ((row, self._scheduler.member(row)) for row in self._scheduler.running)
+        found = (
+            self._answers.written(row, member, known[member.request.id][member.index])
+            for row, member in rows
+            if member.request.id in known
+        )
+        return [written for written in found if written.token_ids]
+
+    def written_tokens(self, known: Mapping[str, Sequence[int]]) -> list[PartialTokens]:
+        """As `written`, with everything that is needed to go on elsewhere: versions and interruptions."""
+        rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
+        found = (
+            self._answers.written_tokens(row, member, known[member.request.id][member.index])
+            for row, member in rows
+            if member.request.id in known and member.index < len(known[member.request.id])
+        )
+        return [written for written in found if written.token_ids]
+
+    def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Interrupt every running answer, load weights, go on with the next step.
+
+        Args:
+            version: of the weights; never older than the one in use.
+            tensors: all parameters of the model by name, or adapters (`engine.native.parameters`), of any floating type, on
+                any device; copied.
+
+        Raises:
+            TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
+            RefusedRequest: the version is older than the one in use.
+        """
+        start = time.monotonic()
+        if version < self.version:
+            raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
+        self._parameters.check(version, tensors)
+        self._interrupt()
+        self._parameters.load(tensors)
+        self.version = version
+        self._updates += 1
+        self._spend("load", start)
+
+    def health(self) -> EngineHealth:
+        """Version, queue and counters."""
+        return EngineHealth(
+            version=self.version,
+            running=self._scheduler.rows_in_use,
+            waiting=self._scheduler.waiting,
+            generated=self._generated,
+            prefilled=self._prefilled,
+            recomputed=self._recomputed,
+            interrupted=self._interrupted,
+            preempted=self._preempted,
+            wasted=self._wasted,
+            updates=self._updates,
+            busy_seconds=self._busy_seconds,
+            unfinished=self._ended.total() + sum(map(self._sampled, self._scheduler.rows)),
+        )
+
+    def drain_spans(self) -> list[Span]:
+        """Stretches of generating, recomputing and loading since the last call."""
+        return self._stretches.drain()
+
+    def check_integrity(self) -> None:
+        """Every row and every slot has exactly one owner, and the cache holds the running answers and nothing else.
+
+        Raises:
+            BoundViolated: with what does not add up.
+        """
+        self._scheduler.check_integrity()
+        self._policy.check_integrity()
+        if self._policy.rows != (running := set(self._scheduler.running)):
+            raise BoundViolated(f"rows {self._policy.rows} are cached, {running} run")
+
+    def _preempt(self) -> None:
+        """Let the running answers grow; where the cache is full, the newest make room and are computed again later."""
+        for row in self._scheduler.make_room(self._answers.lengths):
+            self._policy.release(row)
+            self._preempted += 1
+
+    def _take_contexts(self) -> tuple[list[Context], bool]:
+        """What enters the cache in this step, and whether any of it was there before and dropped."""
+        answers, scheduler = self._answers, self._scheduler
+        if not scheduler.has_room(answers.lengths):
+            return [], False
+        costs: dict[int, int] = {}
+        first_siblings: dict[str, int] = {}
+        for row in scheduler.pending:
+            begun, request = self._begun(row), scheduler.member(row).request.id
+            shared = not begun and first_siblings.setdefault(request, row) != row
+            costs[row] = 1 if shared else int(answers.lengths[row])
+        taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, answers.lengths)
+        again = self._interrupted_contexts([row for row in taken if self._begun(row)])
+        prompts: dict[str, list[int]] = {}
+        for row in (row for row in taken if not self._begun(row)):
+            prompts.setdefault(scheduler.member(row).request.id, []).append(row)
+        new = [Context(answers.context(rows[0]), tuple(rows)) for rows in prompts.values()]
+        self._recomputed += sum(len(context.own) for context in again)
+        self._prefilled += sum(len(context.token_ids) + 1 for context in new)
+        return again + new, bool(again)
+
+    def _interrupted_contexts(self, rows: list[int]) -> list[Context]:
+        """What interrupted rows have to compute again; of siblings, the first computes the prompt for all."""
+        contexts: list[Context] = []
+        lenders: dict[str, int] = {}
+        for row in rows:
+            tokens = self._answers.context(row)
+            lender = lenders.setdefault(self._scheduler.member(row).request.id, len(contexts))
+            # A context has a token of its own, even one that is nothing but the prompt.
+            shared = min(int(self._answers.prompts[row]), len(tokens) - 1) if lender < len(contexts) else 0
+            contexts.append(Context(tokens, (row,), lender, shared))
+        return contexts
+
+    def _begun(self, row: int) -> bool:
+        """Whether the row has tokens of its answer."""
+        return self._sampled(row) > 0
+
+    def _sampled(self, row: int) -> int:
+        """Tokens of the row's answer."""
+        return int(self._answers.lengths[row] - self._answers.prompts[row])
+
+    def _tally(self, completions: Sequence[Completion]) -> None:
+        """An abort wastes all answers of a request, those that have ended too: a group is judged whole."""
+        for completion in completions:
+            self._ended[completion.request] += len(completion.token_ids)
+            if not self._scheduler.is_open(completion.request):
+                del self._ended[completion.request]
+
+    def _end(self, row: int) -> Member:
+        self._policy.release(row)
+        return self._scheduler.finish(row)
+
+    def _interrupt(self) -> None:
+        rows = self._scheduler.running
+        self._answers.interrupted[rows] += 1
+        self._interrupted += len(rows)
+        if self._config.on_update == "recompute":
+            self._scheduler.interrupt()
+            self._policy.clear()
+
+    def _spend(self, name: str, start: float) -> None:
+        end = time.monotonic()
+        self._busy_seconds += end - start
+        self._stretches.add(name, start, end, self.version)

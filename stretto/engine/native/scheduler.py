@@ -1,0 +1,240 @@
+"""Which answers run: first come, first served, in a fixed number of rows and within a budget of cached tokens.
+
+    add           a request's answers join the queue
+    admit         answers from the head of the queue get rows
+    make_room     running answers have grown; when the cache is full, the newest lose their part of it until it is not
+    take_pending  answers that are computed in the coming step, oldest first, as many as the cache has room for
+    finish        an answer gives its row back
+    interrupt     running answers lose their cache and have to be computed again before they go on
+    abort         a request's answers leave, wherever they are
+
+An answer is in exactly one of three places: waiting (no row), pending (a row, tokens still to be computed), running (a
+row, computed and cached). Nothing is reserved for what an answer may become: it holds the slot that its tokens need
+now. Every running answer is older than every pending one, and every pending one older than every waiting one; so the
+oldest answer is never the one that makes room, and always runs. `check_integrity` says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.core.errors import BoundViolated, RefusedRequest
+from stretto.core.records import GenerateRequest
+
+Ints = npt.NDArray[np.int64]
+
+#: The part of the cache that is left to the growth of running answers when another one starts: without it, an answer
+#: would start in the last free slot, be preempted when its neighbour grows, and be computed again for nothing.
+GROWTH = 1 / 16
+
+
+@dataclass(frozen=True)
+class Member:
+    """One answer that is wanted: member `index` of `request`."""
+
+    request: GenerateRequest
+    index: int
+
+    @property
+    def tokens(self) -> int:
+        """The most that prompt and answer can come to."""
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
+
+
+class Scheduler:
+    """Two rows for three answers of one request::
+
+    scheduler.add(request)                         # waiting 0 1 2
+    scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending
+    scheduler.take_pending(costs, 4096, lengths)   # [0, 1]: running
+    scheduler.finish(0)                            # row 0 is free
+    scheduler.admit()                              # [(row 0, member 2)]
+
+    Args:
+        rows: answers that may have a row.
+        cache_tokens: tokens of all slots together.
+        slot: tokens of the slot that so many tokens need (`stretto.model.decode.length_buckets.CacheLayout.slot`).
+    """
+
+    def __init__(self, rows: int, cache_tokens: int, slot: Callable[[int], int]) -> None:
+        self._rows = rows
+        self._cache_tokens = cache_tokens
+        self._slot = slot
+        self._free = list(range(rows - 1, -1, -1))
+        self._waiting: deque[Member] = deque()
+        self._pending: deque[int] = deque()  # oldest first
+        self._running: set[int] = set()
+        self._members: dict[int, Member] = {}  # by row
+        self._ages: dict[int, int] = {}  # by row, the lower the older
+        self._open: dict[str, int] = {}  # answers of a request that have not ended
+        self._slots: Ints = np.zeros(rows, np.int64)  # tokens of each running row's slot; 0 where none runs
+        self._held = 0
+        self._admitted = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def rows_in_use(self) -> int:
+        return len(self._members)
+
+    @property
+    def rows(self) -> list[int]:
+        """Those that have an answer."""
+        return list(self._members)
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue the answers of a request.
+
+        Raises:
+            RefusedRequest: its id is in use, or an answer of it could never fit the cache.
+        """
+        if request.id in self._open:
+            raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+        members = [Member(request, index) for index in range(len(request.seeds))]
+        if self._slot(members[0].tokens) > self._cache_tokens:
+            allowed = f"less: the cache holds {self._cache_tokens:,} tokens (engine.cache_gib)"
+            raise RefusedRequest("sampling.max_tokens", f"{members[0].tokens:,} with the prompt", allowed)
+        self._open[request.id] = len(members)
+        self._waiting.extend(members)
+
+    def admit(self) -> list[tuple[int, Member]]:
+        """Give rows to the answers at the head of the queue, as many as there are."""
+        admitted = []
+        while self._free and self._waiting:
+            member, row = self._waiting.popleft(), self._free.pop()
+            self._members[row], self._ages[row] = member, self._admitted
+            self._admitted += 1
+            self._pending.append(row)
+            admitted.append((row, member))
+        return admitted
+
+    def make_room(self, lengths: Ints) -> list[int]:
+        """Let running rows grow into longer slots; returns the rows that lose their cache for it, newest first.
+
+        Args:
+            lengths: [rows] tokens of each row.
+        """
+        grown = np.flatnonzero((lengths > self._slots) & (self._slots > 0))
+        for row in grown.tolist():
+            self._hold(row, self._slot(int(lengths[row])))
+        preempted: list[int] = []
+        while self._held > self._cache_tokens and len(self._running) > 1:
+            newest = max(self._running, key=self._ages.__getitem__)
+            self._running.remove(newest)
+            self._hold(newest, 0)
+            self._pending.appendleft(newest)
+            preempted.append(newest)
+        return preempted
+
+    def has_room(self, lengths: Ints) -> bool:
+        """Whether the oldest pending row can be computed now."""
+        return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))
+
+    def take_pending(self, costs: Mapping[int, int], most_tokens: int, lengths: Ints) -> list[int]:
+        """Rows that are computed in the coming step, oldest first.
+
+        Args:
+            costs: tokens to compute for each pending row.
+            most_tokens: stop before the sum exceeds this, but take one row at least.
+            lengths: [rows] tokens of each row; taken are those whose slots the cache has room for.
+        """
+        taken: list[int] = []
+        total = 0
+        while self._pending:
+            row = self._pending[0]
+            slot, total = self._slot(int(lengths[row])), total + costs[row]
+            if (taken and total > most_tokens) or not self._fits(slot):
+                break
+            taken.append(self._pending.popleft())
+            self._running.add(row)
+            self._hold(row, slot)
+        return taken
+
+    def finish(self, row: int) -> Member:
+        """The answer in `row` has ended; the row is free."""
+        self._running.remove(row)
+        return self._leave(row)
+
+    def interrupt(self) -> None:
+        """All running rows have lost what was computed: they are pending again, before those that never ran."""
+        self._pending.extendleft(sorted(self._running, key=self._ages.__getitem__, reverse=True))
+        self._running.clear()
+        self._slots[:] = 0
+        self._held = 0
+
+    def abort(self, request: str) -> list[int]:
+        """Forget a request. Returns the rows that it leaves, running or pending; unknown ids are no error."""
+        self._waiting = deque(member for member in self._waiting if member.request.id != request)
+        rows = [row for row, member in self._members.items() if member.request.id == request]
+        self._pending = deque(row for row in self._pending if row not in rows)
+        self._running.difference_update(rows)
+        for row in rows:
+            self._leave(row)
+        self._open.pop(request, None)
+        return rows
+
+    def is_open(self, request: str) -> bool:
+        """Is any answer of it still to end?"""
+        return request in self._open
+
+    @property
+    def running(self) -> list[int]:
+        return sorted(self._running)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        return tuple(self._pending)
+
+    def member(self, row: int) -> Member:
+        return self._members[row]
+
+    def check_integrity(self) -> None:
+        """Every row is free, pending or running, and exactly one of them; every open answer is counted once; the
+        cache holds what runs, and no more than it may.
+
+        Raises:
+            BoundViolated: with what does not add up.
+        """
+        rows = sorted([*self._free, *self._pending, *self._running])
+        if rows != list(range(self._rows)):
+            raise BoundViolated(f"the {self._rows} rows are not each in one place: {rows}")
+        if set(self._members) != {*self._pending, *self._running}:
+            raise BoundViolated(f"rows {sorted(self._members)} have answers, others are in use")
+        if sum(self._open.values()) != len(self._waiting) + len(self._members):
+            raise BoundViolated(f"{self._open} are open, {self.waiting} wait and {self.rows_in_use} have rows")
+        if set(np.flatnonzero(self._slots).tolist()) != self._running or self._held != self._slots.sum():
+            raise BoundViolated(f"{self._held} tokens are held in the slots {self._slots} by rows {self.running}")
+        if self._held > self._cache_tokens:
+            raise BoundViolated(f"{self._held} tokens are held in a cache for {self._cache_tokens}")
+        ages = [self._ages[row] for row in (*sorted(self._running, key=self._ages.__getitem__), *self._pending)]
+        if ages != sorted(ages):
+            raise BoundViolated(f"rows {self.running} run before older ones: pending are {self.pending}")
+
+    def _fits(self, slot: int) -> bool:
+        growth = int(GROWTH * self._cache_tokens) if self._running else 0
+        return self._held + slot + growth <= self._cache_tokens
+
+    def _hold(self, row: int, slot: int) -> None:
+        self._held += slot - int(self._slots[row])
+        self._slots[row] = slot
+
+    def _leave(self, row: int) -> Member:
+        member = self._members.pop(row)
+        del self._ages[row]
+        self._free.append(row)
+        self._hold(row, 0)
+        self._open[member.request.id] -= 1
+        if not self._open[member.request.id]:
+            del self._open[member.request.id]
+        return member

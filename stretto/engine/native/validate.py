@@ -1,0 +1,111 @@
+"""What an engine refuses before it does anything: requests that cannot be served."""
+
+from __future__ import annotations
+
+import math
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import (
+    COLDEST,
+    LONGEST_STOP,
+    MOST_ANSWERS,
+    MOST_INTERRUPTIONS,
+    MOST_LIKELIEST,
+    MOST_STOP_TOKENS,
+    MOST_STOPS,
+    GenerateRequest,
+    Partial,
+    Sampling,
+)
+from stretto.engine.native.detokenize import NO_CHARACTER
+
+_LARGEST_FLOAT = 3.4e38  # answers keep log-probabilities in float32
+
+
+def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
+    """Refuse what cannot be generated from.
+
+    Raises:
+        RefusedRequest: with the first field that is wrong.
+    """
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    _check_counts(request)
+    outside = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token < vocab_size]
+    wrong_seeds = [seed for seed in request.seeds if not 0 <= seed < 1 << 64]
+    if not prompt:
+        raise RefusedRequest("prompt_token_ids", "no token", "at least one")
+    if len(prompt) >= context_length:
+        allowed = f"at most {context_length - 1}, so that the context of {context_length} has room for an answer"
+        raise RefusedRequest("prompt_token_ids", f"{len(prompt)} tokens", allowed)
+    if outside:
+        field = "prompt_token_ids" if outside[0] in prompt else "sampling.stop_token_ids"
+        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+    if not request.seeds or wrong_seeds:
+        found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
+        raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
+    if not 0 <= request.top_logprobs <= MOST_LIKELIEST:
+        raise RefusedRequest("top_logprobs", str(request.top_logprobs), f"0 to {MOST_LIKELIEST}; 0 tells of none")
+    _check_sampling(sampling, vocab_size)
+
+
+def _check_counts(request: GenerateRequest) -> None:
+    """What one request may have of something, so that it takes neither the memory nor the time of all others."""
+    if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
+        raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
+    if (answers := len(request.seeds)) > MOST_ANSWERS:
+        raise RefusedRequest("seeds", f"{answers:,} seeds", f"at most {MOST_ANSWERS:,} answers to one request")
+
+
+def check_begun(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
+    """Refuse beginnings of answers that no engine can have written. `check_request` has passed.
+
+    Raises:
+        RefusedRequest: with the first that is wrong.
+    """
+    room = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
+    if request.begun and len(request.begun) != len(request.seeds):
+        allowed = "none, or one for each seed"
+        raise RefusedRequest("begun", f"{len(request.begun)} answers for {len(request.seeds)} seeds", allowed)
+    for begun in request.begun:
+        tokens = len(begun.token_ids)
+        if not tokens == len(begun.behavior_logprobs) == len(begun.versions):
+            raise RefusedRequest("begun", f"{tokens} tokens", "as many log-probabilities and versions")
+        if tokens and tokens >= room:
+            allowed = f"fewer than {room}, which max_tokens and the context of {context_length} leave"
+            raise RefusedRequest("begun", f"{tokens} tokens", allowed)
+        if outside := [token for token in begun.token_ids if not 0 <= token < vocab_size]:
+            raise RefusedRequest("begun", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+        _check_stamps(begun, version)
+
+
+def _check_stamps(begun: Partial, version: int) -> None:
+    """What stands beside the tokens of a beginning."""
+    if wrong := [logprob for logprob in begun.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
+        raise RefusedRequest("begun.behavior_logprobs", f"{wrong[0]}", "finite numbers")
+    if outside := [stamp for stamp in begun.versions if not 0 <= stamp <= version]:
+        raise RefusedRequest("begun.versions", f"version {outside[0]}", f"0 to {version}, the version in use")
+    if list(begun.versions) != sorted(begun.versions):
+        raise RefusedRequest("begun.versions", "a version after a newer one", "versions that never decrease")
+    if not 0 <= begun.interrupted <= MOST_INTERRUPTIONS:
+        raise RefusedRequest("begun.interrupted", f"{begun.interrupted}", f"0 to {MOST_INTERRUPTIONS:,}")
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    if sampling.max_tokens < 1:
+        raise RefusedRequest("sampling.max_tokens", str(sampling.max_tokens), "at least 1")
+    warm = COLDEST <= sampling.temperature < math.inf
+    if sampling.temperature != 0 and not warm:
+        raise RefusedRequest("sampling.temperature", str(sampling.temperature), f"0, or at least {COLDEST}")
+    if not 0 < sampling.top_p <= 1:
+        raise RefusedRequest("sampling.top_p", str(sampling.top_p), "greater than 0, at most 1; 1 keeps all tokens")
+    if not 0 <= sampling.top_k <= vocab_size:
+        raise RefusedRequest("sampling.top_k", str(sampling.top_k), f"0 to {vocab_size}, the vocabulary; 0 keeps all")
+    if not 0 <= sampling.min_p <= 1:
+        raise RefusedRequest("sampling.min_p", str(sampling.min_p), "0 to 1; 0 keeps all tokens")
+    if len(sampling.stop) > MOST_STOPS:
+        raise RefusedRequest("sampling.stop", f"{len(sampling.stop)} texts", f"at most {MOST_STOPS}")
+    for text in sampling.stop:
+        if not 1 <= len(text) <= LONGEST_STOP:
+            raise RefusedRequest("sampling.stop", f"a text of {len(text)} characters", f"1 to {LONGEST_STOP}")
+        if NO_CHARACTER in text:
+            raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD stands for bytes that are none")

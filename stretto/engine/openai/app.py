@@ -1,0 +1,236 @@
+"""OpenAI's HTTP interface on an engine, beside the token interface (`stretto.engine.wire`).
+
+    GET  /v1/models  /v1/models/NAME
+    POST /v1/completions  /v1/chat/completions      whole, or as server-sent events while the tokens come
+    GET  /health  /metrics  /openapi.json
+    else the token interface
+
+An error is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``, with the field that is wrong as ``param``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.engine.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
+from stretto.engine.http.prometheus import CONTENT_TYPE, Counters
+from stretto.engine.native.generation import Generation
+from stretto.engine.openai.choices import Choice, Choices, PromptListener
+from stretto.engine.openai.replies import LAST_EVENT, ModelCard, ModelList, Part, Reply, Usage, error, event
+from stretto.engine.openai.schema import openapi
+from stretto.engine.openai.translate import ServedModel, TranslatedRequest, Translator
+from stretto.model.hf.tokenizer import Tokenizer
+
+_JSON = "application/json"
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_RETRY = (b"retry-after", b"1")
+_MODELS, _COMPLETIONS, _CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
+_TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/written", "/spans"})
+_KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
+
+Understand = Callable[[bytes, str], Awaitable[TranslatedRequest]]
+
+
+class OpenAIApp:
+    """The ASGI application of `stretto serve`."""
+
+    def __init__(self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp) -> None:
+        """`tokens` is the token interface on the same generation."""
+        self._generation, self._tokenizer, self._tokens = generation, tokenizer, tokens
+        self._asking = Translator(model, tokenizer)
+        self._card = ModelCard(id=model.name, created=int(time.time()), max_model_len=model.context_length)
+        self._counters = Counters()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, begun = scope["path"], False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._counters.replied(path if path in _KNOWN else "other", message["status"])
+            await send(message)
+
+        try:
+            await self._dispatch(path, scope, receive, watched)
+        except Exception:  # a fault of ours: its traceback goes to the server's log, the client hears that it is one
+            traceback.print_exc(file=sys.stderr)
+            if not begun:
+                await _fail(watched, 500, "the server has made a mistake; its log has more", "server_error")
+
+    async def _dispatch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        msgpack = b"msgpack" in (header(scope, b"accept") or b"")
+        if path in _TOKEN_PATHS or (path == "/health" and msgpack):
+            await self._tokens(scope, receive, send)
+            return
+        allowed = "POST" if path in (_COMPLETIONS, _CHAT) else "GET"
+        if path not in _KNOWN and not path.startswith(f"{_MODELS}/"):
+            await _fail(send, 404, f"{scope['method']} {path[:80]}: there is nothing here", _INVALID)
+        elif scope["method"] != allowed:
+            message = f"{path} wants {allowed}, not {scope['method']}"
+            await _fail(send, 405, message, _INVALID, headers=[(b"allow", allowed.encode())])
+        elif path == _COMPLETIONS:
+            await self._answer(self._asking.completion, scope, receive, send)
+        elif path == _CHAT:
+            await self._answer(self._asking.chat, scope, receive, send)
+        else:
+            await self._tell(path, send)
+
+    async def _tell(self, path: str, send: Send) -> None:
+        """What is asked for by GET."""
+        health = self._generation.engine.health()
+        if path == "/metrics":
+            await reply(send, 200, CONTENT_TYPE, self._counters.text(health).encode())
+        elif path == "/health":
+            stopping = self._generation.stopping
+            told = {"status": "stopping" if stopping else "ok", "model": self._card.id, "engine": health}
+            status, headers = (503, [_RETRY]) if stopping else (200, [])
+            await reply(send, status, _JSON, msgspec.json.encode(told), headers)
+        elif path == "/openapi.json":
+            await reply(send, 200, _JSON, openapi(self._card.id))
+        elif path == _MODELS:
+            await reply(send, 200, _JSON, msgspec.json.encode(ModelList(data=[self._card])))
+        elif path == f"{_MODELS}/{self._card.id}":
+            await reply(send, 200, _JSON, msgspec.json.encode(self._card))
+        else:
+            await _refuse(send, RefusedRequest("model", "not served here", f"the model is {self._card.id!r}"))
+
+    async def _answer(self, understand: Understand, scope: Scope, receive: Receive, send: Send) -> None:
+        start, name = time.monotonic(), uuid.uuid4().hex
+        raw = await read_body(scope, receive)
+        if raw is None:
+            message = f"body: more than the {LARGEST_BODY:,} bytes that are allowed"
+            await _fail(send, 413, message, _INVALID, "body", "body_too_large")
+            return
+        try:
+            asked = await understand(raw, name)
+            choices = self._open(asked)
+        except RefusedRequest as refused:
+            await _refuse(send, refused)
+            return
+        except EngineLost as lost:
+            await _unavailable(send, lost)
+            return
+        watch = asyncio.create_task(when_gone(receive, choices.leave))
+        try:
+            answering = self._stream if asked.body.stream else self._whole
+            await answering(asked, f"{asked.form.prefix}{name}", choices, send)
+        finally:
+            watch.cancel()
+            for request in asked.requests:
+                self._generation.close(request.id)
+        if not choices.missing:
+            first = choices.first_token - start if asked.body.stream and choices.first_token is not None else None
+            self._counters.answered(asked.prompt_tokens, choices.sampled, first, time.monotonic() - start)
+
+    def _open(self, asked: TranslatedRequest) -> Choices:
+        """Hand the prompts to the engine: all of them, or none.
+
+        Raises:
+            RefusedRequest, EngineLost: as `Generation.follow`, with the client's names of fields.
+        """
+        body, count = asked.body, asked.answers
+        total = count * len(asked.requests)
+        each = [Choice(k, self._tokenizer, body.stops, token_by_token=body.wants_logprobs) for k in range(total)]
+        choices = Choices(each)
+        try:
+            for number, request in enumerate(asked.requests):
+                listener = PromptListener(choices, each[number * count : (number + 1) * count])
+                self._generation.follow(request, listener, every_token=bool(body.stream))
+        except (RefusedRequest, EngineLost) as refused:
+            for request in asked.requests:
+                self._generation.close(request.id)
+            raise self._asking.field(refused, asked) if isinstance(refused, RefusedRequest) else refused from None
+        return choices
+
+    async def _whole(self, asked: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
+        pieces = await choices.whole()
+        if choices.gone:
+            return
+        if choices.broken is not None and not pieces:
+            await _unavailable(send, EngineLost(self._generation.engine.name, choices.broken))
+            return
+        whole = Reply(
+            id=name,
+            object=asked.form.object,
+            created=int(time.time()),
+            model=self._card.id,
+            choices=[asked.form.choice(piece) for piece in pieces],
+            usage=_usage(asked, choices),
+        )
+        await reply(send, 200, _JSON, msgspec.json.encode(whole))
+
+    async def _stream(self, asked: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
+        """One event for each piece of a choice; an answer that breaks off ends in an event with the error."""
+        form, usage = asked.form, asked.body.include_usage
+        chunk = Reply(
+            id=name,
+            object=form.chunk_object,
+            created=int(time.time()),
+            model=self._card.id,
+            choices=[],
+            usage=None if usage else msgspec.UNSET,
+        )
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        parts = [part for choice in choices.choices for part in form.opening(choice.index)]
+        unfinished = len(choices.choices)
+        while unfinished:
+            await send({"type": "http.response.body", "body": _events(chunk, parts), "more_body": True})
+            pieces = await choices.pieces()
+            unfinished -= sum(piece.finish is not None for piece in pieces)
+            if choices.gone:
+                return
+            if choices.broken is not None and unfinished:
+                told = error(f"{self._generation.engine.name} {choices.broken}", "server_error")
+                await send({"type": "http.response.body", "body": b"data: " + told + b"\n\n"})
+                return
+            parts = [part for piece in pieces for part in form.chunk(piece)]
+        last = event(msgspec.structs.replace(chunk, usage=_usage(asked, choices))) if usage else b""
+        await send({"type": "http.response.body", "body": _events(chunk, parts) + last + LAST_EVENT})
+
+
+_INVALID = "invalid_request_error"
+
+
+def _events(chunk: Reply, parts: Iterable[Part]) -> bytes:
+    """Each part in a chunk of its own."""
+    return b"".join(event(msgspec.structs.replace(chunk, choices=[part])) for part in parts)
+
+
+def _usage(asked: TranslatedRequest, choices: Choices) -> Usage:
+    prompt, answers = asked.prompt_tokens, choices.sampled
+    return Usage(prompt_tokens=prompt, completion_tokens=answers, total_tokens=prompt + answers)
+
+
+async def _refuse(send: Send, refused: RefusedRequest) -> None:
+    """404 for a model that is not served, 400 for everything else that is wrong with a request."""
+    unknown = refused.field == "model" and "not served" in refused.found
+    long = "context" in refused.allowed
+    code = "model_not_found" if unknown else "context_length_exceeded" if long else None
+    param = None if refused.field == "body" else refused.field
+    await _fail(send, 404 if unknown else 400, str(refused), _INVALID, param, code)
+
+
+async def _unavailable(send: Send, lost: EngineLost) -> None:
+    await _fail(send, 503, str(lost), "server_error", code="unavailable", headers=[_RETRY])
+
+
+async def _fail(
+    send: Send,
+    status: int,
+    message: str,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    await reply(send, status, _JSON, error(message, kind, param, code), headers or [])

@@ -1,0 +1,172 @@
+"""The answers to one OpenAI request on their way to the client: text and log-probabilities, whole or in pieces.
+
+    engine ─► listener of a prompt ─► choice: tokens ─► characters ─► text before a stop ─► pieces ─► client
+
+One HTTP request may hold several prompts, and each is a request to the engine. Choice k of prompt p has the index
+``p * n + k``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from stretto.core.records import Completion, Likeliest, StopReason
+from stretto.engine.native.completions import NewTokens, rest_of
+from stretto.engine.native.detokenize import Detokenizer, RunningText
+from stretto.engine.native.generation import ENDED
+from stretto.engine.native.stops import StopFinder
+
+Finish = Literal["stop", "length"]
+
+
+class Token(NamedTuple):
+    """A sampled token, its log-probability, and where its text begins in the text of the choice."""
+
+    id: int
+    logprob: float
+    offset: int
+    likeliest: Likeliest  # empty if not wanted
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a choice has come to since the last piece; the last one has a finish."""
+
+    index: int
+    text: str
+    tokens: list[Token]
+    finish: Finish | None
+
+
+class Choice:
+    """One answer. Tokens after a stop text are none of it; those that complete the stop text are counted."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, token_by_token: bool) -> None:
+        """
+        Args:
+            token_by_token: know of each token where its text begins.
+        """
+        self.index = index
+        self.finish: Finish | None = None
+        self.sampled = 0  # tokens
+        self._token_by_token = token_by_token
+        self._running, self._stop = RunningText(detokenizer), StopFinder(stops)
+        self._length = 0  # of the text so far, with what is held back
+        self._text: list[str] = []
+        self._tokens: list[Token] = []
+
+    def take(self, written: NewTokens) -> None:
+        """The answer goes on."""
+        if not self._token_by_token:
+            self._push(written.token_ids)
+            return
+        told = written.top_logprobs or [()] * len(written.token_ids)
+        for token, logprob, likeliest in zip(written.token_ids, written.logprobs, told, strict=True):
+            self._tokens.append(Token(token, logprob, self._length, likeliest))
+            self._push((token,))
+
+    def end(self, reason: StopReason) -> None:
+        """The engine has nothing more."""
+        if self.finish is None:
+            self._say(self._running.end())
+        if self.finish is None:
+            self._text.append(self._stop.end())
+            self.finish = "stop" if reason is StopReason.STOP else "length"
+
+    def drain(self) -> Piece | None:
+        """What is new; None when there is nothing to say yet."""
+        text = "".join(self._text)
+        if not text and self.finish is None:
+            return None
+        piece = Piece(self.index, text, self._tokens, self.finish)
+        self._text, self._tokens = [], []
+        return piece
+
+    def _push(self, token_ids: Sequence[int]) -> None:
+        self.sampled += len(token_ids)
+        self._say(self._running.push(token_ids))
+
+    def _say(self, text: str) -> None:
+        self._length += len(text)
+        self._text.append(self._stop.push(text))
+        if self._stop.found:
+            self.finish = "stop"
+
+
+class Choices:
+    """All choices of one HTTP request."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self.broken: str | None = None  # why no more tokens come: the engine failed, stopped, or gave up the request
+        self.gone = False  # the client went away
+        self.first_token: float | None = None  # when the first token was there, as time.monotonic
+        self._changed: dict[int, Choice] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def missing(self) -> int:
+        return sum(choice.finish is None for choice in self.choices)
+
+    @property
+    def sampled(self) -> int:
+        return sum(choice.sampled for choice in self.choices)
+
+    def changed(self, choice: Choice) -> None:
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        self._changed[choice.index] = choice
+        self._wake.set()
+
+    def break_off(self, why: str) -> None:
+        self.broken = self.broken or why
+        self._wake.set()
+
+    def leave(self) -> None:
+        self.gone = True
+        self._wake.set()
+
+    async def whole(self) -> list[Piece]:
+        """Every choice as one piece, when all have ended; empty when they never will."""
+        while self.missing and self.broken is None and not self.gone:
+            self._wake.clear()
+            await self._wake.wait()  # the client keeps the deadline
+        return [] if self.missing else [piece for choice in self.choices if (piece := choice.drain()) is not None]
+
+    async def pieces(self) -> list[Piece]:
+        """What is new since the last call; the client keeps the deadline. Look at `broken` and `gone` afterwards."""
+        await self._wake.wait()
+        self._wake.clear()
+        changed, self._changed = self._changed, {}
+        return [piece for choice in changed.values() if (piece := choice.drain()) is not None]
+
+
+class PromptListener:
+    """The answers to one prompt (satisfies `generation.Listener`)."""
+
+    def __init__(self, whole: Choices, choices: Sequence[Choice]) -> None:
+        self.missing = len(choices)
+        self._whole, self._choices = whole, choices
+        self._known = [0] * len(choices)  # tokens of each member that its choice has got
+
+    def wrote(self, written: NewTokens) -> None:
+        choice = self._choices[written.member]
+        if choice.finish is None:
+            self._known[written.member] += len(written.token_ids)
+            choice.take(written)
+            self._whole.changed(choice)
+
+    def ended(self, completion: Completion) -> None:
+        self.missing -= 1
+        choice, known = self._choices[completion.member], self._known[completion.member]
+        if choice.finish is None:
+            choice.take(rest_of(completion, known))
+            choice.end(completion.stop_reason)
+            self._whole.changed(choice)
+
+    def break_off(self, why: str = ENDED) -> None:
+        self._whole.break_off(why)

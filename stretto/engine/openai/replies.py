@@ -1,0 +1,251 @@
+"""What goes back to OpenAI's clients, field for field as their libraries expect it.
+
+A `Form` writes the pieces of choices as one of the two interfaces has them:
+
+    text    choices[].text            logprobs.tokens, .token_logprobs, .text_offset, .top_logprobs
+    chat    choices[].message/.delta  logprobs.content[].token, .logprob, .bytes, .top_logprobs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from stretto.core.records import Record
+from stretto.engine.native.detokenize import NO_CHARACTER
+from stretto.engine.openai.choices import Piece, Token
+
+#: The text of one token by itself.
+Name = Callable[[int], str]
+
+
+class Usage(Record, frozen=True):
+    """Tokens; those of a prompt are counted once, however many answers it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TextLogprobs(Record, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: list[dict[str, float]] | None
+
+
+class TextChoice(Record, frozen=True):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+
+
+class RankedToken(Record, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(RankedToken, frozen=True):
+    top_logprobs: list[RankedToken]
+
+
+class ChatLogprobs(Record, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Record, frozen=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatDelta(Record, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Record, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunkChoice(Record, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+#: What a chunk of a stream says of one choice.
+Part = TextChoice | ChatChunkChoice
+
+
+class Reply(Record, frozen=True):
+    """A whole reply, or one chunk of a stream. `usage` is absent from chunks unless it was asked for."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[TextChoice | ChatChoice | ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(Record, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "stretto"
+
+
+class ModelList(Record, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class ErrorDetails(Record, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Record, frozen=True):
+    error: ErrorDetails
+
+
+class Form(Protocol):
+    """One of the two interfaces."""
+
+    @property
+    def prefix(self) -> str:
+        """How the ids of its replies begin."""
+        ...
+
+    @property
+    def object(self) -> str: ...
+
+    @property
+    def chunk_object(self) -> str: ...
+
+    def choice(self, piece: Piece) -> TextChoice | ChatChoice:
+        """A whole choice."""
+        ...
+
+    def opening(self, index: int) -> list[Part]:
+        """What a stream says of a choice before its first piece."""
+        ...
+
+    def chunk(self, piece: Piece) -> list[Part]:
+        """A piece of a choice in a stream; each part is a chunk of its own."""
+        ...
+
+
+class TextForm:
+    """/v1/completions."""
+
+    prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(self, name: Name, logprobs: bool, alternatives: bool) -> None:
+        self._name, self._logprobs, self._alternatives = name, logprobs, alternatives
+
+    def choice(self, piece: Piece) -> TextChoice:
+        return TextChoice(index=piece.index, text=piece.text, logprobs=self._told(piece), finish_reason=piece.finish)
+
+    def opening(self, index: int) -> list[Part]:
+        return []
+
+    def chunk(self, piece: Piece) -> list[Part]:
+        return [self.choice(piece)]
+
+    def _told(self, piece: Piece) -> TextLogprobs | None:
+        if not self._logprobs:
+            return None
+        return TextLogprobs(
+            tokens=[self._name(token.id) for token in piece.tokens],
+            token_logprobs=[token.logprob for token in piece.tokens],
+            text_offset=[token.offset for token in piece.tokens],
+            top_logprobs=[self._ranked(token) for token in piece.tokens] if self._alternatives else None,
+        )
+
+    def _ranked(self, token: Token) -> dict[str, float]:
+        """By text, the sampled token among them; of tokens that look alike, the likeliest."""
+        texts: dict[str, float] = {}
+        for token_id, logprob in (*token.likeliest, (token.id, token.logprob)):
+            texts.setdefault(self._name(token_id), logprob)
+        return texts
+
+
+class ChatForm:
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, name: Name, logprobs: bool) -> None:
+        self._name, self._logprobs = name, logprobs
+
+    def choice(self, piece: Piece) -> ChatChoice:
+        message = ChatMessage(role="assistant", content=piece.text)
+        return ChatChoice(index=piece.index, message=message, logprobs=self._told(piece), finish_reason=piece.finish)
+
+    def opening(self, index: int) -> list[Part]:
+        delta = ChatDelta(role="assistant", content="")
+        return [ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)]
+
+    def chunk(self, piece: Piece) -> list[Part]:
+        """The last piece comes in two: its text, then an empty delta with the finish."""
+        chunks: list[Part] = []
+        if piece.text or piece.tokens:
+            delta = ChatDelta(content=piece.text)
+            chunks.append(
+                ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._told(piece), finish_reason=None)
+            )
+        if piece.finish is not None:
+            chunks.append(
+                ChatChunkChoice(index=piece.index, delta=ChatDelta(), logprobs=None, finish_reason=piece.finish)
+            )
+        return chunks
+
+    def _told(self, piece: Piece) -> ChatLogprobs | None:
+        if not self._logprobs:
+            return None
+        return ChatLogprobs(content=[self._token(token) for token in piece.tokens])
+
+    def _token(self, token: Token) -> TokenLogprob:
+        sampled = self._ranked(token.id, token.logprob)
+        return TokenLogprob(
+            token=sampled.token,
+            logprob=sampled.logprob,
+            bytes=sampled.bytes,
+            top_logprobs=[self._ranked(*ranked) for ranked in token.likeliest],
+        )
+
+    def _ranked(self, token_id: int, logprob: float) -> RankedToken:
+        text = self._name(token_id)
+        whole = NO_CHARACTER not in text  # a part of a character has bytes that its text does not tell
+        return RankedToken(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
+
+
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """The body of a reply that is an error."""
+    return msgspec.json.encode(ErrorReply(error=ErrorDetails(message=message, type=kind, param=param, code=code)))
+
+
+def event(message: Record) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(message) + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"

@@ -1,0 +1,164 @@
+"""From an OpenAI request to requests of the engine: text to tokens, fields to `Sampling`, one seed per answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from stretto.core.errors import DataError, ModelFolderError, Problem, RefusedRequest
+from stretto.core.records import GenerateRequest, Sampling, derive_seed
+from stretto.engine.openai.replies import ChatForm, Form, TextForm
+from stretto.engine.openai.requests import Body, ChatBody, CompletionBody, parse
+from stretto.model.hf.tokenizer import Tokenizer
+
+Tokens = tuple[int, ...]
+
+_MOST_ANSWERS = 4096
+_LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for them and lets other threads run meanwhile
+_LONGEST_MESSAGE = 400
+_SEEDS = 2**64
+_NAMES = 65_536  # texts of single tokens that are kept
+
+
+@dataclass(frozen=True)
+class TranslatedRequest:
+    """What one HTTP request wants of the engine."""
+
+    body: Body
+    form: Form
+    requests: list[GenerateRequest]  # one per prompt
+    answers: int  # per prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What clients need to know of the model."""
+
+    name: str
+    context_length: int  # tokens of prompt and answer together at most: what the context and the engine's cache hold
+    vocab_size: int
+
+
+class Translator:
+    """Understands requests for one model."""
+
+    def __init__(self, model: ServedModel, tokenizer: Tokenizer) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._name = lru_cache(maxsize=_NAMES)(tokenizer.name)
+
+    async def completion(self, raw: bytes, name: str) -> TranslatedRequest:
+        """A body of /v1/completions; the engine's requests are called `name` with the number of the prompt.
+
+        Raises:
+            RefusedRequest: names the field that is wrong; ``model`` if it is not the one that is served.
+        """
+        body = parse(raw, CompletionBody)
+        self._check_model(body)
+        prompts = await self._encoded(body.prompts())
+        form = TextForm(self._name, body.wants_logprobs, body.alternatives > 0)
+        return self._asked(body, form, prompts, name, "prompt")
+
+    async def chat(self, raw: bytes, name: str) -> TranslatedRequest:
+        """A body of /v1/chat/completions.
+
+        Raises:
+            RefusedRequest: as above; ``messages`` if the model has no chat template, or it refuses the conversation.
+        """
+        body = parse(raw, ChatBody)
+        self._check_model(body)
+        turns = [message.turn() for message in body.messages]
+        long = sum(len(turn["content"]) for turn in turns) > _LONG_TEXT
+        encode = partial(self._tokenizer.encode_chat, turns)
+        try:
+            prompt = await asyncio.to_thread(encode) if long else encode()
+        except (ModelFolderError, DataError) as error:
+            raise _refused("messages", error.problems[0]) from None
+        form = ChatForm(self._name, body.wants_logprobs)
+        return self._asked(body, form, [prompt], name, "messages")
+
+    def field(self, error: RefusedRequest, asked: TranslatedRequest) -> RefusedRequest:
+        """The engine's refusal in the words of the client."""
+        chat = isinstance(asked.body, ChatBody)
+        names = {"prompt_token_ids": "messages" if chat else "prompt", "sampling.max_tokens": _limit(asked.body)}
+        name = names.get(error.field, error.field.removeprefix("sampling."))
+        return RefusedRequest(name, error.found, error.allowed)
+
+    def _check_model(self, body: Body) -> None:
+        if body.model != self._model.name:
+            shown = repr(body.model[:80])
+            raise RefusedRequest("model", f"{shown} is not served here", f"the model is {self._model.name!r}")
+
+    async def _encoded(self, prompts: Sequence[str | Tokens]) -> list[Tokens]:
+        def encode() -> list[Tokens]:
+            return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > _LONG_TEXT
+        try:
+            return await asyncio.to_thread(encode) if long else encode()
+        except DataError as error:
+            raise _refused("prompt", error.problems[0]) from None
+
+    def _asked(self, body: Body, form: Form, prompts: Sequence[Tokens], name: str, field: str) -> TranslatedRequest:
+        answers = body.n or 1
+        if answers * len(prompts) > _MOST_ANSWERS:
+            found = f"{answers} answers to each of {len(prompts):,} prompts"
+            raise RefusedRequest("n", found, f"at most {_MOST_ANSWERS:,} answers in one request")
+        seeds = _seeds(body, answers)
+        requests = [
+            GenerateRequest(
+                id=f"{name}/{number}",
+                prompt_token_ids=prompt,
+                seeds=seeds,
+                sampling=self._sampling(body, prompt, field),
+                top_logprobs=body.alternatives,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        return TranslatedRequest(body, form, requests, answers)
+
+    def _sampling(self, body: Body, prompt: Tokens, field: str) -> Sampling:
+        room = self._model.context_length - len(prompt)
+        if room < 1:
+            allowed = f"at most {self._model.context_length - 1:,}, so that the context has room for an answer"
+            raise RefusedRequest(field, f"{len(prompt):,} tokens", allowed)
+        most = body.most_tokens(room)
+        if most > room:
+            allowed = (
+                f"at most {room:,}, which the prompt leaves of the context of {self._model.context_length:,} tokens"
+            )
+            raise RefusedRequest(_limit(body), f"{most}"[:40], allowed)
+        top_k = body.top_k or 0
+        return Sampling(
+            max_tokens=most,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            stop_token_ids=self._tokenizer.eos_token_ids,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=top_k if 0 < top_k < self._model.vocab_size else 0,
+            min_p=body.min_p or 0.0,
+            stop=body.stops,
+        )
+
+
+def _limit(body: Body) -> str:
+    """The name of the field that limits an answer's length."""
+    newer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+    return "max_completion_tokens" if newer else "max_tokens"
+
+
+def _seeds(body: Body, answers: int) -> tuple[int, ...]:
+    """The first answer has the seed of the request, the others have seeds that follow from it; all are different."""
+    first = secrets.randbits(63) if body.seed is None else body.seed % _SEEDS
+    return (first, *(derive_seed(first, member) for member in range(1, answers)))
+
+
+def _refused(field: str, problem: Problem) -> RefusedRequest:
+    """A problem without its place, which is a folder of the server's."""
+    found, remedy = problem.found[:_LONGEST_MESSAGE], problem.remedy[:_LONGEST_MESSAGE]
+    return RefusedRequest(field, found, remedy or "see docs/serve.md")

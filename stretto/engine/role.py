@@ -1,0 +1,80 @@
+"""An engine's process: ``python -m stretto.engine.role SPEC``. Loads the newest version, then serves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stretto.core.errors import DeadlineExceeded
+from stretto.core.records import Record
+from stretto.engine.config import EngineConfig
+from stretto.engine.http.server import serve
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import run_role
+from stretto.weights.shared_memory import SharedMemorySubscriber
+
+_LOOK_SECONDS = 0.02
+
+
+class EngineSpec(Record, frozen=True):
+    """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
+
+    `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
+    is, as version 0, until something is published.
+    """
+
+    name: str
+    address: str
+    model: str
+    mailbox: str
+    mailbox_folder: str
+    config: str
+    threads: int
+    publication_seconds: float
+
+
+def await_publication(subscriber: SharedMemorySubscriber, owner: str, seconds: float) -> None:
+    """Return once something is published.
+
+    Raises:
+        DeadlineExceeded: nothing was, in `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while subscriber.newest() is None:
+        if time.monotonic() > end:
+            raise DeadlineExceeded(owner, "the first publication", seconds)
+        time.sleep(_LOOK_SECONDS)
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role until the conductor ends it; see `processes.run_role`. What it fails of is the log's last line."""
+    spec = msgspec.json.decode(arguments[0], type=EngineSpec)
+    begin_role()
+    torch.set_num_threads(spec.threads)
+    return run_role(lambda: _serve(spec), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr))
+
+
+def _serve(spec: EngineSpec) -> None:
+    config = EngineConfig.model_validate_json(spec.config)
+    model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
+    engine = NativeEngine(model, config, name=spec.name, detokenizer=partial(load_tokenizer, spec.model))
+    subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
+    if spec.publication_seconds > 0:
+        await_publication(subscriber, spec.name, spec.publication_seconds)
+    version = subscriber.newest()
+    if version is not None:
+        engine.update(version, subscriber.load(version))
+    serve(engine, subscriber, spec.address)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""What the roles of a run are started with, and where they meet."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.engine.role import EngineSpec
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
+from stretto.trainer.roles.trainer import TrainerSpec
+
+_LONGEST_SOCKET_FOLDER = 70
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where roles meet: a name and a folder for published weights, and a folder for sockets."""
+
+    mailbox: str
+    mailbox_folder: Path
+    sockets: Path
+
+
+def socket_folder() -> Path:
+    """A folder of its own whose path is short: a socket's has 107 bytes at most."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
+
+
+def in_rounds(recipe: Recipe) -> bool:
+    """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`)."""
+    batching = recipe.engine.batching
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0)
+
+
+def engine_specs(plan: Plan, model: Path, meeting: Endpoints, *, published: bool = True) -> list[EngineSpec]:
+    """The engines of a run; `published` False: nothing ever is, the folder is served as it is."""
+    return [_engine_spec(plan, model, meeting, number, published) for number in range(plan.recipe.engine.count)]
+
+
+def _engine_spec(plan: Plan, model: Path, meeting: Endpoints, number: int, published: bool) -> EngineSpec:
+    config = plan.recipe.engine
+    unix = config.transport == "unix"
+    return EngineSpec(
+        name=f"engine-{number}",
+        address=f"unix:{meeting.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
+        model=str(model),
+        mailbox=meeting.mailbox,
+        mailbox_folder=str(meeting.mailbox_folder),
+        config=config.model_dump_json(),
+        threads=config.threads,
+        publication_seconds=plan.recipe.deadlines.start if published else 0.0,
+    )
+
+
+def trainer_spec(plan: Plan, model: Path, meeting: Endpoints) -> TrainerSpec:
+    """The trainer of a run."""
+    recipe = plan.recipe
+    return TrainerSpec(
+        model=str(model),
+        mailbox=meeting.mailbox,
+        mailbox_folder=str(meeting.mailbox_folder),
+        trainer=recipe.trainer.model_dump_json(),
+        algorithm=recipe.algorithm.model_dump_json(),
+        sampling=plan.sampling,
+        threads=recipe.trainer.threads,
+    )

@@ -1,0 +1,120 @@
+"""Learning from examples before, or without, a run: a process of its own is started, followed and put away."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError
+from stretto.processes.channel import ConductorEnd
+from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.stopping import StopSignal, until_cut_short
+from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.messages import Failed
+from stretto.trainer.roles.supervised import (
+    FROM_SUPERVISED,
+    Examples,
+    FromSupervised,
+    SupervisedDone,
+    SupervisedProgress,
+    SupervisedSpec,
+)
+
+OnLearning = Callable[[SupervisedProgress], None]
+
+
+async def train_in_process(
+    role: str,
+    model: Path,
+    examples: Examples,
+    config: OptimizerConfig,
+    folder: Path,
+    log: Path,
+    *,
+    seed: int,
+    seconds: float,
+    hung: float,
+    on_learning: OnLearning,
+    starter: Spawner = FRESH,
+) -> None:
+    """Train the policy in `model` on examples; `folder` appears when the policy in it is whole.
+
+    Raises:
+        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed, gave no sign of life for `hung`
+            seconds, or took more than `seconds`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
+    process = RoleProcess(role, "stretto.trainer.roles.supervised", log, hung, starter)
+    channel: ConductorEnd[FromSupervised] = ConductorEnd(role, FROM_SUPERVISED, str(log))
+    spec = SupervisedSpec(
+        model=str(model),
+        examples=str(shown),
+        out=str(folder),
+        config=config.model_dump_json(),
+        seed=seed,
+        threads=config.threads,
+        descriptor=channel.far.fileno(),
+    )
+    try:
+        shown.write_bytes(msgspec.msgpack.encode(examples))
+        await process.start(spec, spec.threads, (spec.descriptor,))
+        await channel.open()
+        await _follow(channel, process, seconds, on_learning)
+    finally:
+        channel.close()
+        await process.stop(grace=1.0)
+        shown.unlink(missing_ok=True)
+
+
+async def _follow(
+    channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
+) -> None:
+    awaited = "to learn from the examples"
+    async with deadline("conductor", f"{channel.role} {awaited}", seconds):
+        while True:
+            try:
+                message = await channel.receive(awaited, seconds)
+            except RoleDied:
+                raise RoleDied(channel.role, await process.last_words(), str(process.log)) from None
+            match message:
+                case SupervisedProgress():
+                    on_learning(message)
+                case SupervisedDone():
+                    return
+                case Failed():
+                    raise RoleFailed(channel.role, message.problem, message.exit_code)
+
+
+def refuse_old(out: Path) -> None:
+    """Raises RunFolderError where something is already that a command would write."""
+    if out.exists():
+        raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
+
+
+def train_into(out: Path, learning: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
+    """Run ``learning(log file)``, which writes the folder `out`, until it is done or a signal ends it.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+        SystemExit: a signal ended it; nothing is left.
+    """
+
+    async def until_stopped() -> None:
+        stopped = StopSignal()
+        await stopped.unless(learning(out.with_name(f"{out.name}.log")))
+        if stopped.requested:
+            sys.exit(stopped.exit_code)
+
+    try:
+        until_cut_short(until_stopped())
+    except OSError as error:
+        place = str(error.filename or out)
+        raise RunFolderError([Problem(place, f"cannot be written: {error.strerror}", "give another folder")]) from error

@@ -1,0 +1,89 @@
+"""The supervised warm start: a process of its own, all cores for it alone, its result cached for later runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from stretto import __version__
+from stretto.core.errors import Problem, RecipeError
+from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
+from stretto.launch.preflight.plan import Plan, cache_folder, digest, make_plan
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.trainer.roles.supervised import Demonstrations
+
+
+async def warm_start(plan: Plan, log: Path, on_learning: OnLearning, starter: Spawner = FRESH) -> Path:
+    """The folder of the policy that reinforcement starts from: the base itself if the recipe has no warm start.
+
+    Raises:
+        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed.
+    """
+    if plan.recipe.warm_start is None:
+        return plan.base.path
+    folder = cache_folder() / "warm-starts" / warm_start_key(plan)
+    if not folder.exists():
+        await fine_tune_to(plan, folder, log, on_learning, starter)
+    return folder
+
+
+def warm_start_key(plan: Plan) -> str:
+    """Names everything that the result depends on: every file of the base, every demonstration, all settings."""
+    recipe = plan.recipe
+    assert recipe.warm_start is not None
+    weights = xxhash.xxh3_128()
+    for file in sorted(path for path in plan.base.path.iterdir() if path.is_file()):
+        weights.update(file.name.encode())
+        weights.update(file.read_bytes())
+    shown = xxhash.xxh3_128(msgspec.msgpack.encode(plan.demonstrations)).hexdigest()
+    return digest(__version__, weights.hexdigest(), shown, recipe.warm_start.model_dump_json(), recipe.seed)
+
+
+async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearning, starter: Spawner) -> None:
+    """Train the plan's base on its demonstrations; `folder` appears when the policy in it is whole."""
+    recipe = plan.recipe
+    assert recipe.warm_start is not None
+    await train_in_process(
+        "warm start",
+        plan.base.path,
+        Demonstrations(examples=plan.demonstrations),
+        recipe.warm_start,
+        folder,
+        log,
+        seed=recipe.seed,
+        seconds=recipe.deadlines.warm_start,
+        hung=recipe.deadlines.hung,
+        on_learning=on_learning,
+        starter=starter,
+    )
+
+
+def sft(
+    recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, starter: Spawner = FRESH
+) -> None:
+    """`stretto sft`: the recipe's warm start alone, written to `out`.
+
+    Raises:
+        UserError: the recipe has no warm start, or something it names is not what it should be.
+        RoleError: the process that trains failed.
+        SystemExit: a signal ended it; nothing is left.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    if recipe.warm_start is None:
+        raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
+    refuse_old(out)
+    plan = make_plan(recipe)
+    train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, starter))
+
+
+def copy_policy(source: Path, target: Path) -> None:
+    """A policy folder, copied whole or not at all."""
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    part.rename(target)

@@ -1,0 +1,88 @@
+"""Gold answers that no answer could ever match are found before a run, not after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
+from stretto.core.records import Outcome
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.loading import PLACE
+from stretto.rewards.pool import DIED, TIMED_OUT, RewardPool
+from stretto.rewards.wire import ScoreItem
+from stretto.worlds.data.task import Question, Questions
+
+_SHOWN = 20
+_READING_SECONDS = 60.0  # far more than any answer within the limits of the readers takes
+
+
+@dataclass(frozen=True)
+class Sifted:
+    """The questions whose gold answers can be read, and what was left out."""
+
+    questions: Questions
+    unreadable: tuple[Problem, ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """The count, and the first of them with their lines."""
+        if not self.unreadable:
+            return []
+        count = len(self.unreadable)
+        shown = [str(problem) for problem in self.unreadable[:_SHOWN]]
+        return [f"{count:,} questions are left out, since their gold answers cannot be read:", *shown]
+
+
+def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
+    """Leave out the questions whose gold answers the reward cannot read, where the reward says which these are.
+
+    Each gold answer is read once, by the workers that will judge: it may be as hard to read as any answer. Which are
+    left out depends on the answers alone: one that is not read in `reading_seconds` is an error, since on another
+    machine it might have been.
+
+    Raises:
+        DataError: none can be read, or none that is held out, or one takes too long.
+        RewardFunctionError: the workers do not start.
+    """
+    reader = BUILT_IN[config.function].gold if config.function in BUILT_IN else ""
+    if not reader:
+        return Sifted(questions)
+    golds = sorted({question.answer for question in (*questions.training, *questions.held_out)})
+    try:
+        reasons = asyncio.run(_unreadable(config.model_copy(update={"function": reader}), golds, reading_seconds))
+    except RoleError as error:
+        raise RewardFunctionError([Problem(PLACE, str(error))]) from None
+    bad = [question for question in (*questions.training, *questions.held_out) if question.answer in reasons]
+    problems = tuple(Problem(_place(question), reasons[question.answer]) for question in bad)
+    if late := [problem for problem in problems if problem.found.startswith((TIMED_OUT, DIED))]:
+        remedy = "shorten or remove these gold answers"
+        raise DataError([Problem(problem.place, f"reading it: {problem.found}", remedy) for problem in late[:_SHOWN]])
+    kept = replace(
+        questions,
+        training=[question for question in questions.training if question.answer not in reasons],
+        held_out=[question for question in questions.held_out if question.answer not in reasons],
+    )
+    if not kept.training or (questions.held_out and not kept.held_out):
+        which = "of the questions for training" if not kept.training else "that is held out"
+        found = f"no gold answer {which} can be read by the reward {config.function!r}"
+        raise DataError([*problems[:_SHOWN], Problem("[task]", found, f"{len(problems):,} cannot in all")])
+    return Sifted(kept, problems)
+
+
+async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
+    """The gold answers that cannot be read, with the reason."""
+    patient = {"max_consecutive_undecided": len(golds) + 1, "timeout": seconds}
+    async with RewardPool(config.model_copy(update=patient)) as pool:
+        verdicts = await pool.score([ScoreItem(prompt="", completion="", answer=gold) for gold in golds])
+    return {
+        gold: verdict.reason
+        for gold, verdict in zip(golds, verdicts, strict=True)
+        if verdict.outcome is Outcome.UNDECIDED
+    }
+
+
+def _place(question: Question) -> str:
+    return question.place or f"question {question.id}"

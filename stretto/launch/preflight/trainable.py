@@ -1,0 +1,47 @@
+"""Can the policy be trained as the recipe says: on so many processes, with adapters beside layers that are there, from
+a checkpoint that is its own? All of it is known before anything starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, nearest
+from stretto.model.hf.layers import linear_layers
+from stretto.model.hf.skeleton import skeleton
+from stretto.trainer import checkpoint
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.parallel.lora import adapt
+
+
+def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
+    """`gpus` are those of the machine.
+
+    Raises:
+        RecipeError: more ranks than GPUs, or adapters for layers that the model does not have (all of them).
+    """
+    if config.device != "cpu" and 0 < gpus < config.ranks:
+        found = f"{config.ranks}, and there are {gpus} GPUs, one for each rank"
+        raise RecipeError([Problem("trainer.ranks", found, f'at most {gpus}, or trainer.device = "cpu"')])
+    if config.lora is None or not config.lora.target_modules:
+        return
+    there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}
+    missing = [name for name in config.lora.target_modules if name not in there]
+    if missing:
+        place = "trainer.lora.target_modules"
+        raise RecipeError(
+            Problem(place, f"{name!r} is no linear layer of the model's decoder", nearest(name, there))
+            for name in missing
+        )
+
+
+def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
+    """Raises RunFolderError: the checkpoint in `folder` is none that a trainer of this model can go on from."""
+    policy = skeleton(model)
+    if config.lora is not None:
+        adapt(policy, config.lora)
+    try:
+        checkpoint.check(folder, policy)
+    except StoreError as error:
+        remedy = "go on with the model and the adapters that it was written with"
+        raise RunFolderError([Problem(str(folder), str(error), remedy)]) from error

@@ -1,0 +1,322 @@
+"""Recipes: one TOML file describes a whole run. Sections are composed from the configurations of the rooms.
+
+Every mistake of a file is reported at once, each with its place, the value found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.sections import DeadlinesConfig, EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.rewards.config import RewardsConfig
+from stretto.rollout.config import RolloutConfig
+from stretto.store.ledger.config import StoreConfig
+from stretto.trainer.config import SupervisedConfig, TrainerConfig
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.synthetic.arithmetic import ArithmeticTask
+from stretto.worlds.synthetic.programs import ProgramsTask
+
+_LARGEST_RECIPE = 1 << 20
+
+_PATHS = (
+    "model.path",
+    "task.file",
+    "task.held_out_file",
+    "algorithm.reference.path",
+    "preferences.file",
+    "preferences.reference",
+)
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class Recipe(BaseModel, extra="forbid", frozen=True):
+    """A whole run."""
+
+    seed: int = Field(1, ge=0, lt=2**63, description="of everything that is drawn")
+    model: ModelConfig
+    task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
+    warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    store: StoreConfig = StoreConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        answers = self.rollout.batch_size * self.rollout.group_size
+        if self.trainer.minibatches > answers:
+            raise ValueError(
+                f"trainer.minibatches = {self.trainer.minibatches} is more than the {answers} answers of a batch "
+                "(rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
+            )
+        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > answers:
+            raise ValueError(
+                f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
+                f"{self.trainer.ranks * self.trainer.minibatches} answers in a batch, or some ranks would be idle; "
+                f"rollout.batch_size * rollout.group_size is {answers}; use fewer of both, or a larger batch"
+            )
+        if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
+            raise ValueError(
+                'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
+                'use a larger group or filter = "none"'
+            )
+        kind = self.algorithm.advantages.kind
+        if self.rollout.group_size == 1 and self.algorithm.advantages.compares:
+            raise ValueError(
+                f'rollout.group_size = 1 and algorithm.advantages = "{kind}" would make every advantage zero; '
+                'use a larger group or advantages = "batch"'
+            )
+        if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.shaping.overlong_buffer = {self.algorithm.shaping.overlong_buffer} is more than "
+                f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part; "
+                "use a shorter buffer or longer answers"
+            )
+        if self.rollout.success_rate_min > self.rollout.success_rate_max:
+            raise ValueError(
+                f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
+                f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on; "
+                "lower the first or raise the second"
+            )
+        critic = self.algorithm.critic
+        if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
+            raise ValueError(
+                'rollout.truncated = "filter" leaves no answer that was cut off, so that '
+                'algorithm.advantages.critic.truncated = "bootstrap" would do nothing; choose one of them '
+                '(rollout.truncated = "train", or critic.truncated = "end")'
+            )
+        if self.rollout.min_group_size > self.rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group_size = {self.rollout.min_group_size} is more than "
+                f"rollout.group_size = {self.rollout.group_size}; lower the first or raise the second"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
+
+    Raises:
+        RecipeError: the file cannot be read or parsed, or some of its keys are not what they should be (all of them).
+    """
+    return validate(parse_recipe(path, overrides), str(path))
+
+
+def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a recipe file with the overrides applied and paths absolute, not validated yet.
+
+    Raises:
+        RecipeError: the file cannot be read or parsed, or an override is not of its form.
+    """
+    tree = _parse(path)
+    _resolve_paths(tree, path.parent)
+    override(tree, overrides)
+    return tree
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Replace values of the tables by ``section.key=value``; paths are relative to the folder one is in.
+
+    Raises:
+        RecipeError: an override is not of its form.
+    """
+    problems = [problem for text in overrides if (problem := _override(tree, text)) is not None]
+    if problems:
+        raise RecipeError(problems)
+    _resolve_paths(tree, Path.cwd())
+
+
+def validate(tree: Mapping[str, Any], place: str) -> Recipe:
+    """A recipe from parsed TOML; `place` names the file in the messages.
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
+    return validated(tree, place, Recipe)
+
+
+def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
+    """The same for a recipe of any kind.
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
+    try:
+        return kind.model_validate(tree, strict=True)
+    except ValidationError as error:
+        raise RecipeError(_problems(place, error.errors(), kind)) from None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    place = str(path)
+    if path.is_dir():
+        raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
+    if not path.exists():
+        near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise RecipeError([Problem(place, "no such file", nearest(path.name, near) if near else "")])
+    try:
+        if path.stat().st_size > _LARGEST_RECIPE:
+            raise RecipeError([Problem(place, f"{path.stat().st_size:,} bytes", "a recipe has less than 1 MiB")])
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem(place, f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
+    if not text.strip():
+        raise RecipeError([Problem(place, "is empty", "see recipes/arithmetic.toml for a whole one")])
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise RecipeError([Problem(place, f"broken TOML: {error}")]) from None
+
+
+def _override(tree: dict[str, Any], override: str) -> Problem | None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            return Problem(f"override {override!r}", f"{section} is a value, not a section")
+    tree[last] = _value(text.strip())
+    return None
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the bare text: ``rollout.beyond_bound=wait`` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Paths in a recipe are relative to the recipe, so that it works from any folder."""
+    for place in _PATHS:
+        *sections, key = place.split(".")
+        part: Any = tree
+        for section in sections:
+            part = part.get(section) if isinstance(part, dict) else None
+        if isinstance(part, dict) and isinstance(part.get(key), str):
+            part[key] = str(_absolute(part[key], folder, place))
+
+
+def _absolute(text: str, folder: Path, place: str) -> Path:
+    try:
+        path = (folder / Path(text).expanduser()).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, the home of nobody
+        raise RecipeError([Problem(place, f"{text!r}"[:80], f"is no path: {error}")]) from None
+    return path
+
+
+def _problems(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
+    """One for each key: pydantic reports a value that no member of a union takes once for each of them."""
+    problems: dict[str, Problem] = {}
+    for problem in (_problem(place, details, kind) for details in errors):
+        if (other := problems.get(problem.place)) is not None:
+            remedy = f"{other.remedy} or {problem.remedy.removeprefix('input should be ')}"
+            problem = Problem(problem.place, other.found, remedy)
+        problems[problem.place] = problem
+    yield from problems.values()
+
+
+def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Problem:
+    keys, beside = _keys(details["loc"], kind)
+    where = f"{place}: {'.'.join(keys)}" if keys else place
+    match details["type"]:
+        case "extra_forbidden":
+            return Problem(where, "unknown key", nearest(keys[-1], beside))
+        case "missing":
+            return Problem(where, "missing")
+        case "value_error":
+            return Problem(where, str(details["ctx"]["error"]))
+    return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
+
+
+def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[str], list[str]]:
+    """The keys of the file in a location of pydantic's, without its labels of a union's members
+    ("task.jsonl.file"); and the keys that are allowed where the last of them is."""
+    keys: list[str] = []
+    models: list[type[BaseModel]] = [kind]
+    beside = list(kind.model_fields)
+    for part in map(str, location):
+        if labelled := [model for model in models if _kind(model) == part]:
+            models = labelled
+        elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
+            keys.append(part)
+            beside = list(models[0].model_fields) if models else beside
+            fields = [model.model_fields[part] for model in models if part in model.model_fields]
+            models = _models(fields[0].annotation) if fields else []
+    return keys, beside
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return [model for part in get_args(annotation) for model in _models(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _kind(model: type[BaseModel]) -> str | None:
+    field = model.model_fields.get("kind")
+    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
+
+
+def to_toml(recipe: BaseModel) -> str:
+    """The resolved recipe as TOML: every key with the value that the run uses. It reads back as itself."""
+    return "\n".join(_section("", recipe.model_dump(mode="python", exclude_none=True))).strip() + "\n"
+
+
+def _section(name: str, content: Mapping[str, Any]) -> list[str]:
+    lines = [f"{key} = {_toml(value)}" for key, value in content.items() if not isinstance(value, Mapping)]
+    if lines and name:
+        lines = ["", f"[{name}]", *lines]
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            lines += _section(f"{name}.{key}" if name else key, value)
+    return lines
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\\x7f' else c for c in value)
+            return f'"{escaped}"'
+        case list() | tuple():
+            return "[" + ", ".join(_toml(item) for item in value) + "]"
+        case _:
+            return repr(value)
+
+
+def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Keys whose values differ, with both values; `ignored` names keys and whole sections that may differ."""
+    before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
+    return [
+        (key, f"was {before.get(key)!r} and is {after.get(key)!r}")
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in ignored)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,171 @@
+"""What is kept of a run beside its ledger: checkpoints to go on from, policies to look at, evaluations on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import CheckpointLost, StoreError
+from stretto.core.events import Span
+from stretto.core.records import Update
+from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.evaluation import Evaluation
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.records.recorder import Recorder
+from stretto.processes.stopping import cancel_and_wait
+from stretto.rollout.controller import Controller
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
+from stretto.trainer.config import TrainerConfig
+
+
+class Checkpointing:
+    """After each step: a policy, a checkpoint, an evaluation, where they are due."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        config: TrainerConfig,
+        trainer: TrainerLink,
+        controller: Controller,
+        ledger: Ledger,
+        deadlines: DeadlinesConfig,
+        saved_step: int = 0,
+    ) -> None:
+        self._folder, self._checkpoints, self._config = folder, checkpoints, config
+        self._trainer, self._controller, self._ledger = trainer, controller, ledger
+        self._deadlines = deadlines
+        self.saved_step = saved_step  # whose checkpoint is on disk
+        self._begun_step = saved_step
+        self._saving: asyncio.Task[None] | None = None
+        self._lost = 0  # checkpoints, in a row, with the trainers that should have written them
+
+    async def after(self, update: Update) -> None:
+        """The step of `update` is published and recorded. A checkpoint is on its way to disk when this returns: the
+        trainer has copied its state, and goes on."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+        due = update.step % self._config.checkpoint_every == 0
+        if due or self._lost:
+            await self._begin_checkpoint()
+        if self._config.keep_versions == "all" or due:
+            await self.save_policy(update.version)
+
+    async def save_policy(self, version: int) -> None:
+        """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays).
+
+        Raises:
+            StoreError: the folder of the policies has vanished.
+        """
+        if self._folder.policy(version).exists():  # which appears whole
+            return
+        if not self._folder.policies.is_dir():
+            raise StoreError(f"{self._folder.policies}: is not there any more")
+        await self._trainer.save_policy(self._folder.policy(version))
+        if self._config.keep_versions != "all":
+            saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
+            for path in saved[: -self._config.keep_versions]:
+                shutil.rmtree(path)
+
+    async def save_checkpoint(self) -> None:
+        """The trainer's state, behind which the ledger's batches need not be trained again; nothing to do if this step
+        has one."""
+        while True:
+            await self._begin_checkpoint()
+            await self.end()
+            if self.saved_step == self._controller.published:
+                return
+
+    async def end(self) -> None:
+        """Wait until the checkpoint that is on its way is on disk; the wait has a deadline."""
+        if self._saving is not None:
+            await self._saving
+
+    async def close(self) -> None:
+        """Put the checkpoint that is on its way to disk away, if there is one: it will not have been there."""
+        if self._saving is not None:
+            await cancel_and_wait([self._saving])
+
+    async def _begin_checkpoint(self) -> None:
+        """One at a time; returns when the trainer has a copy to write."""
+        await self.end()
+        step = self._controller.published
+        if step == self._begun_step:
+            return
+        if self.saved_step and not self._folder.checkpoints.is_dir():
+            raise StoreError(f"{self._folder.checkpoints}: is not there any more")
+        self._ledger.sync()
+        self._begun_step, copied = step, asyncio.Event()
+        self._saving = asyncio.create_task(self._save(step, copied))
+        waiting = asyncio.create_task(copied.wait())
+        try:
+            await asyncio.wait([self._saving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._saving.done():
+            self._saving.result()
+
+    async def _save(self, step: int, copied: asyncio.Event) -> None:
+        """Have it written, sealed and forced to disk. Should the trainer die meanwhile, the next step tries again; one
+        that dies of every checkpoint ends the run."""
+        loop = asyncio.get_running_loop()
+
+        def write(folder: Path) -> None:
+            # An order that always ends, because it has deadlines of its own.
+            asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder, copied.set), loop).result()
+
+        # The trainer has so long to copy, and to write; the disk has as long again.
+        async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):
+            try:
+                await asyncio.to_thread(self._checkpoints.save, step, write)
+            except CheckpointLost as lost:
+                self._ledger.event("checkpoint", str(lost))
+                self._begun_step, self._lost = self.saved_step, self._lost + 1
+                if self._lost > self._deadlines.trainer_restarts:
+                    raise
+                return
+        self.saved_step, self._lost = step, 0
+        self._ledger.forget(self._checkpoints.steps()[0])
+
+
+class PeriodicEvaluation:
+    """Evaluates now and then beside the training, one evaluation at a time."""
+
+    def __init__(self, evaluate: Callable[[], Awaitable[Evaluation]], recorder: Recorder, every: int) -> None:
+        self._evaluate, self._recorder, self._every = evaluate, recorder, every
+        self._running: asyncio.Task[None] | None = None
+
+    def after(self, update: Update) -> None:
+        """Start an evaluation if one is due and none is under way."""
+        if self._every and update.step % self._every == 0 and (self._running is None or self._running.done()):
+            self.check()
+            self._running = asyncio.create_task(self.examine(update.step))
+
+    async def examine(self, step: int) -> None:
+        """Evaluate and record."""
+        start = time.monotonic()
+        evaluation = await self._evaluate()
+        self._recorder.evaluated(evaluation, step)
+        span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
+        self._recorder.spans([span])
+
+    def check(self) -> None:
+        """Raise what the last evaluation failed of, if it did."""
+        if self._running is not None and self._running.done() and not self._running.cancelled():
+            self._running.result()
+
+    async def end(self) -> None:
+        """Wait for the evaluation under way; each of its waits has a deadline."""
+        if self._running is not None:
+            await self._running
+
+    async def close(self) -> None:
+        """Put the evaluation under way away, if there is one."""
+        if self._running is not None:
+            await cancel_and_wait([self._running])

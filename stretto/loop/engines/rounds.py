@@ -1,0 +1,150 @@
+"""Rounds: groups that begin together and end together, so that nothing depends on when anything happened.
+
+    admission ─► a round ─┬─► portion 0 ─► an engine that has nothing else ─┐
+                          └─► portion 1 ─► an engine that has nothing else ─┴─► judged ─► all groups leave together
+
+Which rows a step computes together decides the last bits of their numbers. Here it follows from the questions and the
+weights: a round is every group that may start when none is in flight (`rollout.controller.Controller`), its portions
+are dealt by the place in it, and a portion goes to an engine as a whole and is alone there. Which engine that is, and
+when, makes no difference. Groups leave a round in its order and in one go, so that the ledger, whenever the run is
+killed, knows the round as in flight or as over: the run that goes on asks all of it again, from its first tokens.
+(docs/decisions/0010-rounds.md)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Protocol
+
+from stretto.core.records import Completion, GenerateRequest, Trajectory
+from stretto.engine.wire import PartialTokens
+from stretto.rollout.controller import Ticket
+from stretto.worlds.single_turn import Workflow
+
+
+class GeneratesTogether(Protocol):
+    """Answers to requests that begin together (satisfied by `loop.engines.pool.Fleet`)."""
+
+    def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
+
+
+class Portion:
+    """Groups that one engine answers together, asked once all those of them have come that are still wanted."""
+
+    def __init__(self, engines: GeneratesTogether, ids: Sequence[str]) -> None:
+        self._engines = engines
+        self._requests: dict[str, GenerateRequest | None] = dict.fromkeys(ids)  # in the order of the round
+        self._wanted = set(ids)
+        self._answers: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of those who have come
+        self._asked = False  # and the engine was not lost since
+        self._asking: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """The answers of one group; whoever has them whole does not come again.
+
+        Raises:
+            EngineLost: the engine was lost; the portion is asked again when everybody comes again who wants to.
+            RefusedRequest: the engine will not serve the portion.
+        """
+        self._requests[request.id] = request
+        answers = self._answers[request.id] = asyncio.Queue()
+        self._ask_if_all_are_here()
+        try:
+            for _ in request.seeds:
+                answer = await answers.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+            self._wanted.discard(request.id)
+        finally:
+            del self._answers[request.id]
+            if not self._answers and self._asking is not None:
+                self._asking.cancel()
+
+    def leave(self, id: str) -> None:
+        """The group does not come again."""
+        self._wanted.discard(id)
+        self._ask_if_all_are_here()
+
+    def _ask_if_all_are_here(self) -> None:
+        if not self._asked and self._answers and self._answers.keys() == self._wanted:
+            self._asked = True
+            self._asking = asyncio.create_task(self._ask([r for r in self._requests.values() if r is not None]))
+
+    async def _ask(self, requests: Sequence[GenerateRequest]) -> None:
+        try:
+            async for completion in self._engines.generate(*requests):
+                if completion.request in self._answers:  # else it is known from before an engine was lost
+                    self._answers[completion.request].put_nowait(completion)
+        except Exception as error:  # whatever it is, it is raised to everyone who waits for the portion
+            self._asked = False
+            for answers in self._answers.values():
+                answers.put_nowait(error)
+
+
+class Rounds:
+    """Stands between the groups and the engines (`generate`), and between the workflow and the conductor (`together`).
+
+    Args:
+        tickets: the groups in flight, in the order of their admission.
+        portions: of each round, one for every engine.
+    """
+
+    def __init__(self, engines: GeneratesTogether, tickets: Callable[[], Sequence[Ticket]], portions: int) -> None:
+        self._engines, self._tickets, self._count = engines, tickets, portions
+        self._portions: dict[str, Portion] = {}  # of each group of the round
+        self._gates: dict[str, asyncio.Future[None]] = {}  # through which they leave, in the order of the round
+        self._missing: set[str] = set()  # groups that are not judged
+
+    def together(self, workflow: Workflow) -> Workflow:
+        """The workflow, whose groups leave when the last one of the round is judged, or has failed."""
+
+        async def until_all_are_judged(ticket: Ticket) -> Sequence[Trajectory]:
+            self._begin(ticket.group_id)
+            try:
+                trajectories = await workflow(ticket)
+            except Exception:
+                await self._leave(ticket.group_id)
+                raise
+            except asyncio.CancelledError:
+                self._judged(ticket.group_id)
+                raise
+            await self._leave(ticket.group_id)
+            return trajectories
+
+        return until_all_are_judged
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """The answers of one group of the round; as for `Portion`."""
+        return self._portions[request.id].generate(request)
+
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Sequence[PartialTokens]:
+        """Nothing: a round that was cut short is asked again as a whole."""
+        return ()
+
+    def _begin(self, id: str) -> None:
+        """The first group of a round finds all the others in flight, too: they were admitted in one go."""
+        if id in self._missing:
+            return
+        ids = [ticket.group_id for ticket in self._tickets()]
+        dealt = [ids[k :: self._count] for k in range(self._count)]
+        self._portions = {id: portion for some in dealt for portion in [Portion(self._engines, some)] for id in some}
+        self._gates = {id: asyncio.get_running_loop().create_future() for id in ids}
+        self._missing = set(ids)
+
+    async def _leave(self, id: str) -> None:
+        self._judged(id)
+        await self._gates[id]
+
+    def _judged(self, id: str) -> None:
+        self._missing.discard(id)
+        self._portions[id].leave(id)
+        if not self._missing:
+            # A moment later, when the last group waits, too: else it would be the first to leave.
+            asyncio.get_running_loop().call_soon(self._open_gates)
+
+    def _open_gates(self) -> None:
+        for gate in self._gates.values():
+            if not gate.done():
+                gate.set_result(None)

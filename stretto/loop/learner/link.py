@@ -1,0 +1,299 @@
+"""The trainer's process as the conductor sees it: orders, each answered within its deadline, whoever carries them out.
+
+A trainer that dies or hangs is replaced: the new one begins with the last checkpoint, trains the batches since again
+(the ledger has them), and carries out the order that its predecessor did not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from stretto.core.errors import CheckpointLost, RoleDied, RoleError, RoleFailed, WireError
+from stretto.core.events import Span
+from stretto.core.records import Batch, Update
+from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.learner.listener import TrainerReplies
+from stretto.loop.learner.recovery import Recovery
+from stretto.processes.channel import ConductorEnd
+from stretto.processes.restarts import RESTART_DELAY_SECONDS, RestartBudget
+from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.trainer.messages import (
+    FROM_TRAINER,
+    Copied,
+    Failed,
+    FromTrainer,
+    PolicySaved,
+    Publish,
+    Published,
+    RankLost,
+    Ready,
+    SaveCheckpoint,
+    SavePolicy,
+    Stop,
+    ToTrainer,
+    Train,
+    Trained,
+)
+from stretto.trainer.roles.trainer import TrainerSpec
+
+TRAINER_ROLE = "stretto.trainer.roles.trainer"
+_LAST_ANSWER_SECONDS = 1.0
+
+Answer = TypeVar("Answer", Ready, Published, Trained, Copied, PolicySaved)
+
+
+class TrainerLink:
+    """One order at a time; the answers come in the order of the orders."""
+
+    def __init__(
+        self,
+        log: Path,
+        deadlines: DeadlinesConfig,
+        lineage: Recovery | None = None,
+        role: str = TRAINER_ROLE,
+        starter: Spawner = FRESH,
+    ) -> None:
+        """`lineage` None: a trainer that dies is not replaced. `role` is the module that plays one."""
+        self._log, self._role, self._starter = log, role, starter
+        self._deadlines, self._lineage = deadlines, lineage
+        self._spec: TrainerSpec | None = None
+        self._version = 0  # trained and answered for
+        self._deaths = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
+        self._publishes = True
+        self._answered = 0  # orders
+        self._retired = False
+        self._spans: list[Span] = []
+        self._spanned = 0.0  # seconds
+        self._began: float | None = None  # when the order under way was given
+        self._turn = asyncio.Lock()
+        self._say: Callable[[str], None] = lambda text: None
+        self.replayed: list[Update] = []  # of the steps that were done again when the run went on
+        self._new_process()
+
+    def _new_process(self) -> None:
+        self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._starter)
+        self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
+        self._listener: TrainerReplies | None = None  # from when it is started
+        self._abandoned = False  # an order was given up before its answer came
+
+    def report_to(self, say: Callable[[str], None]) -> None:
+        """`say` is told of every trainer that is replaced."""
+        self._say = say
+
+    async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
+        """Start the process and bring it to `version`; when this returns that is published, if it is to be.
+
+        Raises:
+            RoleDied: it has died too often.
+        """
+        self._spec, self._version, self._publishes = spec, version, publish
+        try:
+            self.replayed = await self._begin()
+        except RoleDied as death:
+            self.replayed = await self._replace(death)
+
+    async def _begin(self) -> list[Update]:
+        """A process that stands where the run stands, and has published that."""
+        updates = await self._reach()
+        if self._publishes:
+            await self._ask(Publish(), Published, f"to publish version {self._version}", self._deadlines.save)
+        return updates
+
+    async def _reach(self) -> list[Update]:
+        """A process at the version of the run: from the last checkpoint over the batches since."""
+        assert self._spec is not None, "start() comes first"
+        folder, lineage = self._spec.checkpoint, self._lineage
+        if lineage is not None and (newest := await asyncio.to_thread(lineage.newest, self._version)) is not None:
+            folder = str(newest.path)
+        descriptor = self._channel.far.fileno()
+        spec = msgspec.structs.replace(
+            self._spec, descriptor=descriptor, checkpoint=folder, log=str(self._log), hung=self._deadlines.hung
+        )
+        if self._retired:
+            raise RoleDied("trainer", "is not started again: the run ends")
+        await self.process.start(spec, spec.threads, (descriptor,))
+        await self._channel.open()
+        self._listener = TrainerReplies(self._channel)
+        ready = await self._receive(Ready, "to be ready", self._deadlines.start)
+        updates: list[Update] = []
+        if lineage is None:
+            return updates
+        for step in range(ready.version + 1, self._version + 1):
+            order = Train(batch=await asyncio.to_thread(lineage.batch, step), publish=False)
+            trained = await self._ask(order, Trained, f"to do step {step} again", self._deadlines.step)
+            updates.append(trained.update)
+        return updates
+
+    async def train(self, batch: Batch, *, publish: bool = True) -> Update:
+        """Train on the batch; when this returns the next version is published, if it is to be."""
+        async with self._order():
+            trained = await self._until_done(
+                Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
+            )
+            self._keep(trained.spans)
+            self._version = trained.update.version
+            self._deaths.progressed()
+        return trained.update
+
+    async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
+        """Write what training needs to go on; durable only once the store has committed the folder.
+
+        `on_copied` is called when the trainer has a copy: it takes orders again, while the copy is written.
+
+        Raises:
+            CheckpointLost: it has ended before it was written; the one that takes its place may stand at a later step.
+            RoleFailed: the folder cannot be written.
+        """
+        async with self._order():
+            order, seconds = SaveCheckpoint(folder=str(folder)), self._deadlines.save
+            copied = await self._until_done(order, Copied, f"to copy its state for {folder.name}", seconds)
+            self._keep([copied.span])
+            listener = self._listener
+        on_copied()
+        assert listener is not None, "it has answered"
+        try:
+            await listener.written(order.folder, seconds)
+        except RoleDied as death:
+            raise CheckpointLost(folder.name, str(death)) from None
+
+    async def save_policy(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        async with self._order():
+            order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
+            saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)
+            self._keep([saved.span])
+
+    @contextlib.asynccontextmanager
+    async def _order(self) -> AsyncIterator[None]:
+        async with self._turn:
+            self._began = time.monotonic()
+            try:
+                yield
+            finally:
+                self._began = None
+
+    async def _until_done(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+        """The answer to an order, of this trainer or of the one that takes its place."""
+        while True:
+            try:
+                return await self._ask(order, kind, awaited, seconds)
+            except RoleDied as death:
+                await self._replace(death)
+
+    async def _replace(self, death: RoleDied) -> list[Update]:
+        """A new trainer that stands where the dead one stood, published again; the steps that it did again.
+
+        Raises:
+            RoleDied: it has died too often, or cannot be replaced, or not any more.
+        """
+        while True:
+            if self._deaths.one_more() or self._lineage is None or self._retired:
+                raise death
+            self._say(f"trainer {death.how}: a new one is started at version {self._version}")
+            self._channel.close()
+            await self.process.stop(0.0)
+            self._new_process()
+            try:
+                return await self._begin()
+            except RoleDied as again:
+                death = again
+                await asyncio.sleep(RESTART_DELAY_SECONDS)
+
+    async def _ask(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+        try:
+            await self._channel.send(order)
+        except RoleDied:
+            raise await self._death(await self.process.last_words()) from None
+        return await self._receive(kind, awaited, seconds)
+
+    async def supervise(self) -> NoReturn:
+        """Replace the trainer when it ends while no order is under way; whoever has given one replaces it otherwise.
+
+        Raises:
+            RoleDied: it has died too often, or cannot be replaced.
+        """
+        while True:
+            process = self.process
+            how = await process.ended()
+            await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
+            async with self._turn:
+                if process is self.process and not self._retired:
+                    await self._replace(await self._death(how))
+
+    async def _death(self, how: str) -> RoleDied:
+        """Why it has ended while nobody waited for an answer: which of its ranks it has lost, or `how` it seems.
+
+        Raises:
+            RoleFailed: it has said that it cannot go on.
+        """
+        answer = None
+        if self._listener is not None:
+            with contextlib.suppress(RoleError):  # it has said nothing
+                answer = await self._listener.answer("to say why it ends", _LAST_ANSWER_SECONDS)
+        if isinstance(answer, Failed):
+            raise RoleFailed("trainer", answer.problem, answer.exit_code)
+        return RoleDied("trainer", answer.how if isinstance(answer, RankLost) else how, str(self.process.log))
+
+    async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+        self._abandoned = True
+        try:
+            assert self._listener is not None, "it has been started"
+            answer = await self._listener.answer(awaited, seconds)
+        except RoleDied:
+            raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
+        self._abandoned = False
+        self._answered += 1
+        if isinstance(answer, Failed):
+            raise RoleFailed("trainer", answer.problem, answer.exit_code)
+        if isinstance(answer, RankLost):
+            raise RoleDied("trainer", answer.how, str(self.process.log))
+        if not isinstance(answer, kind):
+            raise WireError(f"trainer answered {type(answer).__name__} in place of {kind.__name__}")
+        return answer
+
+    def _keep(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._spans.append(span)
+            self._spanned += span.end - span.start
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of its spans; the order under way, which has none yet, counts from when it was given."""
+        return self._spanned + (time.monotonic() - self._began if self._began is not None else 0.0)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Orders that were answered, and whole seconds for which its process has computed: a step that hangs changes
+        neither, a long one does. (Its sign of life alone takes some hours to a second.)"""
+        return self._answered, int(self.process.cpu_seconds()) if self.process.running else 0
+
+    def drain_spans(self) -> list[Span]:
+        """The spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    @property
+    def ready(self) -> bool:
+        """Is it there, and is no order under way?"""
+        return self._channel.is_open and self.process.running and not self._turn.locked() and not self._abandoned
+
+    def retire(self) -> None:
+        """The run is about to end: a trainer that dies from now on is not replaced."""
+        self._retired = True
+
+    async def stop(self, grace: float) -> None:
+        """Ask it to end; it is gone when this returns, and no other one takes its place."""
+        self.retire()
+        if self.ready:
+            with contextlib.suppress(RoleError):  # it is on its way out already; process.stop() waits for it
+                await self._channel.send(Stop())
+        self._channel.close()
+        await self.process.stop(grace)

@@ -1,0 +1,85 @@
+"""What a trainer says: answers in the order of its orders, and between them, of checkpoints that it has written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import RoleFailed, StrettoError, WireError
+from stretto.processes.channel import ConductorEnd
+from stretto.trainer.messages import FromTrainer, NotWritten, Written
+
+
+class TrainerReplies:
+    """Hears one trainer's process, from the moment at which its channel is open until that is closed."""
+
+    def __init__(self, channel: ConductorEnd[FromTrainer]) -> None:
+        self._channel = channel
+        self._answers: asyncio.Queue[FromTrainer | StrettoError] = asyncio.Queue()
+        self._writing: dict[str, asyncio.Future[None]] = {}
+        self._end: StrettoError | None = None
+        self._task = asyncio.create_task(self._listen(), name="hear the trainer")
+
+    async def answer(self, awaited: str, seconds: float) -> FromTrainer:
+        """The next answer.
+
+        Raises:
+            DeadlineExceeded: there was none in time.
+            RoleDied: the trainer closed its end.
+        """
+        async with deadline("conductor", f"{self._channel.role} {awaited}", seconds):
+            heard = await self._answers.get()
+        if isinstance(heard, StrettoError):
+            self._answers.put_nowait(heard)  # whoever asks again hears the same
+            raise heard
+        return heard
+
+    async def written(self, folder: str, seconds: float) -> None:
+        """Returns when the checkpoint is in its folder.
+
+        Raises:
+            RoleDied: the trainer ended before.
+            RoleFailed: it cannot be written.
+            DeadlineExceeded: that took longer than `seconds`.
+        """
+        async with deadline("conductor", f"{self._channel.role} to write {folder}", seconds):
+            await self._told_of(folder)
+        del self._writing[folder]
+
+    async def _listen(self) -> None:
+        """Has no deadline: its owner is the link, which closes the channel."""
+        while True:
+            try:
+                message = await self._channel.next()
+            except (StrettoError, msgspec.MsgspecError) as found:
+                unread = f"{self._channel.role}: its message cannot be read: {found}"
+                error = found if isinstance(found, StrettoError) else WireError(unread)
+                self._end = error
+                self._answers.put_nowait(error)
+                for told in self._writing.values():
+                    _fail(told, error)
+                return
+            match message:
+                case Written(folder):
+                    with contextlib.suppress(asyncio.InvalidStateError):  # nobody waits for it any more
+                        self._told_of(folder).set_result(None)
+                case NotWritten(folder, problem, exit_code):
+                    _fail(self._told_of(folder), RoleFailed(self._channel.role, problem, exit_code))
+                case _:
+                    self._answers.put_nowait(message)
+
+    def _told_of(self, folder: str) -> asyncio.Future[None]:
+        if folder not in self._writing:
+            self._writing[folder] = told = asyncio.get_running_loop().create_future()
+            told.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody asks
+            if self._end is not None:
+                _fail(told, self._end)
+        return self._writing[folder]
+
+
+def _fail(told: asyncio.Future[None], error: StrettoError) -> None:
+    if not told.done():
+        told.set_exception(error)

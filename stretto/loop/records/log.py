@@ -1,0 +1,55 @@
+"""``log.txt``: what a run said, with the time at which it said it. The screen is one reader more, and may go away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stretto.loop.records.reporter import Reporter, SilentReporter
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.trainer.roles.supervised import SupervisedProgress
+
+
+class RunLog:
+    """A stage that writes everything down and passes it on to another stage.
+
+    A run does not end because nobody looks any more: what cannot be written or shown is left out.
+    """
+
+    def __init__(self, path: Path, stage: Reporter) -> None:
+        self._path, self._stage = path, stage
+
+    def say(self, text: str) -> None:
+        self.note(text)
+        self._show(lambda stage: stage.say(text))
+
+    def learning(self, progress: SupervisedProgress) -> None:
+        self.note(f"warm start {progress.step}/{progress.steps}: loss {progress.loss:.4f}")
+        self._show(lambda stage: stage.learning(progress))
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.note(
+            f"step {metrics.step}: accuracy {metrics.accuracy:.3f}, reward {metrics.reward:.3f}, "
+            f"{metrics.trained_tokens} tokens, staleness {metrics.staleness_mean:.2f}"
+        )
+        self._show(lambda stage: stage.step(metrics))
+
+    def evaluated(self, evaluation: EvaluationLine) -> None:
+        unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
+        self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}{unknown}")
+        self._show(lambda stage: stage.evaluated(evaluation))
+
+    def _show(self, show: Callable[[Reporter], None]) -> None:
+        try:
+            show(self._stage)
+        except (OSError, SystemExit):  # a closed pipe; the terminal's library ends the program for it
+            self._stage = SilentReporter()
+
+    def note(self, text: str) -> None:
+        """Write it down without showing it."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        except OSError:  # a full disk must not end training; the ledger complains where it matters
+            return

@@ -1,0 +1,61 @@
+"""No silent hang: when nothing moves, the run says who waits for what, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from stretto.core.deadlines import Wait, open_waits
+from stretto.core.errors import NothingMoves
+
+#: Seconds that may count between two looks of the watchdog, which looks every second or so.
+_LONGEST_LOOK = 5.0
+
+
+class StallTimer:
+    """Seconds without a movement, of those in which whoever looks was awake.
+
+    While the conductor itself was stopped (SIGSTOP, a machine that was suspended), nobody can be judged: of the time
+    between two looks, at most `longest` seconds count.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._looked = asyncio.get_running_loop().time()
+        self._still = 0.0
+
+    def look(self, moved: bool) -> float:
+        """To be called again and again, at shorter intervals than `longest`."""
+        now = asyncio.get_running_loop().time()
+        elapsed, self._looked = min(now - self._looked, self._longest), now
+        self._still = 0.0 if moved else self._still + elapsed
+        return self._still
+
+
+class Watchdog:
+    """Looks now and then whether anything has moved.
+
+    Args:
+        progress: what changes when anybody gets anything done.
+        seconds: how long nothing may move.
+    """
+
+    def __init__(self, progress: Callable[[], object], seconds: float) -> None:
+        self._progress, self._seconds = progress, seconds
+        self._before: object = None
+        self._stillness = StallTimer(_LONGEST_LOOK)
+
+    def look(self) -> None:
+        """To be called every second or so.
+
+        Raises:
+            NothingMoves: nothing has, for too long.
+        """
+        before, self._before = self._before, self._progress()
+        if self._stillness.look(moved=self._before != before) >= self._seconds:
+            now = asyncio.get_running_loop().time()
+            raise NothingMoves(self._seconds, [_told(wait, now) for wait in open_waits()])
+
+
+def _told(wait: Wait, now: float) -> str:
+    return f"{wait.owner} has waited {now - wait.since:.0f} s of {wait.seconds:g} s for {wait.awaited}"

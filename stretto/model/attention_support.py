@@ -1,0 +1,188 @@
+"""Which kinds of attention a model's layers ask for, and which of them the packed and the cached path compute.
+
+    computed   causal, over everything before a token or over a sliding window of it; scores capped by a tanh
+    refused    sinks, biases, latent keys and values, keys shared between layers, bidirectional or linear layers;
+               rotary frequencies that follow the longest position of a call, as log-probabilities would follow what
+               else is computed in it
+
+A config says what a model was meant to be, not what its module hands to the attention function. So the module itself
+is asked: one forward over a single token by an attention function that computes nothing and notes what it is given.
+A window that stands in the config and is not handed on would be left out without a word; it is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from stretto.core.errors import ModelFolderError, Problem
+
+_NOTING = "stretto_noting"
+_COMPUTED = ("full_attention", "sliding_attention")
+_REMEDY = "the packed and the cached path do not compute this; use a remote engine for this model"
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # None where there is none
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # None or 1 where there is none
+
+#: Arguments by which transformers asks for attention that neither path computes.
+UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What one layer hands to its attention function; a window of w tokens ends with the token that looks."""
+
+    layer: int
+    window: int | None
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    unsupported: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What is computed for a model, equal in all layers but for the window.
+
+    Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``; None is the window of layers that
+    see everything.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    windows: frozenset[int | None]
+
+
+def check_attention(model: PreTrainedModel) -> Attention:
+    """Ask a model for its attention.
+
+    Raises:
+        ModelFolderError: with every kind of attention that is not computed.
+    """
+    config = model.config.get_text_config()
+    refuse_unsupported(config)
+    asked = _ask(model)
+    found = _mistakes(config, asked)
+    if found:
+        raise ModelFolderError(Problem(type(model).__name__, what, _REMEDY) for what in found)
+    windows = frozenset(layer.window for layer in asked)
+    return Attention(len(asked), asked[0].kv_heads, asked[0].head_dim, windows)
+
+
+def refuse_unsupported(config: PreTrainedConfig) -> None:
+    """Refuse what the config alone gives away.
+
+    Raises:
+        ModelFolderError: layers that are neither full nor sliding, latent or shared keys, rotary frequencies that
+            change from call to call; all of them.
+    """
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_COMPUTED))
+    found = [f"layers of the kind {kind!r}" for kind in kinds]
+    if getattr(text, "kv_lora_rank", None):
+        found.append("latent keys and values")
+    if getattr(text, "num_kv_shared_layers", None):
+        found.append("keys and values shared between layers")
+    changing = sorted(kind for kind in _rope_kinds(text) if "dynamic" in kind or kind == "longrope")
+    found += [f"rotary frequencies of the kind {kind!r}, which follow the longest position" for kind in changing]
+    if found:
+        raise ModelFolderError(Problem(f"config.json ({text.model_type})", what, _REMEDY) for what in found)
+
+
+def refuse_untrainable(config: PreTrainedConfig) -> None:
+    """Refuse logits that are not those of the output matrix, as far as the config gives them away: an engine serves
+    such a model, and a trainer, which computes log-probabilities chunk by chunk from the output matrix, does not.
+
+    What it does not give away is found when the trainer has the model (`stretto.model.packed.logprobs.check_policy`).
+
+    Raises:
+        ModelFolderError: a soft cap on the logits, or a scale; all of them.
+    """
+    text = config.get_text_config()
+    caps = [(name, value) for name in _CAPS if (value := getattr(text, name, None)) is not None]
+    scales = [(name, value) for name in _SCALES if (value := getattr(text, name, None)) not in (None, 1)]
+    if caps or scales:
+        place, remedy = f"config.json ({text.model_type})", "choose a model whose logits are linear"
+        raise ModelFolderError(
+            Problem(
+                place,
+                f"{name} = {value} changes the logits after the output matrix, which no trainer here computes",
+                remedy,
+            )
+            for name, value in (*caps, *scales)
+        )
+
+
+def _rope_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary frequencies: one for all layers, or one for each kind of layer."""
+    told = getattr(config, "rope_parameters", None) or {}
+    each = [told, *(inner for inner in told.values() if isinstance(inner, dict))]
+    return {str(kind) for rope in each if (kind := rope.get("rope_type"))}
+
+
+def _mistakes(config: PreTrainedConfig, asked: list[Requested]) -> list[str]:
+    if not asked:
+        return ["attention that transformers does not let be replaced"]
+    found = [f"attention with {name}" for name in sorted({name for layer in asked for name in layer.unsupported})]
+    if len({(layer.kv_heads, width) for layer in asked for width in (layer.head_dim, layer.value_dim)}) > 1:
+        found.append("keys and values of different shapes")
+    if not all(layer.causal for layer in asked):
+        found.append("attention to later tokens")
+    if lost := [layer.layer for layer in asked if layer.window is None and _window(config, layer.layer)]:
+        found.append(f"a sliding window that layer {lost[0]} does not hand to its attention function")
+    return found
+
+
+def _window(config: PreTrainedConfig, layer: int) -> int | None:
+    """The window that the config gives a layer, if it is shorter than the context."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not window or window >= config.max_position_embeddings or (kinds and kinds[layer] != "sliding_attention"):
+        return None
+    return window
+
+
+@torch.inference_mode()
+def _ask(model: PreTrainedModel) -> list[Requested]:
+    """What each layer asks for, by a forward over one token."""
+    own, asked = model.config._attn_implementation, list[Requested]()
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    model.set_attn_implementation(_NOTING)
+    try:
+        model(token, position_ids=token, use_cache=False, stretto_asked=asked)
+    finally:
+        model.set_attn_implementation(own)
+    return asked
+
+
+def _noting_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    stretto_asked: list[Requested],
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    stretto_asked.append(
+        Requested(
+            layer=cast(int, module.layer_idx),
+            window=sliding_window,
+            kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            value_dim=value.shape[3],
+            causal=getattr(module, "is_causal", True) is not False,
+            unsupported=tuple(name for name in UNSUPPORTED if rest.get(name) is not None),
+        )
+    )
+    return query.transpose(1, 2), None
+
+
+AttentionInterface.register(_NOTING, _noting_attention)

@@ -1,0 +1,54 @@
+"""A small policy from nothing: random weights and a tokenizer of single characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from stretto.model.hf.config import EOS, PAD, BuildConfig
+from stretto.model.hf.folder import quiet_transformers, whole_folder
+
+
+def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
+    """Write a new policy and its tokenizer as a Hugging Face folder; equal bytes of weights for equal seeds."""
+    vocabulary = config.vocabulary
+    architecture = AutoConfig.for_model(
+        config.family,
+        vocab_size=len(vocabulary),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.context_length,
+        tie_word_embeddings=config.tie_embeddings,
+        rope_theta=config.rope_theta,
+        initializer_range=config.initializer_range,
+        bos_token_id=None,
+        eos_token_id=vocabulary[EOS],
+        pad_token_id=vocabulary[PAD],
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+    with whole_folder(Path(path)) as folder, quiet_transformers():
+        model.save_pretrained(folder)
+        character_tokenizer(vocabulary, config.context_length).save_pretrained(folder)
+
+
+def character_tokenizer(vocabulary: dict[str, int], context_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character. It has no token for the unknown: other characters are an error."""
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context_length,
+    )

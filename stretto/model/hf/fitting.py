@@ -1,0 +1,47 @@
+"""Do the weights of a folder fit the model that its config describes? Asked of a model without memory."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.hf.inspection import ModelFolder, read_weights
+from stretto.model.hf.skeleton import skeleton
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_SHOWN = 5
+
+
+def check_fit(folder: ModelFolder) -> PreTrainedConfig:
+    """The folder's config, of a model that transformers can make and whose weights the folder holds.
+
+    Names that transformers translates when it loads a folder are not judged here.
+
+    Raises:
+        ModelFolderError: transformers cannot make the model; weights are missing, have another shape, or are no
+            floating-point numbers.
+    """
+    place, model = str(folder.path), skeleton(folder.path)
+    parameters = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=True)}
+    held = read_weights(folder.path)
+    problems = [
+        Problem(place, f"{name} is of the shape {held[name].shape}, config.json asks for {shape}", "repair config.json")
+        for name, shape in parameters.items()
+        if name in held and held[name].shape != shape
+    ]
+    problems += [
+        Problem(place, f"{name} holds {tensor.dtype}", f"weights are one of {', '.join(_FLOATING)}")
+        for name, tensor in held.items()
+        if name in parameters and tensor.dtype not in _FLOATING
+    ]
+    known = set(model.state_dict())
+    if not known & held.keys() or held.keys() <= known:  # else some of them have other names in the folder
+        missing = [name for name in parameters if name not in held]
+        problems += [
+            Problem(place, f"lacks the weight {name}", "copy or download the folder again") for name in missing
+        ]
+    if problems:
+        more = len(problems) - _SHOWN
+        raise ModelFolderError(problems[:_SHOWN] + ([Problem(place, f"{more} more like these")] if more > 0 else []))
+    config: PreTrainedConfig = model.config
+    return config

@@ -1,0 +1,145 @@
+"""Model folders as Hugging Face writes them: loaded with one of our attention paths, written whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.attention_support import check_attention
+from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder
+
+__all__ = ["ModelFolder", "eos_token_ids", "inspect_model_folder", "load_policy", "save_policy", "whole_folder"]
+
+#: How the names of our attention paths begin.
+OURS = "stretto_"
+
+_WEIGHTS = ("model*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json")
+
+
+def load_policy(
+    path: Path | str,
+    *,
+    attention: str = "sdpa",
+    dtype: torch.dtype | str = torch.float32,
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """The causal language model of a folder, in eval mode, with `attention` as its attention path.
+
+    `attention` is `stretto.model.decode.policy.CACHED_ATTENTION`, `stretto.model.packed.attention.PACKED_ATTENTION`, or a name that
+    transformers knows. The module that uses one of ours must have been imported, which registers it. The device
+    ``"auto"`` is the GPU if there is one.
+
+    Raises:
+        ModelFolderError: transformers cannot load the folder, or would make up some of its weights; some are not
+            finite; or its attention is of a kind that our paths do not compute (`stretto.model.attention_support`).
+    """
+    if not Path(path).is_dir():
+        raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
+    loader: Any = AutoModelForCausalLM  # its annotation does not know output_loading_info
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            model, report = loader.from_pretrained(
+                path,
+                # The attention path is written into the config; a config that is shared would switch other models too.
+                config=copy.deepcopy(config),
+                attn_implementation=attention,
+                dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # a config can make the module of any model fail in any way
+            found = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ModelFolderError([Problem(str(path), f"cannot be loaded: {found}")]) from error
+    if missing := sorted(report["missing_keys"]):
+        found = f"lacks the weight {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise ModelFolderError([Problem(str(path), found, "copy or download the folder again")])
+    if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
+        found = f"{broken[0]} holds numbers that are not finite" + (f", and {len(broken) - 1} more" * (len(broken) > 1))
+        raise ModelFolderError([Problem(str(path), found, "copy or download the folder again")])
+    policy: PreTrainedModel = model.to(_device(device)).eval()
+    if attention.startswith(OURS):
+        check_attention(policy)
+    return policy
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def save_policy(
+    model: PreTrainedModel,
+    tokenizer_folder: Path | str,
+    path: Path | str,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder; an older one there is replaced.
+
+    `parameters`, by name, take the place of the model's own: of a model that is divided over several processes.
+    The folder appears whole: it is written beside its place and renamed.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with whole_folder(Path(path)) as folder:
+        keep_out = shutil.ignore_patterns(*_WEIGHTS)
+        for file in Path(tokenizer_folder).iterdir():
+            if file.is_file() and file.name not in keep_out(str(tokenizer_folder), [file.name]):
+                shutil.copyfile(file, folder / file.name)
+        try:
+            with quiet_transformers():
+                model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
+        except SafetensorError as error:  # what it makes of what the system says
+            raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A temporary sibling to write into; it takes the place of `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if path.exists():
+            path.rename(replaced)
+        try:
+            partial.rename(path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(path)
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice on the terminal while transformers loads or saves."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,210 @@
+"""A look at a Hugging Face model folder that loads no weight and finds every mistake at once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.hf.headers import BrokenHeader, TensorHeader, read_headers
+
+_ADAPTER = "adapter_model.safetensors"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a model folder holds, as its files say.
+
+    Example: ``ModelFolder(path=..., architecture="Qwen3ForCausalLM", parameters=158_784, bytes=636_008,
+    vocab_size=30, context_length=256, layers=3, kv_heads=2, head_dim=32, hidden_size=64,
+    eos_token_ids=(1,), dtype="float32")``
+    """
+
+    path: Path
+    architecture: str
+    parameters: int  # tied ones once
+    bytes: int  # of all weight files
+    vocab_size: int  # rows of the embedding
+    context_length: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+def inspect_model_folder(path: Path | str) -> ModelFolder:
+    """Look at a model folder.
+
+    Raises:
+        ModelFolderError: with every problem that was found: nothing there, a broken or missing config, weights that
+            are missing, truncated or pickled, a tokenizer that is missing or larger than the embedding, no end token.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "no such folder"
+        raise ModelFolderError([Problem(str(folder), found, "a Hugging Face model folder is needed")])
+    problems: list[Problem] = []
+    shape = _shape(folder, problems)
+    tensors, size = _weights(folder, problems)
+    if shape is not None:
+        _check_vocabulary(folder, shape["vocab_size"], tensors, problems)
+    if problems or shape is None:
+        raise ModelFolderError(problems)
+    dtypes = Counter(dict.fromkeys(_DTYPES, 0))
+    for tensor in tensors.values():
+        dtypes[tensor.dtype] += tensor.elements
+    return ModelFolder(
+        path=folder,
+        parameters=sum(tensor.elements for tensor in tensors.values()),
+        bytes=size,
+        eos_token_ids=eos_token_ids(folder),
+        dtype=_DTYPES.get(dtypes.most_common(1)[0][0], "quantised"),
+        **shape,
+    )
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The tokens that end an answer: from the generation config, else the config, else the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(folder / name, []).get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    token = _read_json(folder / "tokenizer_config.json", []).get("eos_token")
+    text = token.get("content") if isinstance(token, Mapping) else token
+    vocabulary = _vocabulary(_read_json(folder / "tokenizer.json", []))
+    return (vocabulary[text],) if text in vocabulary else ()
+
+
+def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
+    """The object in a JSON file; empty, with a problem, when it cannot be read."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(Problem(str(file), "no such file", "a Hugging Face model folder has one"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(Problem(str(file), f"cannot be read as JSON: {error}"))
+    else:
+        if isinstance(tree, dict):
+            return tree
+        problems.append(Problem(str(file), "holds no JSON object"))
+    return {}
+
+
+def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    """The fields of `ModelFolder` that the config answers for; None, with problems, when it does not."""
+    before, file = len(problems), folder / "config.json"
+    whole = _read_json(file, problems)
+    config = whole.get("text_config", whole)
+    if not isinstance(config, dict):
+        problems.append(Problem(f"{file}: text_config", f"{config!r}", "an object is needed"))
+
+    def number(*keys: str) -> int:
+        value = next((config[key] for key in keys if config.get(key) is not None), None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        problems.append(Problem(f"{file}: {keys[-1]}", f"{value!r}", "a positive whole number is needed"))
+        return 1
+
+    if len(problems) > before:
+        return None
+    heads, architectures = number("num_attention_heads"), whole.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else whole.get("model_type")
+    if not isinstance(named, str):
+        problems.append(Problem(str(file), "names no architecture", 'such as "architectures": ["Qwen3ForCausalLM"]'))
+    shape = {
+        "architecture": named,
+        "vocab_size": number("vocab_size"),
+        "context_length": number("max_position_embeddings"),
+        "layers": number("num_hidden_layers"),
+        "kv_heads": number("num_key_value_heads", "num_attention_heads"),
+        "head_dim": number("hidden_size") // heads if config.get("head_dim") is None else number("head_dim"),
+        "hidden_size": number("hidden_size"),
+    }
+    return shape if len(problems) == before else None
+
+
+def read_weights(folder: Path) -> dict[str, TensorHeader]:
+    """Names, shapes and kinds of the tensors of a folder without mistakes (`inspect_model_folder`)."""
+    return _weights(folder, [])[0]
+
+
+def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
+    """All tensors of the folder's weight files, and the bytes of those files."""
+    index = folder / "model.safetensors.index.json"
+    tensors: dict[str, TensorHeader] = {}
+    if index.exists():
+        listed = _read_json(index, problems).get("weight_map") or {}
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            problems.append(Problem(f"{index}: weight_map", "is no table of file names", "copy the file again"))
+            listed = {}
+        if outside := [name for name in listed.values() if Path(name).name != name]:
+            problems.append(Problem(str(index), f"lists {outside[0]!r}", "weights lie in the model's own folder"))
+        files = [folder / name for name in sorted(set(listed.values())) if Path(name).name == name]
+    else:
+        listed, files = {}, [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
+    if not files:
+        problems.append(_no_weights(folder))
+    for file in files:
+        try:
+            tensors |= read_headers(file)
+        except FileNotFoundError:
+            problems.append(Problem(str(file), "no such file", f"{index.name} lists it"))
+        except (OSError, BrokenHeader) as error:
+            problems.append(Problem(str(file), str(error), "copy or download the file again"))
+        else:
+            continue
+        listed = {name: place for name, place in listed.items() if place != file.name}
+    if missing := sorted(set(listed) - set(tensors)):
+        problems.append(Problem(str(index), f"lists {missing[0]} and {len(missing) - 1} more that no file holds"))
+    return tensors, sum(file.stat().st_size for file in files if file.exists())
+
+
+def _no_weights(folder: Path) -> Problem:
+    if (folder / _ADAPTER).exists():
+        found = "it holds no weights of its own: an adapter needs the model it was made for"
+        return Problem(str(folder), found, "merge the adapter into its model, and save that")
+    pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+    found = "its weights are pickled, and loading a pickle runs its code" if pickled else "it holds no weights"
+    return Problem(str(folder), found, "save the model as safetensors")
+
+
+def _check_vocabulary(
+    folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
+) -> None:
+    """Embedding, tokenizer and end tokens must speak of the same vocabulary."""
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight") and tensor.shape[0] != vocab_size:
+            found = f"{name} has {tensor.shape[0]} rows, config.json says vocab_size {vocab_size}"
+            problems.append(Problem(str(folder), found))
+    before = len(problems)
+    vocabulary = _vocabulary(_read_json(folder / "tokenizer.json", problems))
+    largest = max(vocabulary.values(), default=0)
+    if len(problems) == before and largest >= vocab_size:
+        found = f"the tokenizer knows token {largest}, the embedding has {vocab_size} rows"
+        problems.append(Problem(str(folder / "tokenizer.json"), found, "save the tokenizer of this model"))
+    ends: tuple[object, ...] = eos_token_ids(folder)
+    wrong = [end for end in ends if isinstance(end, bool) or not (isinstance(end, int) and 0 <= end < vocab_size)]
+    if (generation := folder / "generation_config.json").exists():
+        _read_json(generation, problems)
+    if not ends:
+        problems.append(Problem(str(folder), "no end-of-sequence token", "set eos_token_id in generation_config.json"))
+    if wrong:
+        problems.append(Problem(f"{folder}: eos_token_id", f"{wrong[0]!r}", f"allowed: 0 to {vocab_size - 1}"))
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Token to id from a tokenizer.json, added tokens included."""
+    model = tokenizer.get("model")
+    listed: Any = model.get("vocab", {}) if isinstance(model, Mapping) else {}
+    try:
+        vocabulary = dict(listed) if isinstance(listed, Mapping) else {entry[0]: at for at, entry in enumerate(listed)}
+        return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    except (TypeError, KeyError, IndexError):
+        return {}  # whoever loads the tokenizer says what is wrong with it

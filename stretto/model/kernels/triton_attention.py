@@ -1,0 +1,304 @@
+"""Attention of a decode step on a GPU: rows of any length in one launch, each read as far as it is long (Triton).
+
+What bounds a decode step is reading keys and values once. The tokens that the rows see are cut into chunks of about one
+length (`stretto.model.decode.chunks`), and each chunk is read by one program per key head, for all query heads that share it::
+
+    read      chunk (row, first, end)  x  key head     ->  partial sum [G, D], largest score and mass [G]
+    combine   row  x  query head                       ->  the row's partial sums, weighted and added
+
+This is flash-decoding (Dao et al. 2023) with the split taken from the lengths. Rows say where their keys and values lie
+by address, so that a launch reads from any number of shelves and a CUDA graph stays valid while they move.
+
+Products are of the numbers that the cache holds, sums are in float32. TRITON_INTERPRET=1 runs the same kernels on the
+processor, over tensors there.
+
+Axes: T packed token, R row, W written token, N chunk, H query heads, K key/value heads, G = H / K, L tokens of a slot,
+D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.model.packed.attention import Rule
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU need not have it
+    triton = tl = None
+
+#: Types of keys and values that are read here.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Tokens of a chunk are a multiple of this; a shorter one is not worth a program and its partial sum.
+GRAIN = 64
+
+_ALIGNED = 16  # bytes that a thread reads at once
+_TILE_BYTES = 16 * 1024  # of keys, and as many of values, that a program works on while it waits for the next
+_FEWEST = 16  # rows and columns of a product on tensor cores; what is filled up is not read
+_LONGEST_TILE = 128  # tokens
+_WRITTEN = 16  # tokens that a program writes
+_PARTS = 16  # partial sums that are added at once
+
+
+def _kernel(function: Callable[..., Any]) -> Any:
+    # One compiled kernel serves all layers and all numbers of tokens.
+    return function if triton is None else triton.jit(function, do_not_specialize=["layer", "count"])
+
+
+def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether keys and values of this kind are read here: on GPUs from Ampere on (the interpreter is for tests)."""
+    if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
+        return False
+    newer = torch.cuda.get_device_capability(device)[0] >= 8
+    return newer and dtype in DTYPES and head_dim * dtype.itemsize % _ALIGNED == 0
+
+
+@_kernel
+def _write(
+    keys_TKD: tl.tensor,
+    values_TKD: tl.tensor,
+    slots_R4: tl.tensor,
+    writes_W3: tl.tensor,
+    count: tl.tensor,
+    layer: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (w, k) copies keys and values of some tokens, for one key head, to the slots of their rows."""
+    numbers_W, head = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(1)
+    there_W = numbers_W < count
+    tokens_W = tl.load(writes_W3 + 3 * numbers_W, mask=there_W, other=0)
+    rows_W = tl.load(writes_W3 + 3 * numbers_W + 1, mask=there_W, other=0)
+    places_W = tl.load(writes_W3 + 3 * numbers_W + 2, mask=there_W, other=0)
+    pointer = tl.pointer_type(keys_TKD.dtype.element_ty)
+    layer_steps_W, head_steps_W = tl.load(slots_R4 + 4 * rows_W + 2), tl.load(slots_R4 + 4 * rows_W + 3)
+    to_W = layer * layer_steps_W + head * head_steps_W + places_W * WIDTH
+    key_to_W = tl.load(slots_R4 + 4 * rows_W).to(pointer) + to_W
+    value_to_W = tl.load(slots_R4 + 4 * rows_W + 1).to(pointer) + to_W
+
+    inside_1D = tl.arange(0, BLOCK_D)[None, :]
+    real_WD = there_W[:, None] & (inside_1D < WIDTH)
+    keys_WD = tl.load(keys_TKD + (tokens_W * key_token + head * key_head)[:, None] + inside_1D, mask=real_WD)
+    tl.store(tl.multiple_of(key_to_W[:, None] + inside_1D, [1, 16]), keys_WD, mask=real_WD)
+    values_WD = tl.load(values_TKD + (tokens_W * value_token + head * value_head)[:, None] + inside_1D, mask=real_WD)
+    tl.store(tl.multiple_of(value_to_W[:, None] + inside_1D, [1, 16]), values_WD, mask=real_WD)
+
+
+@_kernel
+def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """In float32 sums; the interpreter has no products of bfloat16."""
+    if WIDE:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@_kernel
+def _scores(
+    query_GD: tl.tensor,
+    key_LD: tl.tensor,
+    seen_L: tl.tensor,
+    scaling: tl.tensor,
+    SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """Of a tile of keys; minus infinity where there is no token."""
+    scores_GL = _product(query_GD, tl.trans(key_LD), WIDE) * scaling
+    if SOFTCAP > 0.0:  # softcap * tanh(score / softcap) (Gemma 2)
+        scores_GL = SOFTCAP * (1.0 - 2.0 / (tl.exp(2.0 * scores_GL / SOFTCAP) + 1.0))
+    return tl.where(seen_L[None, :], scores_GL, float("-inf"))
+
+
+@_kernel
+def _read(
+    query_RHD: tl.tensor,
+    slots_R4: tl.tensor,
+    items_N3: tl.tensor,
+    sums_NHD: tl.tensor,
+    tops_NH: tl.tensor,
+    masses_NH: tl.tensor,
+    layer: tl.tensor,
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    scaling: tl.tensor,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """Program (n, k): what the query heads of key head k take from the tokens of chunk n.
+
+    Left behind are the largest score, the mass (the sum of the exponentials of scores below the largest), and the sum
+    of the values, each by its exponential.
+    """
+    number, kv_head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(items_N3 + 3 * number)
+    first = tl.load(items_N3 + 3 * number + 1).to(tl.int32)
+    end = tl.load(items_N3 + 3 * number + 2).to(tl.int32)
+    if first >= end:
+        return
+    kind = query_RHD.dtype.element_ty
+    start = layer * tl.load(slots_R4 + 4 * row + 2) + kv_head * tl.load(slots_R4 + 4 * row + 3)
+    keys_LD = tl.load(slots_R4 + 4 * row).to(tl.pointer_type(kind)) + start
+    values_LD = tl.load(slots_R4 + 4 * row + 1).to(tl.pointer_type(kind)) + start
+
+    groups_G, inside_D = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    heads_G = kv_head * GROUP + groups_G
+    real_GD = (groups_G < GROUP)[:, None] & (inside_D < WIDTH)[None, :]
+    query = query_RHD + row * query_row + heads_G[:, None] * query_head + inside_D[None, :]
+    query_GD = tl.load(query, mask=real_GD, other=0.0)
+
+    top_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    mass_G, sum_GD = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for begin in range(first, end, BLOCK_L):
+        tokens_L = begin + tl.arange(0, BLOCK_L)
+        seen_L = tokens_L < end
+        real_LD = seen_L[:, None] & (inside_D < WIDTH)[None, :]
+        at_LD = tokens_L[:, None] * WIDTH + inside_D[None, :]
+        # A slot is read by address, of which the compiler knows nothing: rows begin at multiples of 16 bytes.
+        key_LD = tl.load(tl.multiple_of(keys_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
+        value_LD = tl.load(tl.multiple_of(values_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
+        scores_GL = _scores(query_GD, key_LD, seen_L, scaling, SOFTCAP, WIDE)
+        # At least one token of a tile is seen, so this is a number from the first tile on.
+        higher_G = tl.maximum(top_G, tl.max(scores_GL, 1))
+        weights_GL = tl.exp(scores_GL - higher_G[:, None])
+        before_G = tl.exp(top_G - higher_G)
+        mass_G = mass_G * before_G + tl.sum(weights_GL, 1)
+        sum_GD = sum_GD * before_G[:, None] + _product(weights_GL.to(kind), value_LD, WIDE)
+        top_G = higher_G
+
+    places_G = number * GROUP * tl.num_programs(1) + heads_G
+    tl.store(tops_NH + places_G, top_G, mask=groups_G < GROUP)
+    tl.store(masses_NH + places_G, mass_G, mask=groups_G < GROUP)
+    tl.store(sums_NHD + places_G[:, None] * WIDTH + inside_D[None, :], sum_GD, mask=real_GD)
+
+
+@_kernel
+def _combine(
+    sums_NHD: tl.tensor,
+    tops_NH: tl.tensor,
+    masses_NH: tl.tensor,
+    bounds: tl.tensor,
+    out_RHD: tl.tensor,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (r, h): the partial sums of a row's chunks, each brought to the largest score of all."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(bounds + row).to(tl.int32)
+    end = tl.load(bounds + row + 1).to(tl.int32)
+    inside_D = tl.arange(0, BLOCK_D)
+    top = tl.full((), float("-inf"), tl.float32)
+    mass = tl.full((), 0.0, tl.float32)
+    sum_D = tl.zeros([BLOCK_D], tl.float32)
+    for begin in range(first, end, PARTS):
+        chunks_N = begin + tl.arange(0, PARTS)
+        there_N = chunks_N < end
+        places_N = chunks_N * HEADS + head
+        tops_N = tl.load(tops_NH + places_N, mask=there_N, other=float("-inf"))
+        masses_N = tl.load(masses_NH + places_N, mask=there_N, other=0.0)
+        real_ND = there_N[:, None] & (inside_D < WIDTH)[None, :]
+        sums_ND = tl.load(sums_NHD + places_N[:, None] * WIDTH + inside_D[None, :], mask=real_ND, other=0.0)
+        higher = tl.maximum(top, tl.max(tops_N, 0))
+        weights_N = tl.exp(tops_N - higher)
+        before = tl.exp(top - higher)
+        mass = mass * before + tl.sum(masses_N * weights_N, 0)
+        sum_D = sum_D * before + tl.sum(sums_ND * weights_N[:, None], 0)
+        top = higher
+    out = (sum_D / mass).to(out_RHD.dtype.element_ty)
+    tl.store(out_RHD + (row * HEADS + head) * WIDTH + inside_D, out, mask=inside_D < WIDTH)
+
+
+def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int) -> None:
+    """Copy keys and values of packed tokens into the slots of their rows.
+
+    Args:
+        key_TKD: of the type that the slots hold.
+        value_TKD: like the keys.
+        slots_R4: int64, of each row: the addresses of its keys and of its values in layer 0, multiples of 16; how many
+            numbers lie between a layer and the next, and between a head and the next.
+        writes_W3: int64 (packed token, row, place in the slot); no place twice.
+        layer: whose keys and values they are.
+    """
+    key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
+    _, heads, width = key_TKD.shape
+    _write[(triton.cdiv(len(writes_W3), _WRITTEN), heads)](
+        key_TKD,
+        value_TKD,
+        slots_R4,
+        writes_W3,
+        len(writes_W3),
+        layer,
+        *key_TKD.stride()[:2],
+        *value_TKD.stride()[:2],
+        WIDTH=width,
+        BLOCK_W=_WRITTEN,
+        BLOCK_D=triton.next_power_of_2(width),
+    )
+
+
+def read_rows(
+    query_RHD: Tensor,
+    slots_R4: Tensor,
+    items_N3: Tensor,
+    bounds: Tensor,
+    rule: Rule,
+    kv_heads: int,
+    layer: int,
+) -> Tensor:
+    """What each row takes from its slot, [R, H, D], where its chunks say so.
+
+    Args:
+        query_RHD: one query per row and head, of the type that the slots hold.
+        slots_R4: as in `write_rows`.
+        items_N3: int64, the chunks (row, first, end); empty where end is not after first.
+        bounds: [R + 1] int64, row r has the chunks bounds[r] to before bounds[r + 1], at least one.
+        rule: of the layer; its window is in the chunks.
+        kv_heads: K
+        layer: that is read.
+    """
+    query_RHD = query_RHD if query_RHD.stride(2) == 1 else query_RHD.contiguous()
+    rows, heads, width = query_RHD.shape
+    chunks, group, block_d = len(items_N3), heads // kv_heads, max(_FEWEST, triton.next_power_of_2(width))
+    sums_NHD = query_RHD.new_empty((chunks, heads, width), dtype=torch.float32)
+    tops_NH, masses_NH = (query_RHD.new_empty((chunks, heads), dtype=torch.float32) for _ in range(2))
+    out_RHD = query_RHD.new_empty((rows, heads, width))
+    _read[(chunks, kv_heads)](
+        query_RHD,
+        slots_R4,
+        items_N3,
+        sums_NHD,
+        tops_NH,
+        masses_NH,
+        layer,
+        *query_RHD.stride()[:2],
+        width**-0.5 if rule.scaling is None else rule.scaling,
+        GROUP=group,
+        WIDTH=width,
+        SOFTCAP=rule.softcap or 0.0,
+        BLOCK_G=max(_FEWEST, triton.next_power_of_2(group)),
+        BLOCK_L=min(max(_FEWEST, _TILE_BYTES // (block_d * query_RHD.element_size())), _LONGEST_TILE),
+        BLOCK_D=block_d,
+        WIDE=triton.knobs.runtime.interpret,
+        num_warps=4 if query_RHD.element_size() == 2 else 8,  # float32 is not multiplied by tensor cores
+        num_stages=2,
+    )
+    _combine[(rows, heads)](
+        sums_NHD, tops_NH, masses_NH, bounds, out_RHD, HEADS=heads, WIDTH=width, PARTS=_PARTS, BLOCK_D=block_d
+    )
+    return out_RHD

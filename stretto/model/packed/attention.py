@@ -1,0 +1,244 @@
+"""The packed attention path: many sequences in one row, none of them padded, none of them seen by another.
+
+Attention is causal, so what stands to the right of a sequence's end is never looked at: the right padding of the cells
+(`stretto.model.layout`) changes nothing, and the packed forward equals the forward of each sequence alone. The
+transformers module itself is driven; it finds the two functions below under the name "stretto_packed", and hands them
+the `Packing` that its forward was given.
+
+Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query head, K key/value head, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.attention_support import UNSUPPORTED
+from stretto.model.layout import Packing
+
+#: The name under which transformers finds the packed path (``config._attn_implementation``).
+PACKED_ATTENTION = "stretto_packed"
+
+#: Older versions of torch want as many key/value heads as query heads.
+_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+#: Attention over buckets of these lengths, with so many rows, is quicker as two products.
+LENGTHS_BY_PRODUCTS = range(16, 65)
+FEWEST_BY_PRODUCTS = 4
+
+#: So few sequences are attended to one after the other: a call for each costs less than the gathers into cells.
+FEW_SEQUENCES = 3
+
+
+class _ToCells(torch.autograd.Function):
+    """Gather tokens into cells.
+
+    The gradient is a gather too: a token has one cell of its own, and padding cells have no gradient. Only the cells of
+    borrowed tokens are added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, packing: Packing) -> Tensor:
+        ctx.packing = packing
+        return tokens.index_select(0, packing.token_of_cell)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        packing: Packing = ctx.packing
+        tokens = gradient.index_select(0, packing.cell_of_token)
+        if packing.borrows:
+            tokens.index_add_(0, packing.borrowed_tokens, gradient.index_select(0, packing.borrowed_cells))
+        return tokens, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Gather cells into tokens; padding and borrowed cells are dropped and have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, packing: Packing) -> Tensor:
+        ctx.packing = packing
+        return cells.index_select(0, packing.cell_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        packing: Packing = ctx.packing
+        cells = gradient.new_zeros((len(packing.token_of_cell), *gradient.shape[1:]))
+        return cells.index_copy_(0, packing.cell_of_token, gradient), None
+
+
+def _to_cells(tokens: Tensor, packing: Packing) -> Tensor:
+    return cast(Tensor, _ToCells.apply(tokens, packing))  # type: ignore[no-untyped-call]
+
+
+def _to_tokens(cells: Tensor, packing: Packing) -> Tensor:
+    return cast(Tensor, _ToTokens.apply(cells, packing))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a layer attends, beside being causal: what it hands to its attention function."""
+
+    scaling: float | None = None  # None: one over the square root of the head's width
+    window: int | None = None  # tokens that are seen, the looking one included
+    softcap: float | None = None  # scores are bent to stay between -softcap and softcap
+    dropout: float = 0.0
+
+
+def attention_by_products(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    hidden_LL: Tensor,
+    softcap: float | None,
+    scaling: float | None,
+) -> Tensor:
+    """Attention as two products with a softmax between, [B, H, L, D].
+
+    With a `softcap`, scores pass through ``softcap * tanh(score / softcap)`` first (Gemma 2). Heads of keys may be 1
+    where those of queries are more; `hidden_LL` is added to the scores, -inf where not seen.
+    """
+    scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query_BHLD * scale) @ key_BHLD.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = (scores + hidden_LL).softmax(-1, dtype=torch.float32)
+    return weights.to(query_BHLD.dtype) @ value_BHLD
+
+
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which tokens [L, L] a token sees: those before it and itself, in its window."""
+    places = torch.arange(length, device=device)
+    behind = places[:, None] - places[None, :]
+    return (behind >= 0) & (behind < (length if window is None else window))
+
+
+def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: Rule) -> Tensor:
+    """Causal attention of sequences of one length, [B, H, L, D]."""
+    rows, heads, length, width = query_BHLD.shape
+    kv_heads = key_BKLD.shape[1]
+    if rule.softcap is not None or _quicker_by_products(query_BHLD):
+        seen = _seen(length, rule.window, query_BHLD.device)
+        hidden = torch.zeros_like(seen, dtype=query_BHLD.dtype).masked_fill_(~seen, -torch.inf)
+        grouped = query_BHLD.reshape(rows, kv_heads, heads // kv_heads, length, width)
+        keys, values = key_BKLD[:, :, None], value_BKLD[:, :, None]
+        return attention_by_products(grouped, keys, values, hidden, rule.softcap, rule.scaling).flatten(1, 2)
+    windowed = rule.window is not None and rule.window < length
+    return functional.scaled_dot_product_attention(
+        query_BHLD,
+        key_BKLD,
+        value_BKLD,
+        attn_mask=_seen(length, rule.window, query_BHLD.device) if windowed else None,
+        is_causal=not windowed,
+        dropout_p=rule.dropout,
+        scale=rule.scaling,
+        enable_gqa=heads != kv_heads,
+    )
+
+
+def _quicker_by_products(query_BHLD: Tensor) -> bool:
+    """Whether two products take less time than one fused kernel; measured without gradients, as an engine works."""
+    short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
+    return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
+
+
+def _computes_by_products(tensor: Tensor) -> bool:
+    """Whether small products are quick for such tensors: float32 on the processor.
+
+    There the fused kernel spends more on starting each row and head than on what it computes.
+    """
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """Causal attention of a few sequences that borrow nothing: slices of the row, no gather."""
+    columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
+    attended = []
+    for sequence in zip(*columns, strict=True):
+        query, key, value = (x.transpose(0, 1)[None] for x in sequence)
+        attended.append(_in_bucket(query, key, value, rule)[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
+def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """Causal attention bucket by bucket: one gather in, one gather out, dense attention between. Any device."""
+    if len(packing.lengths) <= FEW_SEQUENCES and not packing.borrows:
+        return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
+    sizes = [rows * length for rows, length in packing.buckets]
+    columns = [_to_cells(x, packing).split(sizes) for x in (query_THD, key_TKD, value_TKD)]
+    attended = []
+    for (rows, length), *cells in zip(packing.buckets, *columns, strict=True):
+        query, key, value = (x.view(rows, length, *x.shape[1:]).transpose(1, 2) for x in cells)
+        out_BHLD = _in_bucket(query, key, value, rule)
+        attended.append(out_BHLD.transpose(1, 2).reshape(rows * length, *query_THD.shape[1:]))
+    return _to_tokens(torch.cat(attended), packing)
+
+
+def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """Flash attention over the packed row itself; CUDA and half precision only."""
+    boundaries = packing.boundaries()
+    shared = query_THD.shape[1] // key_TKD.shape[1]  # query heads of a key/value head
+    if shared > 1 and not _SHARES_HEADS:
+        key_TKD, value_TKD = (x.repeat_interleave(shared, dim=1) for x in (key_TKD, value_TKD))
+    grouped: dict[str, Any] = {"enable_gqa": shared > 1} if _SHARES_HEADS else {}
+    return cast(
+        Tensor,
+        varlen.varlen_attn(
+            query_THD,
+            key_TKD,
+            value_TKD,
+            boundaries,
+            boundaries,
+            packing.longest,
+            packing.longest,
+            scale=rule.scaling,
+            window_size=(-1 if rule.window is None else rule.window - 1, 0),
+            **grouped,
+        ),
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+
+    Raises:
+        ModelFolderError: the layer asks for attention that is not computed here (`stretto.model.attention_support`).
+    """
+    asked = [name for name in UNSUPPORTED if rest.get(name) is not None]
+    if asked:
+        place = type(module).__name__
+        raise ModelFolderError([Problem(place, ", ".join(asked), "the packed path does not compute this")])
+    rule = Rule(scaling, sliding_window, softcap, dropout)
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    flash = value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0 and softcap is None
+    if flash and not packing.borrows:
+        return _flash(query_THD, key_TKD, value_TKD, packing, rule)[None], None
+    return _bucketed(query_THD, key_TKD, value_TKD, packing, rule)[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The packed path needs no mask tensor: boundaries are in the `Packing`."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

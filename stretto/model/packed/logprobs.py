@@ -1,0 +1,201 @@
+"""Log-probabilities of given tokens under a model, at the cost of the positions that are wanted.
+
+The body of the model runs over all T packed tokens; the output matrix runs over the N wanted ones, in chunks, so that
+no more than one chunk of [N, V] logits is alive, in the backward pass either.
+
+Axes: T packed token, N wanted token, V vocabulary, W width of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.core.records import Sampling
+from stretto.model.kernels.fused_logprobs import chosen_logprobs
+from stretto.model.layout import Packing, pack, round_length
+from stretto.model.truncation import Truncation, truncate
+
+#: Logits alive at once: 64 MiB in float32; on a GPU, whose products want more rows, 1 GiB.
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Sequences laid one after the other, and the tokens whose log-probability is wanted.
+
+    Example: prompt (5, 12) with the answers (4, 2) and (9,), the second borrowing the prompt of the first::
+
+        PackedTokens(input_ids=[[5, 12, 4, 2, 9]], packing=..., wanted=[2, 3, 4], before=[1, 2, 1])
+    """
+
+    input_ids: Tensor  # [1, T]
+    packing: Packing
+    wanted: Tensor  # [N] where in the packed row the wanted tokens stand
+    before: Tensor  # [N] where the token before each of them in its sequence stands
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms, float32."""
+
+    logprobs: Tensor  # [N]
+    entropy: Tensor | None  # [N], of the distribution that the token was drawn from
+
+
+def pack_tokens(
+    sequences: Sequence[Sequence[int]],
+    wanted: Sequence[Sequence[int]] | None = None,
+    device: torch.device | str = "cpu",
+    prompts: Sequence[int] | None = None,
+) -> PackedTokens:
+    """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first).
+
+    `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
+    nothing within a prompt may be wanted then.
+
+    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`; without
+    any sequence the row is one filler token, so that a forward can be run by whoever has nothing to compute.
+
+    Raises:
+        ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
+    """
+    if not sequences:
+        sequences, wanted, prompts = [[0]], [()], None
+    borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
+    wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
+    own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, borrowed, strict=True))
+    if filler := round_length(own) - own:
+        sequences, wanted, borrowed = [*sequences, [0] * filler], [*wanted, ()], [*borrowed, (len(sequences), 0)]
+    packing = pack([len(sequence) for sequence in sequences], device, borrowed)
+    starts = packing.starts.tolist()
+    at, before = list[int](), list[int]()
+    for s, (sequence, inside, (lender, prefix)) in enumerate(zip(sequences, wanted, borrowed, strict=True)):
+        if len(inside) and not max(1, prefix) <= min(inside) <= max(inside) < len(sequence):
+            raise ValueError(f"wanted positions {inside} of a sequence of {len(sequence)}: after the first, inside it")
+        own = starts[s] - prefix
+        at.extend(own + position for position in inside)
+        before.extend((own if position > prefix else starts[lender]) + position - 1 for position in inside)
+    own_tokens = [t for sequence, (_, prefix) in zip(sequences, borrowed, strict=True) for t in sequence[prefix:]]
+    return PackedTokens(
+        input_ids=torch.tensor([own_tokens], device=device),
+        packing=packing,
+        wanted=torch.tensor(at, dtype=torch.int64, device=device),
+        before=torch.tensor(before, dtype=torch.int64, device=device),
+    )
+
+
+def _borrowed(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
+    """(lender, tokens) of each sequence: the first sequence with a prompt lends it to the others that have it."""
+    first: dict[tuple[int, ...], int] = {}
+    borrowed = []
+    for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+        lender = first.setdefault(tuple(sequence[:prompt]), s)
+        borrowed.append((lender, prompt if lender != s else 0))
+    return borrowed
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    packed: PackedTokens,
+    sampling: Sampling,
+    *,
+    entropy: bool = False,
+    chunk_logits: int | None = None,
+) -> TokenLogprobs:
+    """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
+
+    p is the distribution that an engine with this model draws from: the softmax, in float32, of the logits divided by
+    the temperature (greater than 0), over the tokens that top-k, top-p and min-p leave by the logits of this model.
+    The token itself is always left: it was drawn by another version, whose set it was in, and a token that has left
+    the set since then has become unlikely, not impossible. Without it the ratio of the two policies would be zero,
+    its logarithm infinite, and no gradient could ever bring the token back. Of the gradient the set is no part.
+
+    The model must have been loaded with the packed attention (`stretto.model.packed.attention`) and have passed `check_policy`.
+
+    The output matrix, too, runs over a `round_length` of rows: every number of wanted tokens would be a shape of its
+    own otherwise, for which oneDNN makes, and keeps, two megabytes of code.
+    """
+    wanted = len(packed.wanted)
+    before, at = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, packed.wanted))
+    logprobs_N, entropy_N = _all_logprobs(
+        model,
+        hidden_states(model, packed).index_select(0, before),
+        packed.input_ids[0].index_select(0, at),
+        sampling,
+        entropy,
+        chunk_logits,
+    )
+    return TokenLogprobs(logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None)
+
+
+def _all_logprobs(
+    model: PreTrainedModel,
+    hidden_NW: Tensor,
+    targets_N: Tensor,
+    sampling: Sampling,
+    entropy: bool,
+    chunk_logits: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Chunk by chunk, where one does not hold all of them."""
+    chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
+    rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
+    if len(targets_N) <= rows:
+        return _head_logprobs(model, hidden_NW, targets_N, sampling, entropy)
+    chunks = [
+        checkpoint(_head_logprobs, model, hidden, targets, sampling, entropy, use_reentrant=False)
+        for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows), strict=True)
+    ]
+    logprobs, entropies = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def check_policy(model: PreTrainedModel) -> None:
+    """Make sure that the model is what `token_logprobs` takes it for: a body, then one linear map to the logits.
+
+    Raises:
+        ModelFolderError: its own logits are not those (a soft cap, a scale), or its attention is not plain causal.
+    """
+    head = model.get_output_embeddings()
+    packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
+    with torch.no_grad():
+        assumed = head(hidden_states(model, packed)).float()
+        # A soft cap does not show on small logits, so the module's own forward is given large ones.
+        factor = 1000 / float(assumed.abs().max().clamp_min(1e-6))
+        hook = head.register_forward_hook(lambda module, inputs, logits: logits * factor)
+        try:
+            own = model(packed.input_ids, **_arguments(packed)).logits[0].float()
+        finally:
+            hook.remove()
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    if not torch.allclose(assumed * factor, own, rtol=tolerance, atol=1000 * tolerance):
+        found = "changes its logits after the output matrix (a soft cap or a scale)"
+        raise ModelFolderError([Problem(type(model).__name__, found, "choose a model whose logits are linear")])
+
+
+def hidden_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
+    """The body's last hidden state at each packed token, [T, W]."""
+    hidden: Tensor = model.base_model(packed.input_ids, **_arguments(packed)).last_hidden_state[0]
+    return hidden
+
+
+def _arguments(packed: PackedTokens) -> dict[str, Any]:
+    return {"position_ids": packed.packing.position_ids, "use_cache": False, "packing": packed.packing}
+
+
+def _head_logprobs(
+    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    logits_NV = model.get_output_embeddings()(hidden_NW)
+    if sampling.temperature != 1.0:
+        logits_NV = logits_NV.float() / sampling.temperature
+    if sampling.filtered:
+        logits_NV = truncate(logits_NV.float(), Truncation.of(sampling), targets_N)
+    return chosen_logprobs(logits_NV, targets_N, entropy=entropy)

@@ -1,0 +1,108 @@
+"""Ctrl-C and SIGTERM as a request: the first one asks for a clean stop, the second one for an immediate end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+_CUT_SHORT = 128 + signal.SIGINT
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal:
+    """Made inside the running event loop, by the task that is to be cancelled in the worst case."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._signal: int = 0
+        self._calls: list[Callable[[], None]] = []
+        self._main = asyncio.current_task()
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # whoever started us wants it so: nohup, for one
+            asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the number of the signal, as shells count."""
+        return 128 + self._signal if self._signal else 0
+
+    def call(self, on_stop: Callable[[], None]) -> None:
+        """To be called when a stop is requested; at once if it was already."""
+        self._calls.append(on_stop)
+        if self.requested:
+            on_stop()
+
+    async def unless(self, work: Awaitable[T]) -> T | None:
+        """The result of `work`; None if a stop is requested before it is done (it is cancelled then)."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            await cancel_and_wait([task, stop])
+
+    def _hear(self, number: int) -> None:
+        if self.requested and self._main is not None:
+            self._main.cancel()
+            return
+        self._signal = number
+        self._event.set()
+        for on_stop in self._calls:
+            on_stop()
+
+
+def until_cut_short(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, in an event loop of its own.
+
+    Raises:
+        SystemExit: with 130; a second signal has cut it short, and everything was put away.
+    """
+    try:
+        return asyncio.run(work)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise SystemExit(_CUT_SHORT) from None
+
+
+async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:
+    """The result of `work`, while `watch` goes on beside it; if that fails first, its error is raised."""
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        return await (task if task.done() else watcher)
+    finally:
+        await cancel_and_wait([task, watcher])
+
+
+async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
+    """Cancel what is not done and wait until it has ended; how it ended was dealt with, or does not matter now."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> None:
+    """Run all of them; the first failure cancels the others and is raised as it is."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            await task
+    finally:
+        await cancel_and_wait(tasks)
+
+
+async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
+    """Run all of them, whoever fails; when the last has ended, the first failure is raised as it is."""
+    for end in await asyncio.gather(*coroutines, return_exceptions=True):
+        if isinstance(end, BaseException):
+            raise end

@@ -1,0 +1,374 @@
+"""The ledger: every trajectory that was ever issued, and how it ended.
+
+    issue ─► in_flight ─► buffered ─► trained
+                 │            │
+                 └────────────┴─────► filtered · expired · failed (each with its reason)
+
+Two promises. *The balance*: issued is the sum of all states, at any moment, after any crash. *The batch first*: when
+`commit_batch` returns, membership and order of the batch are in the file in one transaction, so that an update is
+never published whose batch is not on record.
+
+Changes are held back and written together: before a batch is trained, once a second, and by the first group issued
+``flush_seconds`` or more after the last writing. Never between two changes that belong together: a group is settled and
+its prompt given back in one transaction, or neither. A kill loses the changes since the last writing, all of them, and
+nothing outside has seen their effect: every process of a run ends with its conductor.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Group, Prompt, Record, State, Trajectory, Update, trajectory_id
+from stretto.store.files import sync_file
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.rows import (
+    LiveRow,
+    PartialRow,
+    decode_partial,
+    encode_partial,
+    encode_payload,
+    step_columns,
+    update_columns,
+)
+from stretto.store.ledger.schema import open_for_writing
+from stretto.store.ledger.seals import check, seal
+from stretto.store.ledger.wal import log_of
+
+Value = TypeVar("Value")
+
+_INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
+_UPSERT_TRAJECTORY = """
+    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
+        trained_step = excluded.trained_step, verdict = excluded.verdict, reward = excluded.reward,
+        stop_reason = excluded.stop_reason, tokens = excluded.tokens, oldest_version = excluded.oldest_version,
+        newest_version = excluded.newest_version, interrupted = excluded.interrupted
+"""
+_INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
+_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_UPDATE_STEP = "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?"
+_UPSERT_META = """
+    INSERT INTO meta VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value, seal = excluded.seal
+"""
+_INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?)"
+_LIVE = """
+    SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
+    WHERE state IN ('in_flight', 'buffered')
+"""
+_WRITTEN = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
+_INSERT_PARTIAL = "INSERT INTO partials VALUES (?, ?, ?)"
+_DELETE_PARTIALS = "DELETE FROM partials WHERE key = ?"
+_FORGET_UNTRAINED = """
+    DELETE FROM payloads WHERE key IN (
+        SELECT key FROM trajectories WHERE key >= ? AND state IN ('filtered', 'expired', 'failed'))
+"""
+_FORGET_TRAINED = """
+    DELETE FROM payloads WHERE key IN (SELECT key FROM trajectories WHERE key >= ? AND trained_step <= ?)
+"""
+_FORGET_PROMPTS = """
+    UPDATE groups SET prompt_token_ids = NULL WHERE key >= ? AND NOT EXISTS (
+        SELECT 1 FROM trajectories WHERE key >= groups.key AND key < groups.key + members
+            AND (state IN ('in_flight', 'buffered') OR trained_step > ?))
+"""
+_UNSETTLED = """
+    SELECT min(group_key) FROM trajectories
+    WHERE key >= ? AND (state IN ('in_flight', 'buffered') OR trained_step > ?)
+"""
+
+
+class Balance(Record, frozen=True):
+    """How many trajectories are in each state.
+
+    Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
+    """
+
+    trained: int = 0
+    buffered: int = 0
+    in_flight: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+
+    @property
+    def issued(self) -> int:
+        return self.trained + self.buffered + self.in_flight + self.filtered + self.expired + self.failed
+
+
+class Ledger:
+    """The one writer of ``ledger.sqlite``.
+
+    Example, with groups of two::
+
+        ledger.issue("0.17.0", prompt, members=2, admitted_version=6)                  # 2 in flight
+        ledger.settle("0.17.0/1", State.FAILED, "timeout after 1 s")                   # 1 in flight, 1 failed
+        ledger.buffer(group)                                                           # 1 buffered,  1 failed
+        ledger.commit_batch(Batch(step=9, version=8, groups=(group,)))                 # 1 trained,   1 failed
+
+    Raises (from every method):
+        StoreError: a change that the states above do not allow, or a file that cannot be written. After the latter the
+            ledger refuses everything: a run whose truth cannot be recorded must end.
+    """
+
+    def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._config, self._clock = path, config, clock
+        self._connection = open_for_writing(path)
+        self._broken: StoreError | None = None
+        self._pending: dict[str, list[tuple[Any, ...]]] = {}
+        self._partials: list[tuple[str, tuple[Any, ...]]] = []  # in the order of the events
+        self._facts: dict[str, str] = {}
+        self._sources: dict[str, Callable[[], object]] = {}
+        self._dirty: dict[int, LiveRow] = {}
+        self._live: dict[str, LiveRow] = {}
+        self._flushed = self._clock()
+        try:
+            self._read_back()
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError, AssertionError) as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+
+    def _read_back(self) -> None:
+        """What an earlier session has left."""
+        for group_id, *columns in self._query(_LIVE):
+            row = LiveRow.restored(tuple(columns))
+            self._live[trajectory_id(group_id, row.member)] = row
+        self._resume_partials()
+        states = self._query("SELECT state, count(*) FROM trajectories GROUP BY state")
+        if strange := [state for state, _ in states if state not in set(map(str, State))]:
+            raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
+        self._counts = Counter({State(state): count for state, count in states})
+        self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
+        self._settled = 0  # the keys below are those of groups of which everything has left that was to leave
+
+    # The life of a trajectory.
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+        """One prompt goes to an engine, `members` answers wanted: all in flight."""
+        key = self._next_key
+        if trajectory_id(group_id, 0) in self._live:
+            raise StoreError(f"{self._path}: group {group_id} was issued before")
+        tokens = msgspec.msgpack.encode(prompt.token_ids)
+        group_seal = seal(group_id, prompt.id, admitted_version)
+        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens, group_seal))
+        for member in range(members):
+            row = LiveRow(key + member, key, member)
+            self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
+        self._next_key += max(members, 1)
+        self._counts[State.IN_FLIGHT] += members
+        self._flush_if_due()
+
+    def buffer(self, group: Group) -> None:
+        """A group is complete and waits to be trained on."""
+        for trajectory in group.trajectories:
+            self._move(trajectory.id, State.BUFFERED, "", trajectory)
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its answer, if there is one."""
+        if state not in (State.FILTERED, State.EXPIRED, State.FAILED):
+            raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
+        self._move(id, state, reason, trajectory)
+
+    def commit_batch(self, batch: Batch) -> None:
+        """All answers of the batch are trained in its step; on return this is in the file, with everything before."""
+        step = step_columns(batch, time.time())
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        for trajectory in trajectories:
+            row = self._row(trajectory.id)
+            if row.state is not State.BUFFERED:
+                raise StoreError(f"trajectory {trajectory.id} is {row.state} and cannot be trained")
+        for trajectory in trajectories:
+            row = self._move(trajectory.id, State.TRAINED, "")
+            row.trained_step = batch.step
+        self._note(_INSERT_STEP, step)
+        self.flush()
+
+    def record_update(self, update: Update) -> None:
+        """The step's update was published."""
+        self._note(_UPDATE_STEP, update_columns(update))
+        self._flush_if_due()
+
+    # What a crash would need, and what is kept longer.
+
+    def write_on(self, id: str, partial: PartialRow) -> None:
+        """An answer in flight has come further by these tokens: after a crash it goes on behind them."""
+        row = self._row(id)
+        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, encode_partial(id, partial))))
+        row.written += len(partial.token_ids)
+
+    def forget(self, step: int) -> None:
+        """The run will never go on from before `step` again: what ``store.keep_payloads`` does not keep leaves. Only
+        groups are looked at that had something to keep when this was called last: a long run has many others."""
+        if self._config.keep_payloads == "all":
+            return
+        self._note(_FORGET_UNTRAINED, (self._settled,))
+        if self._config.keep_payloads == "none":
+            self._note(_FORGET_TRAINED, (self._settled, step))
+            self._note(_FORGET_PROMPTS, (self._settled, step))
+        self.flush()
+        ((unsettled,),) = self._query(_UNSETTLED, (self._settled, step))
+        self._settled = self._next_key if unsettled is None else unsettled
+
+    def sync(self) -> None:
+        """Force everything that was written to disk: a checkpoint must not outlive the batches that led to it.
+
+        The log alone: SQLite forces the ledger itself to disk before it begins the log anew. And never the ledger by
+        hand: a process that closes any descriptor of a file gives up all its locks on that file, SQLite's too; the next
+        reader would take itself for the last one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
+        """
+        self.flush()
+        log = log_of(self._path)
+        try:
+            if log.exists():
+                sync_file(log)
+        except OSError as error:
+            raise StoreError(f"{self._path}: cannot be forced to disk: {error.strerror or error}") from error
+
+    # Facts beside the trajectories.
+
+    def put(self, name: str, value: object) -> None:
+        """Keep a value (anything that JSON can hold) under a name: the seed, the data position, the totals.
+
+        It is written in the same transaction as the changes of state around it, and only the newest value is.
+        """
+        self._facts[name] = _json(value)
+        self._flush_if_due()
+
+    def get(self, name: str, kind: type[Value]) -> Value | None:
+        """The value kept under `name`, or None."""
+        self.flush()
+        found = self._query("SELECT value, seal FROM meta WHERE name = ?", (name,))
+        if not found:
+            return None
+        [(value, sealed)] = found
+        check(sealed, seal(name, value), f"{self._path}: {name}")
+        return msgspec.json.decode(value, type=kind)
+
+    def watch(self, name: str, source: Callable[[], object]) -> None:
+        """Keep, under a name, what `source` says whenever something is written: a value that belongs to the states."""
+        self._sources[name] = source
+
+    def event(self, name: str, detail: str) -> None:
+        """Something happened that a reader of the run should know: an engine was replaced, a step was skipped."""
+        self._note(_INSERT_EVENT, (time.time(), name, detail))
+        self._flush_if_due()
+
+    def last_step(self) -> int | None:
+        """The newest step whose batch is on record."""
+        found: int | None = self._query("SELECT max(step) FROM steps")[0][0]
+        return found
+
+    def last_update(self) -> int:
+        """The newest step whose update is on record; 0 when none is."""
+        found: int = self._query("SELECT coalesce(max(step), 0) FROM steps WHERE published_version IS NOT NULL")[0][0]
+        return found
+
+    def balance(self) -> Balance:
+        """How many trajectories are in each state, those that are not flushed yet included."""
+        return Balance(**{state.value: self._counts[state] for state in State})
+
+    # Writing.
+
+    def flush(self) -> None:
+        """Write everything that is held back, in one transaction."""
+        if self._broken is not None:
+            raise self._broken
+        self._flushed = self._clock()
+        if not (self._dirty or self._pending or self._partials or self._facts):
+            return
+        rows = [row.columns() for row in self._dirty.values()]
+        self._facts |= {name: _json(source()) for name, source in self._sources.items()}
+        pending = self._pending
+        self._execute("BEGIN IMMEDIATE")
+        self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
+        self._many(_UPSERT_TRAJECTORY, rows)
+        for statement, row in self._partials:
+            self._execute(statement, row)
+        for statement, parameters in pending.items():
+            self._many(statement, parameters)
+        self._many(_UPSERT_META, [(name, value, seal(name, value)) for name, value in self._facts.items()])
+        self._execute("COMMIT")
+        self._pending, self._partials, self._dirty, self._facts = {}, [], {}, {}
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        try:
+            if self._broken is None:
+                self.flush()
+        finally:
+            self._connection.close()
+
+    def _flush_if_due(self) -> None:
+        if self._clock() - self._flushed >= self._config.flush_seconds:
+            self.flush()
+
+    def _row(self, id: str) -> LiveRow:
+        row = self._live.get(id)
+        if row is None:
+            raise StoreError(f"{self._path}: trajectory {id} was never issued, or its state is final")
+        return row
+
+    def _move(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> LiveRow:
+        row = self._row(id)
+        before = row.state
+        row.move(state, reason)
+        self._counts[before] -= 1
+        self._counts[state] += 1
+        if trajectory is not None and not row.finished:
+            row.finish(trajectory)
+            if state is State.BUFFERED or self._config.keep_payloads == "all":
+                self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
+        if row.written:
+            self._partials.append((_DELETE_PARTIALS, (row.key,)))
+            row.written = 0
+        if state is not State.BUFFERED:
+            del self._live[id]
+        self._dirty[row.key] = row
+        return row
+
+    def _resume_partials(self) -> None:
+        by_key = {row.key: (id, row) for id, row in self._live.items()}
+        for key, begin, payload in self._query(_WRITTEN):
+            if key not in by_key:
+                raise StoreError(f"{self._path}: tokens of an answer that is not in flight (key {key})")
+            id, row = by_key[key]
+            row.written = begin + len(decode_partial(id, payload).token_ids)
+
+    def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
+        self._pending.setdefault(statement, []).append(parameters)
+
+    # The database.
+
+    def _query(self, statement: str, parameters: tuple[Any, ...] = ()) -> list[Any]:
+        try:
+            return self._execute(statement, parameters).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise StoreError(f"{self._path}: cannot be read: {error}") from error
+
+    def _execute(self, statement: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(statement, parameters)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise self._break(error) from error
+
+    def _many(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        try:
+            self._connection.executemany(statement, rows)
+        except sqlite3.Error as error:
+            raise self._break(error) from error
+
+    def _break(self, error: Exception) -> StoreError:
+        """Undo what the transaction has done so far, and refuse everything from now on."""
+        if self._connection.in_transaction:
+            self._connection.rollback()
+        self._broken = StoreError(f"{self._path}: cannot be written: {error}")
+        return self._broken
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

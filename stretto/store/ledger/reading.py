@@ -1,0 +1,201 @@
+"""What a ledger holds that a run can go on from: the batches it trained on, and the groups that it had not finished.
+
+Only read here; `store.ledger.ledger` is the one writer.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import (
+    Batch,
+    Completion,
+    Group,
+    Outcome,
+    Partial,
+    Prompt,
+    Record,
+    State,
+    StopReason,
+    Trajectory,
+    Verdict,
+    trajectory_id,
+)
+from stretto.store.ledger.rows import PartialRow, decode_partial, decode_payload
+from stretto.store.ledger.schema import open_for_reading
+from stretto.store.ledger.seals import batch_seal, check, seal
+
+_STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
+_GROUP = "SELECT key, members, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"
+_ANSWERS = """
+    SELECT member, verdict, reward, stop_reason, interrupted, payload
+    FROM trajectories LEFT JOIN payloads ON payloads.key = trajectories.key
+    WHERE trajectories.key >= ? AND trajectories.key < ?
+"""
+_LIVE = """
+    SELECT groups.id, prompt_id, admitted_version, seal, member, trajectories.key, state,
+        verdict, reward, stop_reason, interrupted, payload
+    FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
+    WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
+"""
+_PARTIALS = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
+
+_tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
+_membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
+
+
+class UnfinishedGroup(Record, frozen=True):
+    """A group that was not trained and has not left: finished and buffered, or in flight.
+
+    `trajectories` are those of a buffered group. Of one in flight, `completions` are the answers that had ended, and
+    `begun` holds, by member, what was written of the others.
+    """
+
+    id: str
+    prompt_id: str
+    admitted_version: int
+    trajectories: tuple[Trajectory, ...] = ()
+    completions: tuple[Completion, ...] = ()
+    begun: Mapping[int, Partial] = {}
+
+
+def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
+    """The batches of the steps ``after + 1 .. until``, as they were trained on: every token, number and order.
+
+    The prompts hold their tokens and no text: a trainer needs no more.
+
+    Raises:
+        StoreError: a step is missing, or the payload of an answer is (``store.keep_payloads``), or the file is broken.
+    """
+    with closing(open_for_reading(path)) as connection:
+        try:
+            rows = connection.execute(_STEPS, (after, until)).fetchall()
+            if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
+                raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
+            for step, version, oldest_trainable, batch, sealed in rows:
+                groups = tuple(_trained(path, connection, id, members) for id, members in _membership(batch))
+                read = Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
+                check(sealed, batch_seal(read), f"{path}: the batch of step {step}")
+                yield read
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+def read_unfinished(path: Path) -> list[UnfinishedGroup]:
+    """All groups that are in flight or buffered, in the order of their admission.
+
+    Raises:
+        StoreError: the payload of a buffered answer is missing, or the file is broken.
+    """
+    with closing(open_for_reading(path)) as connection:
+        try:
+            rows = connection.execute(_LIVE).fetchall()
+            return [_unfinished(path, connection, list(group)) for _, group in groupby(rows, key=lambda row: row[0])]
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+def last_step(path: Path) -> int:
+    """The newest step whose batch is on record; 0 when there is none.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    try:
+        with closing(open_for_reading(path)) as connection:
+            found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
+            return found
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Sequence[int]) -> Group:
+    found = connection.execute(_GROUP, (id,)).fetchone()
+    if found is None:
+        raise StoreError(f"{path}: group {id} was trained on and never issued")
+    key, wanted, prompt_id, admitted_version, tokens = found
+    answers = {row[0]: row[1:] for row in connection.execute(_ANSWERS, (key, key + wanted))}
+    if tokens is None or any(member not in answers or answers[member][-1] is None for member in members):
+        raise StoreError(f"{path}: the tokens of group {id} were not kept (store.keep_payloads)")
+    return Group(
+        id=id,
+        prompt=Prompt(id=prompt_id, token_ids=_tokens(tokens), text="", answer=""),
+        admitted_version=admitted_version,
+        trajectories=tuple(_trajectory(id, member, *answers[member]) for member in members),
+    )
+
+
+def _trajectory(
+    group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
+) -> Trajectory:
+    answer = decode_payload(trajectory_id(group, member), (outcome, reward, stop_reason, interrupted), payload)
+    completion = Completion(
+        request=group,
+        member=member,
+        token_ids=answer.token_ids,
+        behavior_logprobs=answer.behavior_logprobs,
+        versions=answer.versions,
+        stop_reason=StopReason(stop_reason),
+        interrupted=interrupted,
+    )
+    verdict = Verdict(outcome=Outcome(outcome), reward=reward)
+    return Trajectory(id=trajectory_id(group, member), completion=completion, verdict=verdict, text=answer.text)
+
+
+def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> UnfinishedGroup:
+    id, prompt_id, admitted_version, sealed = rows[0][:4]
+    check(sealed, seal(id, prompt_id, admitted_version), f"{path}: group {id}")
+    trajectories, completions, begun = [], [], {}
+    for row in rows:
+        member, key, state, *answer = row[4:]
+        assert isinstance(member, int)
+        if state == State.BUFFERED.value:
+            if answer[-1] is None:
+                raise StoreError(f"{path}: the answer {id}/{member} is buffered and its tokens are missing")
+            trajectories.append(_trajectory(str(id), member, *answer))  # type: ignore[arg-type]  # columns of SQLite
+            continue
+        pieces = [decode_partial(f"{id}/{member}", piece) for (piece,) in connection.execute(_PARTIALS, (key,))]
+        if pieces and pieces[-1].stop_reason is not None:
+            completions.append(_completion(str(id), member, pieces, StopReason(pieces[-1].stop_reason)))
+        elif pieces:
+            begun[member] = _begun(pieces)
+    return msgspec.convert(
+        {
+            "id": id,
+            "prompt_id": prompt_id,
+            "admitted_version": admitted_version,
+            "trajectories": tuple(trajectories),
+            "completions": tuple(completions),
+            "begun": begun,
+        },
+        UnfinishedGroup,
+    )
+
+
+def _begun(pieces: Sequence[PartialRow]) -> Partial:
+    return Partial(
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        behavior_logprobs=tuple(number for piece in pieces for number in piece.behavior_logprobs),
+        versions=tuple(version for piece in pieces for version in piece.versions),
+        interrupted=max(piece.interrupted for piece in pieces),
+    )
+
+
+def _completion(group: str, member: int, pieces: Sequence[PartialRow], stop_reason: StopReason) -> Completion:
+    begun = _begun(pieces)
+    return Completion(
+        request=group,
+        member=member,
+        token_ids=begun.token_ids,
+        behavior_logprobs=begun.behavior_logprobs,
+        versions=begun.versions,
+        stop_reason=stop_reason,
+        interrupted=begun.interrupted,
+    )

@@ -1,0 +1,138 @@
+"""The ledger's tables, and opening them.
+
+    groups ──1:n── trajectories ──1:0..1── payloads        steps        meta        events
+                              └──1:n───── partials
+
+A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
+The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it. Partials are
+the tokens of an answer that is still in flight, piece by piece; they leave when it ends. What a run goes on from is
+sealed with a checksum (`store.ledger.seals`).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from stretto.core.errors import StoreError
+from stretto.store.folder import lock
+from stretto.store.ledger.wal import check_log, log_of
+
+FORMAT = 2
+
+_TABLES = """
+CREATE TABLE groups (
+    key INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    prompt_id TEXT NOT NULL,
+    members INTEGER NOT NULL,
+    admitted_version INTEGER NOT NULL,
+    prompt_token_ids BLOB,
+    seal BLOB NOT NULL
+) STRICT;
+CREATE TABLE trajectories (
+    key INTEGER PRIMARY KEY,
+    group_key INTEGER NOT NULL REFERENCES groups (key),
+    member INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    trained_step INTEGER,
+    verdict TEXT,
+    reward REAL,
+    stop_reason TEXT,
+    tokens INTEGER NOT NULL,
+    oldest_version INTEGER,
+    newest_version INTEGER,
+    interrupted INTEGER NOT NULL
+) STRICT;
+CREATE TABLE payloads (
+    key INTEGER PRIMARY KEY REFERENCES trajectories (key),
+    payload BLOB NOT NULL
+) STRICT;
+CREATE TABLE partials (
+    key INTEGER NOT NULL REFERENCES trajectories (key),
+    begin INTEGER NOT NULL,
+    payload BLOB NOT NULL,
+    PRIMARY KEY (key, begin)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,
+    oldest_trainable INTEGER NOT NULL,
+    trajectories INTEGER NOT NULL,
+    trained_tokens INTEGER NOT NULL,
+    masked_tokens INTEGER NOT NULL,
+    staleness TEXT NOT NULL,
+    batch TEXT NOT NULL,
+    committed REAL NOT NULL,
+    published_version INTEGER,
+    metrics TEXT,
+    seal BLOB NOT NULL
+) STRICT;
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, seal BLOB NOT NULL) STRICT;
+CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
+"""
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """The ledger at `path`, made if there is none; its transactions are begun and ended by the caller.
+
+    Raises:
+        StoreError: another format, not a ledger, damaged, or not writable.
+    """
+    check_log(path)
+    try:
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+        _check_format(path, connection)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """The ledger at `path`, to read only, also while a run writes. Nothing of the run is changed by a look: beside the
+    ledger, at most the index of its log and an empty log appear.
+
+    Raises:
+        StoreError: missing, another format, not a ledger, or damaged.
+    """
+    if not path.is_file():
+        raise StoreError(f"{path}: does not exist")
+    check_resting_log(path)
+    try:
+        connection = sqlite3.connect(_address(path), isolation_level=None, uri=True)
+        _check_format(path, connection)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
+    return connection
+
+
+def check_resting_log(path: Path) -> None:
+    """`check_log`, unless a run writes to the ledger just now, whose log may be about to get its end.
+
+    Raises:
+        StoreError: the log of a run that is not running is damaged.
+    """
+    if not lock.is_held(path.parent):
+        check_log(path)
+
+
+def _address(path: Path) -> str:
+    """SQLite reads a log by an index beside it. Where neither is there, and neither can be made, nobody writes: the
+    ledger is read as it is."""
+    log, index = log_of(path), path.with_name(f"{path.name}-shm")
+    bare = not index.exists() and not (log.exists() and log.stat().st_size)
+    how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
+    return f"{path.absolute().as_uri()}?{how}"
+
+
+def _check_format(path: Path, connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found != FORMAT:
+        connection.close()
+        raise StoreError(f"{path}: has format {found}, this version of stretto reads format {FORMAT}")

@@ -1,0 +1,74 @@
+"""Off-policy corrections: what each token weighs because another policy sampled it, one function per equation.
+
+    w = anchor / behavior
+
+multiplies the token's part of the objective, without a gradient. Where the anchor is the policy that sampled, w is 1
+and there is nothing to correct. A weight of 0 takes a token out of the objective and *leaves it in the mean*: leaving
+tokens out never enlarges the step.
+
+Axes: N loss token, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.trainer.objective.tokens import LossTokens
+
+_SURE = 1e-6  # probabilities are held this far from 0 and 1, where a binary divergence is infinite
+
+
+class Weights(NamedTuple):
+    weight: Tensor  # [N]
+    corrected: Tensor  # [N] bool: tokens whose weight is not simply w
+
+
+Correction = Callable[[LossTokens], Weights]
+
+
+def mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
+    """w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5."""
+    weight = _weight(tokens)
+    outside = (weight > high) | (weight < low) if low > 0 else weight > high
+    return Weights(weight.masked_fill(outside, 0.0), outside)
+
+
+def truncate(tokens: LossTokens, *, high: float) -> Weights:
+    """min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS where
+    it corrects for an engine that differs from the trainer."""
+    weight = _weight(tokens)
+    return Weights(weight.clamp(max=high), weight > high)
+
+
+def kpop(tokens: LossTokens, *, threshold: float) -> Weights:
+    """w, or 0 where the two policies disagree about the token: D(p || q) or D(q || p) above `threshold`, with
+    D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the token against all others.
+
+    KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). Wide in ratio for rare
+    tokens, narrow for likely ones.
+    """
+    p = tokens.anchor_logprobs.exp().clamp(_SURE, 1 - _SURE)
+    q = tokens.behavior_logprobs.exp().clamp(_SURE, 1 - _SURE)
+    token, others = (p / q).log(), ((1 - p) / (1 - q)).log()
+    forward, backward = p * token + (1 - p) * others, -q * token - (1 - q) * others
+    outside = torch.maximum(forward, backward) > threshold
+    return Weights(_weight(tokens).masked_fill(outside, 0.0), outside)
+
+
+def sequence_mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
+    """w, or 0 for all tokens of an answer whose geometric mean of w is outside [low, high].
+
+    Geometric sequence rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the
+    bounds are the same for long answers and short ones.
+    """
+    mean_S = tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs).exp()
+    outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))
+    return Weights(_weight(tokens).masked_fill(outside, 0.0), outside)
+
+
+def _weight(tokens: LossTokens) -> Tensor:
+    return (tokens.anchor_logprobs - tokens.behavior_logprobs).exp()

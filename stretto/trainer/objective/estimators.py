@@ -1,0 +1,195 @@
+"""`[algorithm.advantages]`: which estimator, with its numbers; and the one place that calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, assert_never
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from stretto.trainer.config import CriticConfig
+from stretto.trainer.objective import advantages
+
+Eps = Annotated[float, Field(gt=0, allow_inf_nan=False, description="added to a deviation before dividing by it")]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Estimator(BaseModel, extra="forbid", frozen=True):
+    compares: ClassVar[bool] = False  #: an answer is compared with its siblings: a group of one teaches nothing
+
+
+class GroupNormalised(_Estimator):
+    """(r - group mean) / group deviation (GRPO)."""
+
+    compares: ClassVar[bool] = True
+    kind: Literal["group"] = "group"
+    eps: Eps = 1e-6
+
+
+class GroupMean(_Estimator):
+    """r - group mean (Dr. GRPO)."""
+
+    compares: ClassVar[bool] = True
+    kind: Literal["group_mean"] = "group_mean"
+
+
+class LeaveOneOut(_Estimator):
+    """r - mean of the others (RLOO)."""
+
+    compares: ClassVar[bool] = True
+    kind: Literal["leave_one_out"] = "leave_one_out"
+
+
+class LitePPO(_Estimator):
+    """(r - group mean) / batch deviation."""
+
+    compares: ClassVar[bool] = True
+    kind: Literal["lite_ppo"] = "lite_ppo"
+    eps: Eps = 1e-6
+
+
+class RewardBatch(_Estimator):
+    """(r - mean) / deviation over all loss tokens of the batch (AReaL)."""
+
+    kind: Literal["batch"] = "batch"
+    eps: Eps = 1e-6
+
+
+class ReinforcePP(_Estimator):
+    """Discounted returns, normalised over all loss tokens of the batch (REINFORCE++)."""
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Fraction = Field(1.0, description="discount per token")
+    eps: Eps = 1e-6
+
+
+class ReinforcePPBaseline(_Estimator):
+    """r - group mean, normalised over all loss tokens of the batch (REINFORCE++ with a baseline)."""
+
+    compares: ClassVar[bool] = True
+    kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    eps: Eps = 1e-6
+
+
+class GAE(_Estimator):
+    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: Fraction = Field(1.0, description="discount per token")
+    lam: Fraction = Field(1.0, description="lambda")
+    normalised: bool = Field(False, description="subtract the mean over all loss tokens, divide by their deviation")
+    eps: Eps = 1e-6
+    critic: CriticConfig | None = Field(None, description="a critic of its own, learnt beside the policy")
+
+
+class RawReward(_Estimator):
+    """The reward itself."""
+
+    kind: Literal["reward"] = "reward"
+
+
+def named(value: object) -> object:
+    """``advantages = "group"`` says the same as ``advantages = {kind = "group"}``."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Estimator = Annotated[
+    GroupNormalised
+    | GroupMean
+    | LeaveOneOut
+    | LitePPO
+    | RewardBatch
+    | ReinforcePP
+    | ReinforcePPBaseline
+    | GAE
+    | RawReward,
+    Field(discriminator="kind"),
+    BeforeValidator(named),
+]
+
+
+@dataclass(frozen=True)
+class RewardedCompletion:
+    """What an estimator needs to know of an answer. Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``"""
+
+    reward: float  # shaped
+    tokens: int
+    trained: Sequence[int]  # places within the answer of its loss tokens, ascending
+    values: Sequence[float] = ()  # what a critic said of the state before each token (`advantages.gae`); or empty
+    penalties: Sequence[float] = ()  # what each token costs, in the unit of the reward; empty: nothing
+
+    @property
+    def rewards(self) -> list[float]:
+        """Token by token: the reward is at the end, each token's cost where it stands."""
+        costs = [-penalty for penalty in self.penalties] or [0.0] * self.tokens
+        return [*costs[:-1], costs[-1] + self.reward] if costs else []
+
+    @property
+    def total(self) -> float:
+        """The reward of the whole answer, less what its tokens cost."""
+        return self.reward - math.fsum(self.penalties)
+
+
+def advantages_of(estimator: Estimator, groups: Sequence[Sequence[RewardedCompletion]]) -> list[list[list[float]]]:
+    """The advantage of each loss token of each answer of each group."""
+    match estimator:
+        case GAE():
+            found = [[generalised(estimator, answer) for answer in group] for group in groups]
+            return _normalised(found, estimator.eps) if estimator.normalised else found
+        case ReinforcePP():
+            returns = [[_discounted(answer, estimator.gamma) for answer in group] for group in groups]
+            return _normalised(returns, estimator.eps)
+        case _:
+            scores = _scores(estimator, groups)
+            return [
+                [[score] * len(answer.trained) for answer, score in zip(group, one, strict=True)]
+                for group, one in zip(groups, scores, strict=True)
+            ]
+
+
+def _scores(
+    estimator: GroupNormalised | GroupMean | LeaveOneOut | LitePPO | RewardBatch | ReinforcePPBaseline | RawReward,
+    groups: Sequence[Sequence[RewardedCompletion]],
+) -> list[list[float]]:
+    rewards = [[answer.total for answer in group] for group in groups]
+    tokens = [[len(answer.trained) for answer in group] for group in groups]
+    match estimator:
+        case GroupNormalised():
+            return advantages.group_normalised(rewards, estimator.eps)
+        case GroupMean():
+            return advantages.group_centred(rewards)
+        case LeaveOneOut():
+            return advantages.leave_one_out(rewards)
+        case LitePPO():
+            return advantages.lite_ppo(rewards, estimator.eps)
+        case RewardBatch():
+            return advantages.batch_normalised(rewards, tokens, estimator.eps)
+        case ReinforcePPBaseline():
+            return advantages.reinforce_pp_baseline(rewards, tokens, estimator.eps)
+        case RawReward():
+            return rewards
+        case _:
+            assert_never(estimator)
+
+
+def generalised(estimator: GAE, answer: RewardedCompletion) -> list[float]:
+    """The advantage of each loss token of one answer, before any normalisation."""
+    if not answer.values:
+        return _discounted(answer, estimator.gamma * estimator.lam)
+    found = advantages.gae(answer.rewards, answer.values, estimator.gamma, estimator.lam)
+    return [found[t] for t in answer.trained]
+
+
+def _discounted(answer: RewardedCompletion, decay: float) -> list[float]:
+    """The rewards from each loss token on, each as many times `decay` as it is tokens away."""
+    if not answer.penalties:
+        return advantages.terminal(answer.reward, answer.tokens, answer.trained, decay)
+    found = advantages.gae(answer.rewards, [0.0] * answer.tokens, decay, lam=1.0)
+    return [found[t] for t in answer.trained]
+
+
+def _normalised(per_token: list[list[list[float]]], eps: float) -> list[list[list[float]]]:
+    flat = iter(advantages.reinforce_pp([answer for group in per_token for answer in group], eps))
+    return [[next(flat) for _ in group] for group in per_token]

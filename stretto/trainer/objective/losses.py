@@ -1,0 +1,79 @@
+"""A loss, composed: a surrogate, a correction, and what is added to them.
+
+    loss = - sum over tokens of  scale * w * surrogate(u, A)
+           + reference weight * sum of scale * KL(policy || reference)
+           - entropy bonus * sum of scale * entropy
+
+Decoupled PPO (AReaL, section 5.2, equation 5; after Hilton et al., arXiv 2110.00641) is the surrogate `ppo` around the
+policy before this step with the correction w = proximal / behavior; PPO is the same around the policy that sampled,
+where w = 1. Which parts a recipe composes is said in `algorithm.py`.
+
+Axes: N loss token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.trainer.objective.corrections import Correction
+from stretto.trainer.objective.kl import Divergence
+from stretto.trainer.objective.m2po import Selection
+from stretto.trainer.objective.surrogates import Surrogate
+from stretto.trainer.objective.tokens import LossTokens
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The parts of a loss. `selection`, where there is one, is made over a whole minibatch before its losses."""
+
+    surrogate: Surrogate
+    correction: Correction
+    selection: Selection | None = None
+    divergence: Divergence | None = None
+    divergence_weight: float = 0.0
+    entropy_bonus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`value` is to be minimised; `sums` are diagnostics summed over the tokens, to be divided by their number.
+
+    clipped           tokens where the bound of the surrogate acts: of PPO's, those without a gradient
+    capped            tokens whose weight the correction has changed
+    ratio             u = policy / anchor
+    behavior_weight   w = anchor / behavior, after the correction
+    kl_behavior       KL(behavior || policy) by the estimator (x - 1) - log x, x = policy / behavior, never negative
+    """
+
+    value: Tensor  # []
+    sums: Tensor  # [len(DIAGNOSTICS)], detached
+    kl_reference: Tensor | None = None  # [], the divergence summed over the tokens, detached
+
+
+DIAGNOSTICS = ("clipped", "capped", "ratio", "behavior_weight", "kl_behavior")
+
+
+def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, entropy: Tensor | None = None) -> Loss:
+    """The loss of these N tokens; those of a minibatch's micro-batches add up to that of the minibatch.
+
+    `entropy` [N], differentiable, is needed where the objective has an entropy bonus, and
+    `tokens.reference_logprobs` where it has a divergence.
+    """
+    terms = objective.surrogate(policy_logprobs, tokens)
+    weights = objective.correction(tokens)
+    value = -(weights.weight * tokens.scale * terms.objective).sum()
+    kl_reference = None
+    if objective.divergence is not None and tokens.reference_logprobs is not None:
+        divergence = objective.divergence(policy_logprobs, tokens.reference_logprobs)
+        value = value + objective.divergence_weight * (tokens.scale * divergence).sum()
+        kl_reference = divergence.detach().sum()
+    if objective.entropy_bonus and entropy is not None:
+        value = value - objective.entropy_bonus * (tokens.scale * entropy).sum()
+    with torch.no_grad():
+        log_x = policy_logprobs - tokens.behavior_logprobs
+        columns = (terms.bounded, weights.corrected, terms.ratio, weights.weight, log_x.expm1() - log_x)
+        sums = torch.stack([column.sum(dtype=torch.float32) for column in columns])
+    return Loss(value, sums, kl_reference)

@@ -1,0 +1,54 @@
+"""What a loss is given: the loss tokens of one micro-batch, flat, and which answer each of them belongs to.
+
+Axes: N loss token, S sequence (an answer with at least one loss token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Answers lie one after the other in [N]; an answer is never divided between micro-batches.
+
+    Example: answers of 2 and 3 loss tokens: ``index = [0, 0, 1, 1, 1]``, ``lengths = [2, 3]``.
+    """
+
+    index: Tensor  # [N] int64
+    lengths: Tensor  # [S] int64, at least 1
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
+        """From the loss tokens of each answer."""
+        lengths_S = torch.tensor(lengths, dtype=torch.int64, device=device)
+        return cls(torch.repeat_interleave(lengths_S), lengths_S)
+
+    def sums(self, values_N: Tensor) -> Tensor:
+        """[N] -> [S], differentiable."""
+        return values_N.new_zeros(len(self.lengths)).index_add(0, self.index, values_N)
+
+    def means(self, values_N: Tensor) -> Tensor:
+        """[N] -> [S], differentiable."""
+        return self.sums(values_N) / self.lengths
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """[S] -> [N]: each token gets its answer's value."""
+        return values_S.index_select(0, self.index)
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """What is known of each loss token before the policy is asked; all logarithms are natural."""
+
+    behavior_logprobs: Tensor  # [N] of the policy that sampled the token, as logged
+    anchor_logprobs: Tensor  # [N] of the policy around which the trust region lies (`proximal.py`)
+    advantages: Tensor  # [N]
+    scale: Tensor  # [N] what the token weighs in the minibatch's mean (`aggregation.py`)
+    sequences: Sequences
+    kept: Tensor | None = None  # [N] bool, of a loss that chooses over the whole minibatch (`second_moment.py`)
+    reference_logprobs: Tensor | None = None  # [N] of the reference policy, where one is asked for

@@ -1,0 +1,45 @@
+"""peft's part in adapters (`adapters.py`): making them, and their file format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import peft
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from stretto.model.hf.layers import linear_layers
+from stretto.trainer.config import LoraConfig
+from stretto.trainer.parallel.adapters import adapted_layers, matrices
+from stretto.trainer.parallel.ranks import Ranks
+
+_SEED = 20_210_617  # A is the same on every rank, and in every trainer that begins anew
+
+
+def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Freeze the model, and give the linear layers that `config` names an adapter each."""
+    wanted = [name for name in linear_layers(model) if config.targets(name)]
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(_SEED)
+        peft.inject_adapter_in_model(_peft_config(config, wanted), model)
+
+
+def save_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks, folder: Path) -> None:
+    """Write the adapters alone as peft writes them; every rank calls it, the first one writes."""
+    layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
+    if ranks.rank == 0:
+        tensors = {
+            f"base_model.model.{name}.{kind}.weight": matrix.cpu()
+            for name, both in layers.items()
+            for kind, matrix in zip(("lora_A", "lora_B"), both, strict=True)
+        }
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _peft_config(config, layers).save_pretrained(str(folder))
+
+
+def _peft_config(config: LoraConfig, names: Iterable[str]) -> peft.LoraConfig:
+    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=sorted(names), task_type="CAUSAL_LM")

@@ -1,0 +1,139 @@
+"""The process that learns from examples: ``python -m stretto.trainer.roles.supervised SPEC``.
+
+Demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`): the file of examples says which.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.records import Record
+from stretto.model.hf.folder import load_policy, save_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.processes.channel import RoleEnd
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import run_role
+from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
+from stretto.trainer.messages import Failed, Stop
+from stretto.trainer.supervised.dpo import Preference, Preferred, prefer
+from stretto.trainer.supervised.sft import Demonstration, Progress, fine_tune
+
+_TELL_SECONDS = 0.5
+
+
+class SupervisedSpec(Record, frozen=True):
+    """What the process is started with; `examples` is a file of `Examples`, `config` is of their kind, as JSON."""
+
+    model: str
+    examples: str
+    out: str
+    config: str
+    seed: int
+    threads: int
+    descriptor: int = -1
+
+
+class Demonstrations(Record, frozen=True, tag=True):
+    examples: tuple[Demonstration, ...]
+
+
+class Preferences(Record, frozen=True, tag=True):
+    """Pairs, and the folder of the policy to stay close to."""
+
+    pairs: tuple[Preference, ...]
+    reference: str
+
+
+Examples = Demonstrations | Preferences
+
+_EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
+
+
+class SupervisedProgress(Record, frozen=True, tag=True):
+    """How far it is; `loss` in nats per answer token, or per pair."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+    accuracy: float | None = None  # share of pairs in the right order, of preferences
+    phase: str = "warm start"
+
+
+class SupervisedDone(Record, frozen=True, tag=True):
+    """The policy is in its folder."""
+
+
+FromSupervised = SupervisedProgress | SupervisedDone | Failed
+
+FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decoder(FromSupervised)
+_NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
+
+
+class ProgressSender:
+    """Tells the conductor how it goes, twice a second."""
+
+    def __init__(self, channel: RoleEnd[Stop]) -> None:
+        self._channel = channel
+        self._start = self._told = time.monotonic()
+
+    def demonstrated(self, progress: Progress) -> None:
+        self._tell(SupervisedProgress(progress.step, progress.steps, progress.loss, self._seconds()))
+
+    def preferred(self, progress: Preferred) -> None:
+        seconds = self._seconds()
+        self._tell(
+            SupervisedProgress(progress.step, progress.steps, progress.loss, seconds, progress.accuracy, "preferences")
+        )
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def _tell(self, learning: SupervisedProgress) -> None:
+        now = time.monotonic()
+        if now - self._told >= _TELL_SECONDS or learning.step == learning.steps:
+            self._told = now
+            self._channel.send(learning)
+
+
+def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
+    """Load, learn, save."""
+    examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
+    tell = ProgressSender(channel)
+    match examples:
+        case Demonstrations():
+            shown = SupervisedConfig.model_validate_json(spec.config)
+            model = _load(spec.model, shown)
+            fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell.demonstrated)
+        case Preferences():
+            liked = PreferenceConfig.model_validate_json(spec.config)
+            model, reference = _load(spec.model, liked), _load(examples.reference, liked)
+            prefer(model, reference, examples.pairs, liked, seed=spec.seed, progress=tell.preferred)
+        case _:
+            assert_never(examples)
+    save_policy(model, Path(spec.model), Path(spec.out))
+    channel.send(SupervisedDone())
+
+
+def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
+    return load_policy(Path(folder), attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role; see `processes.run_role`."""
+    spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
+    begin_role()
+    torch.set_num_threads(spec.threads)
+    channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
+    return run_role(lambda: learn(spec, channel), channel.send)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

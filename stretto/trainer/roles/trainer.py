@@ -1,0 +1,212 @@
+"""The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``. Takes orders, one after the other.
+
+Of a trainer that is several processes this is rank 0; the others are `stretto.trainer.roles.rank`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RoleFailed, StoreError, StrettoError
+from stretto.core.events import Span
+from stretto.core.records import Record, Sampling
+from stretto.model.hf.folder import load_policy, save_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.processes.channel import ConductorGone, RoleEnd
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import run_role
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.critic import Critic
+from stretto.trainer.messages import (
+    TO_TRAINER,
+    Copied,
+    FromTrainer,
+    NotWritten,
+    PolicySaved,
+    Publish,
+    Published,
+    Ready,
+    SaveCheckpoint,
+    SavePolicy,
+    Stop,
+    ToTrainer,
+    Train,
+    Trained,
+    Written,
+)
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.parallel.lora import adapt, save_adapters
+from stretto.trainer.parallel.ranks import Ranks
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.roles.rank_group import EXIT_CODE, RankGroup
+from stretto.trainer.trainer import Trainer
+from stretto.weights.mailbox import Publisher
+from stretto.weights.shared_memory import SharedMemoryPublisher
+
+
+class TrainerSpec(Record, frozen=True):
+    """What the trainer is started with; the two configurations are JSON texts of their pydantic models.
+
+    `sampling` is the record that the engines' requests carry: both sides speak of one distribution.
+    """
+
+    model: str
+    mailbox: str
+    mailbox_folder: str
+    trainer: str
+    algorithm: str
+    sampling: Sampling
+    threads: int
+    checkpoint: str | None = None
+    descriptor: int = -1
+    log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
+    hung: float = 10.0  # seconds without a sign of life after which another rank is killed
+
+
+class TrainerRole:
+    """What one rank does: an order in, its answer out; see `trainer.messages`."""
+
+    def __init__(
+        self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks, tell: Callable[[Written | NotWritten], None]
+    ) -> None:
+        """`tell` is told of checkpoints once they are written, or cannot be, in a thread of their own."""
+        self._tell, self._writing = tell, threading.Thread()
+        self._config = config = TrainerConfig.model_validate_json(spec.trainer)
+        self._spec, self._publisher, self._ranks = spec, publisher, ranks
+        model = self._trained(config)
+        algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
+        reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
+        self._trainer = Trainer(
+            model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks
+        )
+        if spec.checkpoint is not None:
+            self._trainer.load_checkpoint(Path(spec.checkpoint))
+
+    def _trained(self, config: TrainerConfig) -> PreTrainedModel:
+        """The policy at the start, ready to be trained."""
+        model = _load(Path(self._spec.model), config)
+        if config.lora is not None:
+            adapt(model, config.lora)
+        return model
+
+    def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
+        """The policy to stay close to: that of its own folder, or the one that the run starts from; with adapters the
+        trainer has that one already."""
+        if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
+            return None
+        folder = Path(algorithm.reference.path or self._spec.model)
+        return ReferencePolicy(_load(folder, config), config, self._spec.sampling, self._ranks)
+
+    def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
+        """A critic that begins as the policy at the start."""
+        if algorithm.critic is None:
+            return None
+        return Critic(self._trained(config), config, algorithm.critic, self._ranks)
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
+        """Do it; all ranks are given the same orders."""
+        match order:
+            case Train():
+                update = self._trainer.train(order.batch)
+                if order.publish:
+                    self._trainer.publish(self._publisher)
+                return Trained(update=update, spans=tuple(self._trainer.drain_spans()))
+            case Publish():
+                self._trainer.publish(self._publisher)
+                self._trainer.drain_spans()
+                return Published(version=self._trainer.version)
+            case SaveCheckpoint():
+                return self._copy(order.folder)
+            case SavePolicy():
+                return self._save_policy(order.folder)
+
+    def _copy(self, folder: str) -> Copied:
+        """A copy of what training needs to go on, which a thread writes."""
+        if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
+            self._writing.join()
+        write = self._trainer.snapshot()
+        (span,) = self._trainer.drain_spans()
+        self._writing = threading.Thread(target=self._write, args=(write, folder), name="checkpoint")
+        self._writing.start()
+        return Copied(span=span)
+
+    def _write(self, write: Callable[[Path], None], folder: str) -> None:
+        told: Written | NotWritten = Written(folder=folder)
+        try:
+            write(Path(folder))
+        except StrettoError as error:
+            traceback.print_exc()
+            told = NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code)
+        except Exception as error:  # of a thread nobody else hears; what torch raises here is of many kinds
+            traceback.print_exc()
+            told = NotWritten(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
+        with contextlib.suppress(ConductorGone):
+            self._tell(told)
+
+    def _save_policy(self, folder: str) -> PolicySaved:
+        start = time.monotonic()
+        ours = self._ranks.rank == 0
+        parameters = {name: tensor.cpu() for name, tensor in self._trainer.whole_parameters() if ours}
+        if ours:
+            save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder), parameters)
+        if self._config.lora is not None:
+            save_adapters(self._trainer.learner.model, self._config.lora, self._ranks, Path(folder) / "adapter")
+        span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
+        return PolicySaved(folder=folder, span=span)
+
+
+def _load(folder: Path, config: TrainerConfig) -> PreTrainedModel:
+    return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
+
+
+def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
+    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
+    config = TrainerConfig.model_validate_json(spec.trainer)
+    siblings = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+
+    def tell(message: Written | NotWritten) -> None:
+        if isinstance(message, NotWritten) and siblings.explain(StoreError(message.problem)) is not None:
+            return  # a rank that is lost breaks off the writing as well; whoever watches them tells of it, and ends all
+        channel.send(message)
+
+    try:
+        ranks = siblings.start(config.device, channel.send)
+        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
+        channel.send(Ready(version=role.version))
+        while (order := channel.receive()) is not None:
+            siblings.hand_on(order)
+            if isinstance(order, Stop):
+                return
+            channel.send(role.carry_out(order))
+    except Exception as error:  # a rank that is gone breaks off what the others do, with words of every kind
+        if (loss := siblings.explain(error)) is None:
+            raise
+        channel.send(loss)
+        sys.exit(EXIT_CODE)
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role; see `processes.run_role`."""
+    spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
+    begin_role()
+    torch.set_num_threads(spec.threads)
+    channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
+    return run_role(lambda: lead(spec, channel), channel.send)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Learning from preferences: DPO (Rafailov et al., arXiv 2305.18290), on the packing, the log-probabilities and the
+optimizer of reinforcement learning and of supervised fine-tuning.
+
+    loss = - log sigmoid( beta (log policy(chosen) / reference(chosen) - log policy(rejected) / reference(rejected)) )
+
+with log-probabilities of whole answers, averaged over the pairs of a batch, exact whatever the packing.
+
+Axes: N answer token, P pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from stretto.model.packed.logprobs import PackedTokens, pack_tokens
+from stretto.trainer.batch.packing import micro_batches
+from stretto.trainer.config import PreferenceConfig
+from stretto.trainer.learner import UNCHANGED, Learner
+from stretto.trainer.objective.tokens import Sequences
+from stretto.trainer.optimizer import learning_rate
+from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.supervised.sft import drawn
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, each ending with the token that ends answers.
+
+    Example: ``Preference(prompt_ids=(5, 12, 8), chosen_ids=(4, 4, 1), rejected_ids=(7, 1))``
+    """
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """After optimizer step `step` (1, 2, ...): the loss per pair, and how often the chosen answer is the better one."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    grad_norm: float
+
+
+def dpo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """-log sigmoid(beta (chosen - rejected)), [P]; equation 7.
+
+    `chosen` and `rejected` are log policy - log reference of whole answers, [P].
+    """
+    return -functional.logsigmoid(beta * (chosen - rejected))
+
+
+def prefer(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    pairs: Sequence[Preference],
+    config: PreferenceConfig,
+    *,
+    seed: int,
+    progress: Callable[[Preferred], None] = lambda _: None,
+) -> None:
+    """Train `model` in place for `config.steps` steps; both models must be loaded with the packed attention.
+
+    Each pass over the pairs is in a new order that depends on `seed` alone.
+
+    Raises:
+        ValueError: there is no pair, or one has an empty prompt or answer.
+        TrainingDiverged: too many steps in a row had gradients that are not finite.
+    """
+    if not pairs or not all(p.prompt_ids and p.chosen_ids and p.rejected_ids for p in pairs):
+        raise ValueError("learning from preferences needs pairs, each with a prompt and two answers")
+    learner = Learner(model, config)
+    standing = ReferencePolicy(reference, config, UNCHANGED)
+    batches = drawn(len(pairs), config.batch_size, seed)
+    for step in range(config.steps):
+        loss, accuracy = _accumulate(learner, standing, [pairs[i] for i in next(batches)], config)
+        stepped = learner.step(learning_rate(config, step, config.steps), step)
+        progress(Preferred(step + 1, config.steps, loss, accuracy, stepped.grad_norm))
+
+
+def _accumulate(
+    learner: Learner, reference: ReferencePolicy, batch: Sequence[Preference], config: PreferenceConfig
+) -> tuple[float, float]:
+    """Gradient of the mean over the batch's pairs; that mean, and the share of pairs that are in the right order.
+
+    A pair is never divided between micro-batches.
+    """
+    loss, right = 0.0, 0
+    for pack in micro_batches([pair.tokens for pair in batch], config.micro_batch_tokens, config.min_micro_batches):
+        packed, sequences = _packed([batch[i] for i in pack], learner.model.device)
+        gap_N = learner.logprobs(packed).logprobs - reference.logprobs(packed)
+        chosen, rejected = sequences.sums(gap_N).view(-1, 2).unbind(1)
+        part = dpo(chosen, rejected, config.beta).sum() / len(batch)
+        part.backward()
+        loss += float(part.detach())
+        right += int((chosen > rejected).sum())
+    return loss, right / len(batch)
+
+
+def _packed(pairs: Sequence[Preference], device: torch.device) -> tuple[PackedTokens, Sequences]:
+    """Chosen, rejected, chosen, rejected, ...; their answers' tokens are wanted."""
+    answers = [(p.prompt_ids, answer) for p in pairs for answer in (p.chosen_ids, p.rejected_ids)]
+    wanted = [range(len(prompt), len(prompt) + len(answer)) for prompt, answer in answers]
+    # As in `minibatch.py`: away from CUDA the two answers share their prompt.
+    prompts = None if device.type == "cuda" else [len(prompt) for prompt, _ in answers]
+    packed = pack_tokens([prompt + answer for prompt, answer in answers], wanted, device, prompts)
+    return packed, Sequences.of([len(places) for places in wanted], device)

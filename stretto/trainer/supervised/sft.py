@@ -1,0 +1,97 @@
+"""Supervised fine-tuning: the warm start of a run, and `stretto sft`.
+
+The loss is the mean cross-entropy over the answer tokens of a batch, exact whatever the packing; prompts are context.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from stretto.core.records import derive_seed
+from stretto.model.packed.logprobs import pack_tokens
+from stretto.trainer.batch.packing import micro_batches
+from stretto.trainer.config import SupervisedConfig
+from stretto.trainer.learner import Learner
+from stretto.trainer.optimizer import learning_rate
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the answer to learn, which ends with the token that ends answers.
+
+    Example: ``Demonstration(prompt_ids=(5, 12, 8), answer_ids=(4, 4, 1))``
+    """
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After optimizer step `step` (1, 2, ...): its loss (nats per answer token) and gradient norm."""
+
+    step: int
+    steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    demonstrations: Sequence[Demonstration],
+    config: SupervisedConfig,
+    *,
+    seed: int,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> None:
+    """Train the model in place for `config.steps` steps; `model` must be loaded with the packed attention.
+
+    Each pass over the demonstrations is in a new order that depends on `seed` alone.
+
+    Raises:
+        ValueError: there is no demonstration, or one has an empty prompt or answer.
+        TrainingDiverged: too many steps in a row had gradients that are not finite.
+    """
+    if not all(d.prompt_ids and d.answer_ids for d in demonstrations) or not demonstrations:
+        raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and an answer")
+    learner = Learner(model, config)
+    batches = drawn(len(demonstrations), config.batch_size, seed)
+    for step in range(config.steps):
+        batch = [demonstrations[index] for index in next(batches)]
+        loss = _accumulate(learner, batch, config)
+        rate = learning_rate(config, step, config.steps)
+        stepped = learner.step(rate, step)
+        progress(Progress(step + 1, config.steps, loss, stepped.grad_norm, rate))
+
+
+def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: SupervisedConfig) -> float:
+    """Gradient of the mean cross-entropy over the batch's answer tokens; returns that mean."""
+    sequences = [d.prompt_ids + d.answer_ids for d in batch]
+    answers = [range(len(d.prompt_ids), len(s)) for d, s in zip(batch, sequences, strict=True)]
+    total = sum(len(answer) for answer in answers)
+    loss = 0.0
+    for pack in micro_batches([len(s) for s in sequences], config.micro_batch_tokens, config.min_micro_batches):
+        packed = pack_tokens([sequences[i] for i in pack], [answers[i] for i in pack], learner.model.device)
+        part = -learner.logprobs(packed).logprobs.sum() / total
+        part.backward()
+        loss += float(part.detach())
+    return loss
+
+
+def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Batches of indices for ever: pass after pass in a new order, a batch may span two passes."""
+    ahead: list[int] = []
+    epoch = 0
+    while True:
+        while len(ahead) < batch_size:
+            order = list(range(count))
+            random.Random(derive_seed("demonstrations", seed, epoch)).shuffle(order)
+            ahead += order
+            epoch += 1
+        yield ahead[:batch_size]
+        del ahead[:batch_size]

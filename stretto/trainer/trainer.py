@@ -1,0 +1,279 @@
+"""One training step: a batch in, the next version out.
+
+    batch ─► rows ─► minibatches ─► micro-batches            (rows, packing)
+                         │
+                         ├─ proximal log-probs of minibatches 2 .. N, by the policy before the step
+                         │
+                         └─ for each minibatch: forward, loss, backward per micro-batch; then one optimizer step
+
+The proximal policy is the one before the step's first update (AReaL, section 5.2). For the first minibatch that is the
+policy of its own training forward, so its log-probs, detached, are the proximal ones, to the last bit; only the later
+minibatches need a forward of their own before the first update, and none does whose loss is anchored elsewhere.
+
+Axes: T packed token, N loss token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.errors import BoundViolated, TrainingDiverged
+from stretto.core.events import Span
+from stretto.core.records import Batch, Sampling, Update
+from stretto.trainer import checkpoint
+from stretto.trainer.batch.minibatch import MicroBatch, Minibatch, minibatch
+from stretto.trainer.batch.packing import minibatches
+from stretto.trainer.batch.samples import NOTHING, Sample, rows_of
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.critic import Critic
+from stretto.trainer.learner import UNCHANGED, Learner
+from stretto.trainer.metrics import Meter
+from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
+from stretto.trainer.objective.losses import evaluate
+from stretto.trainer.objective.proximal import interpolated
+from stretto.trainer.objective.tokens import LossTokens
+from stretto.trainer.optimizer import learning_rate
+from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters, merged, plain_parameters
+from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.reference import Reference, WithoutAdapters
+from stretto.weights.mailbox import LORA_B, Publisher
+
+
+class Trainer:
+    """Holds the policy that is trained, and its version.
+
+    Example: a trainer at version 6 takes the batch of version 6 and holds version 7::
+
+        trainer = Trainer(model, config, algorithm, plan.sampling, version=6)
+        update = trainer.train(batch)
+        trainer.publish(publisher)      # engines can load version 7
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        sampling: Sampling = UNCHANGED,
+        *,
+        version: int = 0,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by;
+        `reference` and `critic` are given exactly where the algorithm has one, but the policy at the start is no
+        reference that a model with adapters must be given; of several ranks each has a trainer, and all call the same
+        methods with the same arguments.
+        """
+        self.learner = Learner(model, config, sampling, ranks)
+        self._ranks, self._adapted = ranks, adapted_layers(model)
+        if algorithm.reference is not None and algorithm.reference.path is None and self._adapted:
+            reference = WithoutAdapters(self.learner)
+        if (algorithm.reference is None) != (reference is None):
+            raise ValueError("algorithm.reference needs a reference policy, and nothing else does")
+        if (algorithm.critic is None) != (critic is None):
+            raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
+        self.version = version
+        self._config, self._algorithm = config, algorithm
+        self._objective, self._critic = objective(algorithm), critic
+        in_reward = algorithm.divergence("reward") is not None
+        self._reference = None if in_reward else reference
+        self._in_reward = reference if in_reward else None
+        self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
+        self._longest = sampling.max_tokens
+        self._spans: list[Span] = []
+
+    def train(self, batch: Batch) -> Update:
+        """One training step on the whole batch; afterwards `version` is one higher.
+
+        Raises:
+            BoundViolated: the batch is not of this version, or holds tokens from the future.
+            TrainingDiverged: too many optimizer steps in a row had gradients that are not finite.
+        """
+        if batch.version != self.version:
+            raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
+        meter = Meter()
+        began = time.monotonic()
+        values = self._critic.answer_values(batch) if self._critic else NOTHING
+        reference = self._in_reward.answer_logprobs(batch) if self._in_reward else NOTHING
+        rows = rows_of(batch, self._algorithm, self._longest, values, reference)
+        if rows.kl_reference is not None:
+            meter.penalised(rows.kl_reference)
+        if self._critic is not None:
+            meter.judged([v for row in rows.rows for v in row.values], [r for row in rows.rows for r in row.returns])
+        parts = self._minibatches(rows.rows)
+        proximal = self._proximal_logprobs(parts)
+        proximal_done = self._span("proximal", began)
+        rate = learning_rate(self._config, self.version, self._config.steps)
+        skipped: list[str] = []
+        for index, part in enumerate(parts):
+            self._optimize(part, proximal[index], meter, first=index == 0)
+            if not self._step(part, rate, batch.step, meter):
+                skipped += part.answers
+        update_done = self._span("update", proximal_done)
+        self.version += 1
+        facts = {
+            "learning_rate": rate,
+            "reward_mean": rows.reward_mean,
+            "tokens": float(sum(len(row.token_ids) for row in rows.rows)),
+            "seconds_proximal": proximal_done - began,
+            "seconds_update": update_done - proximal_done,
+        }
+        trained = sum(part.loss_tokens for part in parts)
+        return Update(
+            step=batch.step,
+            version=self.version,
+            trained_tokens=trained,
+            masked_tokens=rows.masked_tokens,
+            metrics=meter.metrics(self._ranks) | facts,
+            skipped=tuple(skipped),
+        )
+
+    def publish(self, publisher: Publisher) -> None:
+        """Hand the policy out as `version`: its parameters, or its adapters if it has some."""
+        began = time.monotonic()
+        if self._adapted:
+            publisher.publish(self.version, adapter_parameters(self.learner.model), self._gathered_adapter)
+        else:
+            publisher.publish(self.version, self.learner.model.named_parameters(), self._gathered)
+        self._span("publish", began)
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy by name, one parameter at a time; adapters are part of it."""
+        for name, parameter in plain_parameters(self.learner.model):
+            yield name, self._gathered(name, parameter)
+
+    def _gathered(self, name: str, parameter: Tensor) -> Tensor:
+        whole = self._ranks.whole(parameter.detach())
+        layer = self._adapted.get(name.removesuffix(".weight"))
+        return merged(layer, whole, self._ranks) if layer is not None and name.endswith(".weight") else whole
+
+    def _gathered_adapter(self, name: str, parameter: Tensor) -> Tensor:
+        whole = self._ranks.whole(parameter.detach())
+        layer = self._adapted.get(name.removesuffix(LORA_B))
+        return whole if layer is None else layer.scaling[ADAPTER] * whole
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """A copy of everything that `load_checkpoint` needs to go on bit for bit. What is returned writes it into a
+        folder, in whichever thread; training may go on meanwhile."""
+        began = time.monotonic()
+        snapshots = {"": checkpoint.Snapshot.of(self.learner, self.version)}
+        if self._critic is not None:
+            snapshots["critic"] = checkpoint.Snapshot.of(self._critic, self.version)
+        self._span("checkpoint", began)
+
+        def write(folder: Path) -> None:
+            for part, snapshot in snapshots.items():
+                snapshot.write(folder / part)
+
+        return write
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write a snapshot here and now.
+
+        Raises:
+            StoreError: the folder cannot be written.
+        """
+        self.snapshot()(folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Stand where the trainer stood that wrote `folder`.
+
+        Raises:
+            StoreError: the folder is not whole, or is of another model.
+        """
+        if self._critic is not None:
+            checkpoint.load(folder / "critic", self._critic)
+        self.version = checkpoint.load(folder, self.learner)
+
+    def drain_spans(self) -> list[Span]:
+        """The spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _minibatches(self, rows: Sequence[Sample]) -> list[Minibatch]:
+        parts = minibatches([len(row.token_ids) for row in rows], self._config.minibatches)
+        config, aggregation, device = self._config, self._algorithm.aggregation, self.learner.model.device
+        return [
+            minibatch([rows[i] for i in part], config, aggregation, self._longest, device, self._ranks)
+            for part in parts
+        ]
+
+    def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
+        """Those of the later minibatches, if the loss is anchored there; the first one's training forward gives its."""
+        needed = self._algorithm.loss.anchor == "recomputed"
+        return [self._evaluated(part) if needed and index else None for index, part in enumerate(parts)]
+
+    @torch.no_grad()
+    def _evaluated(self, part: Minibatch) -> list[Tensor]:
+        """log-probs [N] of each micro-batch by the policy as it is now."""
+        return [self.learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
+
+    def _optimize(self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, *, first: bool) -> None:
+        """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
+        kept = self._selected(part)
+        for index, micro in enumerate(part.micro_batches):
+            policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)
+            before = policy.detach() if first else (proximal[index] if proximal is not None else None)
+            tokens = LossTokens(
+                behavior_logprobs=micro.behavior_logprobs,
+                anchor_logprobs=self._anchored(policy.detach(), before, micro),
+                advantages=micro.advantages,
+                scale=micro.scale,
+                sequences=micro.sequences,
+                kept=kept[index],
+                reference_logprobs=self._reference.logprobs(micro.packed) if self._reference else None,
+            )
+            loss = evaluate(self._objective, policy, tokens, entropy)
+            loss.value.backward()
+            meter.learned(loss, len(policy), entropy)
+            if before is not None:
+                meter.agreed(micro.behavior_logprobs, before, micro.staleness == 0)
+
+    def _anchored(self, policy: Tensor, before: Tensor | None, micro: MicroBatch) -> Tensor:
+        """The log-probs [N] around which the trust region lies; `before`: those of the policy before this step."""
+        match self._algorithm.loss.anchor:
+            case "behavior":
+                return micro.behavior_logprobs
+            case "interpolated":
+                return interpolated(policy, micro.behavior_logprobs, micro.staleness)
+            case "recomputed":
+                assert before is not None, "computed before the first update"
+                return before
+
+    def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
+        """The tokens of each micro-batch that stay, of a loss that chooses over the whole minibatch."""
+        if self._objective.selection is None:
+            return [None] * len(part.micro_batches)
+        pairs = zip(self._evaluated(part), part.micro_batches, strict=True)
+        ratios = [logprobs - micro.behavior_logprobs for logprobs, micro in pairs]
+        own = torch.cat(ratios)
+        everyones, start = self._ranks.joined(own)
+        advantages, _ = self._ranks.joined(torch.cat([micro.advantages for micro in part.micro_batches]))
+        kept = self._objective.selection(everyones, advantages)[start : start + len(own)]
+        return list(kept.split([len(ratio) for ratio in ratios]))
+
+    def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
+        """One optimizer step of the policy and one of the critic; False when a gradient was not finite."""
+        try:
+            steps = [self.learner.step(rate, step)]
+            meter.stepped(steps[0])
+            if self._critic is not None:
+                loss, fitted = self._critic.fit(part, step, version=self.version)
+                meter.fitted(loss, fitted)
+                steps.append(fitted)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(error.step, error.in_a_row, part.answers) from None
+        return all(one.taken for one in steps)
+
+    def _span(self, name: str, began: float) -> float:
+        now = time.monotonic()
+        self._spans.append(Span(role="trainer", name=name, start=began, end=now, version=self.version))
+        return now

@@ -1,0 +1,61 @@
+"""Questions from a JSONL file: one object a line, with a prompt and an answer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from stretto.core.errors import DataError, Problem
+from stretto.worlds.data import jsonl
+from stretto.worlds.data.task import Question, Questions
+
+
+class JsonlTask(BaseModel, extra="forbid", frozen=True):
+    """Questions and answers from a file."""
+
+    kind: Literal["jsonl"]
+    file: str = Field(description="JSONL file, relative to the recipe's folder")
+    prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
+    answer_field: str = Field("answer", description="key of what the reward compares with")
+    demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
+    held_out: int = Field(64, ge=1, description="rows at the end of the file that are kept for evaluation")
+    held_out_file: str | None = Field(None, description="a second file in place of the last rows")
+
+    def questions(self, seed: int) -> Questions:
+        """The rows in file order; `seed` plays no part, the order of asking is the prompt stream's."""
+        rows = read_rows(Path(self.file), self)
+        if self.held_out_file is not None:
+            training, held_out = rows, read_rows(Path(self.held_out_file), self)
+        else:
+            if len(rows) <= self.held_out:
+                found = f"{len(rows)} rows, and held_out = {self.held_out} of them are for evaluation"
+                raise DataError([Problem(self.file, found, "give more rows, or a smaller task.held_out")])
+            training, held_out = rows[: -self.held_out], rows[-self.held_out :]
+        return Questions(training, held_out, lambda: [row for row in training if row.demonstration is not None])
+
+
+def read_rows(path: Path, task: JsonlTask) -> list[Question]:
+    """All questions of a file.
+
+    Raises:
+        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+    """
+    return jsonl.read_rows(path, lambda row, number, place: _question(row, number, place, task))
+
+
+def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask) -> Question:
+    jsonl.require(row, (task.prompt_field, task.answer_field), place)
+    text, messages = jsonl.prompt(row[task.prompt_field], f"{place}: {task.prompt_field}")
+    demonstration = row.get(task.demonstration_field)
+    if demonstration is not None:
+        demonstration = jsonl.text(demonstration, f"{place}: {task.demonstration_field}")
+    answer = row[task.answer_field]
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+        answer = str(answer)
+    answer = jsonl.text(answer, f"{place}: {task.answer_field}")
+    return Question(
+        id=str(number), text=text, answer=answer, demonstration=demonstration, messages=messages, place=place
+    )

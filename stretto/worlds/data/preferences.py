@@ -1,0 +1,52 @@
+"""Pairs of answers from a JSONL file: one object a line, with a prompt, the answer that is liked better, and the other.
+
+    {"prompt": "Question: ... Answer:", "chosen": " 5", "rejected": " 15"}
+
+A prompt may be a list of chat messages, as in a dataset of questions; answers are texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.worlds.data import jsonl
+from stretto.worlds.data.task import Question
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``"""
+
+    question: Question  # its answer is the chosen one
+    rejected: str
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What the fields of a row are called."""
+
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+def read_pairs(path: Path, fields: Fields) -> list[Pair]:
+    """All pairs of a file.
+
+    Raises:
+        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+    """
+    return jsonl.read_rows(path, lambda row, number, place: _pair(row, number, place, fields))
+
+
+def _pair(row: dict[str, Any], number: int, place: str, fields: Fields) -> Pair:
+    jsonl.require(row, (fields.prompt, fields.chosen, fields.rejected), place)
+    text, messages = jsonl.prompt(row[fields.prompt], f"{place}: {fields.prompt}")
+    chosen = jsonl.text(row[fields.chosen], f"{place}: {fields.chosen}")
+    rejected = jsonl.text(row[fields.rejected], f"{place}: {fields.rejected}")
+    if chosen == rejected:
+        remedy = f"{fields.chosen!r} and {fields.rejected!r} must differ"
+        raise jsonl.Mistake(place, f"both answers are {jsonl.shown(chosen)}", remedy)
+    return Pair(Question(id=str(number), text=text, answer=chosen, messages=messages, place=place), rejected)

@@ -1,0 +1,157 @@
+"""Chains of arithmetic: a reasoning task that is made on the spot, with a long tail of answer lengths.
+
+    question        3+4-5+7=
+    demonstration   7-5+7=2+7=9
+
+Each step rewrites what is left of the chain, so an answer grows with the square of its operands: with 3 to 12 of them
+the median answer has about 12 characters and the longest 132. Every true running value is a digit.
+
+Demonstrations are imperfect on purpose: with `mistake_rate` one of the steps goes wrong, any of them, and the chain
+goes on from the wrong value. A policy that has learnt from them has the skill and samples the mistakes; reinforcement
+brings the skill out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from stretto.core.records import derive_seed
+from stretto.worlds.data.task import Question, Questions
+
+_HELD_OUT_PART = 5  # one in so many possible questions is held out
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operands and the signs between them. Example: ``Chain((3, 4, 5), "+-")`` is ``3+4-5``."""
+
+    operands: tuple[int, ...]
+    signs: str
+
+    @property
+    def text(self) -> str:
+        return written(self.operands[0], self.signs, self.operands[1:])
+
+    @property
+    def value(self) -> int:
+        total = self.operands[0]
+        for sign, operand in zip(self.signs, self.operands[1:], strict=True):
+            total = step(total, sign, operand)
+        return total
+
+
+def step(value: int, sign: str, operand: int) -> int:
+    """One step of a chain: ``step(7, "-", 5) == 2``."""
+    return value + operand if sign == "+" else value - operand
+
+
+def written(value: int, signs: str, operands: Sequence[int]) -> str:
+    """What is left of a chain: ``written(7, "-+", (5, 7)) == "7-5+7"``."""
+    return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
+
+
+class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
+    """How chains are drawn: n operands with probability proportional to ``decay ** n``."""
+
+    kind: Literal["arithmetic"]
+    operands_min: int = Field(3, ge=2, le=64, description="operands of the shortest chains")
+    operands_max: int = Field(12, ge=2, le=64, description="operands of the longest chains")
+    decay: float = Field(0.7, gt=0, le=1, description="how much rarer a chain with one operand more is")
+    mistake_rate: float = Field(0.5, ge=0, lt=1, description="share of demonstrations that hold a mistake")
+    prompts: int = Field(20_000, ge=1, description="training questions")
+    held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
+    demonstrations: int = Field(64_000, ge=0, description="worked examples for the warm start")
+    demonstration_decay: float = Field(0.7, gt=0, le=1, description="the decay for demonstrations")
+
+    @model_validator(mode="after")
+    def _smallest_is_not_above_largest(self) -> Self:
+        if self.operands_min > self.operands_max:
+            raise ValueError(f"operands_min = {self.operands_min} is above operands_max = {self.operands_max}")
+        return self
+
+    def questions(self, seed: int) -> Questions:
+        """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
+        training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
+        held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
+        return Questions(
+            [self._question(str(row), chain) for row, chain in enumerate(training)],
+            [self._question(f"h{row}", chain) for row, chain in enumerate(held_out)],
+            lambda: self._shown(seed),
+        )
+
+    def _shown(self, seed: int) -> list[Question]:
+        longer = self.model_copy(update={"decay": self.demonstration_decay})
+        shown = longer._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        chance = random.Random(derive_seed(seed, "mistakes"))
+        return [self._question(f"d{row}", chain, self.demonstration(chain, chance)) for row, chain in enumerate(shown)]
+
+    def _drawn(self, count: int, seed: int, *, held_out: bool) -> list[Chain]:
+        chance = random.Random(seed)
+        drawn: dict[str, Chain] = {}
+        chains: list[Chain] = []
+        while len(chains) < count:
+            chain = self.draw(chance)
+            if is_held_out(chain) != held_out or (held_out and chain.text in drawn):
+                continue
+            drawn[chain.text] = chain
+            chains.append(chain)
+        return chains
+
+    def draw(self, chance: random.Random) -> Chain:
+        """One chain; each running value stays between 0 and 9."""
+        sizes = range(self.operands_min, self.operands_max + 1)
+        (size,) = chance.choices(sizes, [self.decay**n for n in sizes])
+        value = chance.randrange(10)
+        operands, signs = [value], ""
+        for _ in range(size - 1):
+            sign = chance.choice("+-")
+            operand = chance.randint(0, 9 - value if sign == "+" else value)
+            value = step(value, sign, operand)
+            operands.append(operand)
+            signs += sign
+        return Chain(tuple(operands), signs)
+
+    def demonstration(self, chain: Chain, chance: random.Random) -> str:
+        """The chain worked out, step by step; with a chance of `mistake_rate`, one of the steps goes wrong."""
+        wrong_step, wrong = self._mistake(chain, chance) if chance.random() < self.mistake_rate else (0, 0)
+        value, left = chain.operands[0], []
+        for done in range(1, len(chain.operands)):
+            value = step(value, chain.signs[done - 1], chain.operands[done])
+            if done == wrong_step:
+                value = wrong
+            left.append(written(value, chain.signs[done:], chain.operands[done + 1 :]))
+        return "=".join(left)
+
+    @staticmethod
+    def _mistake(chain: Chain, chance: random.Random) -> tuple[int, int]:
+        """A step, and a wrong digit for it from which the rest of the chain stays among the digits."""
+        steps = list(range(1, len(chain.operands)))
+        chance.shuffle(steps)
+        for done in steps:
+            right = Chain(chain.operands[: done + 1], chain.signs[:done]).value
+            rest = chain.signs[done:], chain.operands[done + 1 :]
+            if wrong := [digit for digit in range(10) if digit != right and _stays_a_digit(digit, *rest)]:
+                return done, chance.choice(wrong)
+        raise AssertionError("at the last step any other digit will do")
+
+    @staticmethod
+    def _question(name: str, chain: Chain, demonstration: str | None = None) -> Question:
+        return Question(id=name, text=f"{chain.text}=", answer=str(chain.value), demonstration=demonstration)
+
+
+def is_held_out(chain: Chain) -> bool:
+    """One in five of all possible chains belongs to evaluation, decided by the chain alone."""
+    return derive_seed(chain.text) % _HELD_OUT_PART == 0
+
+
+def _stays_a_digit(value: int, signs: str, operands: Sequence[int]) -> bool:
+    for sign, operand in zip(signs, operands, strict=True):
+        value = step(value, sign, operand)
+        if not 0 <= value <= 9:
+            return False
+    return True

@@ -1,0 +1,161 @@
+"""Small programs from short descriptions: a task that is made on the spot and judged by execution.
+
+    question        a plus b times c max 3:
+    demonstration   x=a+b;x=x*c;return max(x,3)
+
+The answer goes on from ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps work on the value so far,
+one after the other. Demonstrations are imperfect on purpose, as in `worlds.synthetic.arithmetic`: each step has a chance of
+`mistake_rate` to have another operator or another operand. A policy that has learnt from them has the skill and samples
+the mistakes; reinforcement brings the skill out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from stretto.core.records import derive_seed
+from stretto.worlds.data.task import Question, Questions
+
+_HELD_OUT_PART = 5  # one in so many possible questions is held out
+_HEAD = "def f(a,b,c):"
+_LARGEST = 9  # of the numbers that a, b and c are tried with
+_WORDS = {"plus": "{}+{}", "minus": "{}-{}", "times": "{}*{}", "max": "max({},{})", "min": "min({},{})"}
+_OPERANDS = ("a", "b", "c", *map(str, range(1, 10)))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """Example: ``Instruction("max", "3")`` does ``max(x,3)``."""
+
+    word: str
+    operand: str
+
+    def applied_to(self, value: str) -> str:
+        return _WORDS[self.word].format(value, self.operand)
+
+    def value(self, before: int, operand: int) -> int:
+        """What the step makes of a number."""
+        match self.word:
+            case "plus":
+                return before + operand
+            case "minus":
+                return before - operand
+            case "times":
+                return before * operand
+            case "max":
+                return max(before, operand)
+        return min(before, operand)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is to be done to `a`, step by step."""
+
+    steps: tuple[Instruction, ...]
+
+    @property
+    def text(self) -> str:
+        return "a " + " ".join(f"{step.word} {step.operand}" for step in self.steps) + ":"
+
+    @property
+    def program(self) -> str:
+        """The body of the function."""
+        first, *rest = self.steps
+        lines = [first.applied_to("a"), *(step.applied_to("x") for step in rest)]
+        return "".join(f"x={line};" for line in lines[:-1]) + f"return {lines[-1]}"
+
+    def value(self, a: int, b: int, c: int) -> int:
+        """What the function returns."""
+        known, value = {"a": a, "b": b, "c": c}, a
+        for step in self.steps:
+            value = step.value(value, known[step.operand] if step.operand in known else int(step.operand))
+        return value
+
+
+class ProgramsTask(BaseModel, extra="forbid", frozen=True):
+    """How descriptions are drawn: every number of steps is equally likely."""
+
+    kind: Literal["programs"]
+    steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")
+    steps_max: int = Field(4, ge=1, le=16, description="steps of the longest programs")
+    tests: int = Field(6, ge=1, le=64, description="calls that an answer is tested with")
+    mistake_rate: float = Field(0.3, ge=0, lt=1, description="chance of each step of a demonstration to be wrong")
+    prompts: int = Field(20_000, ge=1, description="training questions")
+    held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
+    demonstrations: int = Field(64_000, ge=0, description="worked examples for the warm start")
+
+    @model_validator(mode="after")
+    def _smallest_is_not_above_largest(self) -> Self:
+        if self.steps_min > self.steps_max:
+            raise ValueError(f"steps_min = {self.steps_min} is above steps_max = {self.steps_max}")
+        return self
+
+    def questions(self, seed: int) -> Questions:
+        """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
+        training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
+        held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
+        return Questions(
+            [self._question(str(row), description) for row, description in enumerate(training)],
+            [self._question(f"h{row}", description) for row, description in enumerate(held_out)],
+            lambda: self._shown(seed),
+        )
+
+    def _shown(self, seed: int) -> list[Question]:
+        to_show = self._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        chance = random.Random(derive_seed(seed, "mistakes"))
+        return [
+            Question(id=f"d{row}", text=shown.text, answer="", demonstration=self.demonstration(shown, chance))
+            for row, shown in enumerate(to_show)
+        ]
+
+    def draw(self, chance: random.Random) -> Description:
+        """One description."""
+        count = chance.randint(self.steps_min, self.steps_max)
+        return Description(
+            tuple(Instruction(chance.choice(list(_WORDS)), chance.choice(_OPERANDS)) for _ in range(count))
+        )
+
+    def demonstration(self, description: Description, chance: random.Random) -> str:
+        """The program of a description some of whose steps were misread."""
+        steps = [
+            self._misread(step, chance) if chance.random() < self.mistake_rate else step for step in description.steps
+        ]
+        return Description(tuple(steps)).program
+
+    @staticmethod
+    def _misread(step: Instruction, chance: random.Random) -> Instruction:
+        """Another operator or another operand."""
+        if chance.random() < 0.5:
+            return replace(step, word=chance.choice([word for word in _WORDS if word != step.word]))
+        return replace(step, operand=chance.choice([operand for operand in _OPERANDS if operand != step.operand]))
+
+    def _drawn(self, count: int, seed: int, *, held_out: bool) -> list[Description]:
+        chance = random.Random(seed)
+        known: set[str] = set()
+        drawn: list[Description] = []
+        while len(drawn) < count:
+            description = self.draw(chance)
+            if is_held_out(description) != held_out or (held_out and description.text in known):
+                continue
+            known.add(description.text)
+            drawn.append(description)
+        return drawn
+
+    def _question(self, name: str, description: Description) -> Question:
+        chance = random.Random(derive_seed("tests", description.text))
+        calls = []
+        for _ in range(self.tests):
+            arguments = [chance.randint(-_LARGEST, _LARGEST) for _ in range(3)]
+            calls.append({"call": "f", "args": arguments, "expected": description.value(*arguments)})
+        tests = {"tests": calls, "preamble": _HEAD, "entry_point": "f"}
+        return Question(id=name, text=description.text, answer=json.dumps(tests))
+
+
+def is_held_out(description: Description) -> bool:
+    """One in five of all possible descriptions belongs to evaluation, decided by the description alone."""
+    return derive_seed(description.text) % _HELD_OUT_PART == 0

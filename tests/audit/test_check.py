@@ -1,0 +1,327 @@
+"""The checker: a history written by the real controller and ledger is clean, and each breach is found by its law.
+
+It decides from the file alone, and shares with those who write it only the check of the log. A bit that is flipped in
+anything a run goes on from is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stretto.audit import check, checksums, history, laws
+from stretto.audit.check import check_run, print_balance, print_findings
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Completion, Outcome, Prompt, Sampling, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import trajectory_id as name_of
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.prompts import PromptStream
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.rows import PartialRow
+
+RECIPE = """
+[rollout]
+batch_size = 2
+group_size = 2
+min_group_size = 1
+max_staleness = 1.0
+beyond_bound = "mask"
+max_attempts = 3
+"""
+
+
+def answers(ticket: Ticket, version: int) -> list[Trajectory]:
+    return [
+        Trajectory(
+            id=name_of(ticket.group_id, member),
+            completion=Completion(
+                request=ticket.group_id,
+                member=member,
+                token_ids=(5, 6),
+                behavior_logprobs=(-0.5, -0.25),
+                versions=(version, version),
+                stop_reason=StopReason.STOP,
+            ),
+            verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0),
+            text="",
+        )
+        for member in ticket.members
+    ]
+
+
+def train(control: Controller, ledger: Ledger) -> Batch:
+    batch = control.take()
+    assert batch is not None
+    ledger.record_update(Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={}))
+    control.publish(batch.step)
+    control.load(batch.step)
+    return batch
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Three steps over two epochs of five prompts; one group failed and was asked again, one waits, two are open."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    prompts = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(5)]
+    config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
+    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
+        control = Controller(config, PromptStream(prompts, seed=1), ledger, Sampling(max_tokens=4), seed=1)
+        ledger.watch("standing", control.standing)
+        failed = control.admit()
+        assert failed is not None
+        control.fail(failed, "refused")
+        for version in range(3):
+            for _ in range(2):
+                ticket = control.admit()
+                assert ticket is not None
+                control.finish(ticket, answers(ticket, version))
+            train(control, ledger)
+        tickets = [ticket for ticket in (control.admit() for _ in range(3)) if ticket is not None]
+        control.finish(tickets[0], answers(tickets[0], 3))
+    return tmp_path
+
+
+def test_a_run_that_kept_every_law_is_clean(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = check_run(run_dir)
+    assert findings.kept, findings
+    assert findings.balance == {
+        "issued": 20,
+        "trained": 12,
+        "filtered": 0,
+        "expired": 0,
+        "failed": 2,
+        "in_flight": 4,
+        "buffered": 2,
+    }
+    assert print_balance(run_dir) == 0
+    out = capsys.readouterr().out
+    assert "sum of the states" in out
+    assert out.count("kept  ") == len(laws.LAWS)
+
+
+BREACHES = {
+    "an answer without a row": ("DELETE FROM trajectories WHERE key = 0", "everything issued has one state"),
+    "a state that is none": (
+        "UPDATE trajectories SET state = 'lost' WHERE key = 19",
+        "everything issued has one state",
+    ),
+    "an end without a reason": ("UPDATE trajectories SET reason = '' WHERE key = 0", "everything issued has one state"),
+    "trained without a step": (
+        "UPDATE trajectories SET trained_step = NULL WHERE key = 2",
+        "everything issued has one state",
+    ),
+    "trained in two batches": (
+        "UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 1) WHERE step = 2",
+        "nothing is trained twice",
+    ),
+    "trained in another step": (
+        "UPDATE trajectories SET trained_step = 3 WHERE key IN (2, 3)",
+        "nothing is trained twice",
+    ),
+    "a prompt trained twice in an epoch": (
+        "UPDATE groups SET id = '0.' || (SELECT prompt_id FROM groups WHERE key = 2) || '.7',"
+        " prompt_id = (SELECT prompt_id FROM groups WHERE key = 2) WHERE key = 4",
+        "nothing is trained twice",
+    ),
+    "a step that is missing": ("DELETE FROM steps WHERE step = 2", "versions grow by one"),
+    "a version that was skipped": ("UPDATE steps SET version = 7 WHERE step = 3", "versions grow by one"),
+    "a step that was never published": (
+        "UPDATE steps SET published_version = NULL WHERE step = 2",
+        "versions grow by one",
+    ),
+    "published as another version": ("UPDATE steps SET published_version = 9 WHERE step = 2", "versions grow by one"),
+    "sampled by a version to come": (
+        "UPDATE trajectories SET newest_version = 9 WHERE key = 2",
+        "versions grow by one",
+    ),
+    "admitted too early": (
+        "UPDATE groups SET admitted_version = 0; UPDATE trajectories SET oldest_version = 0, newest_version = 0",
+        "no group starts before its turn",
+    ),
+    "admitted at an older version than a group before it": (
+        "UPDATE groups SET admitted_version = 1 WHERE key = 2",
+        "no group starts before its turn",
+    ),
+    "a token from before its group was admitted": (
+        "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3",
+        "no group starts before its turn",
+    ),
+    "trained beyond the bound": (
+        "UPDATE trajectories SET oldest_version = 0 WHERE trained_step = 3; DELETE FROM payloads;"
+        "UPDATE steps SET oldest_trainable = 0",
+        "no bound is broken",
+    ),
+    "trained by an older version": (
+        "UPDATE trajectories SET newest_version = 2 WHERE trained_step = 1",
+        "no bound is broken",
+    ),
+    "a batch that is too small": (
+        "UPDATE steps SET batch = json_remove(batch, '$[0]') WHERE step = 2",
+        "batches are complete",
+    ),
+    "trained without a verdict": ("UPDATE trajectories SET reward = NULL WHERE key = 2", "batches are complete"),
+    "tokens that nobody wrote": ("UPDATE steps SET trained_tokens = 99 WHERE step = 1", "batches are complete"),
+    "tokens that are lost": ("UPDATE trajectories SET tokens = 5 WHERE key = 2", "batches are complete"),
+    "a prompt that was skipped": (
+        "DELETE FROM trajectories WHERE group_key = 18; DELETE FROM groups WHERE key = 18",
+        "no prompt is skipped or repeated",
+    ),
+    "a prompt that was given up": (
+        "UPDATE trajectories SET state = 'failed', reason = 'lost' WHERE group_key = 16",
+        "no prompt is skipped or repeated",
+    ),
+    "an attempt that was left out": (
+        "UPDATE groups SET id = substr(id, 1, length(id) - 1) || '2' WHERE key = 2",
+        "no prompt is skipped or repeated",
+    ),
+    "asked again although it was trained": (
+        "UPDATE groups SET prompt_id = (SELECT prompt_id FROM groups WHERE key = 4),"
+        " id = '0.' || (SELECT prompt_id FROM groups WHERE key = 4) || '.1' WHERE key = 6",
+        "no prompt is skipped or repeated",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statements", "law"), BREACHES.values(), ids=BREACHES)
+def test_a_breach_is_found_by_its_law(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], statements: str, law: str
+) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.executescript(statements)
+    findings = check_run(run_dir)
+    assert findings.breaches[law], findings
+    assert print_findings(findings) == 1
+    assert f"BROKEN  {law}" in capsys.readouterr().out
+
+
+def flip_a_bit(ledger: Path, state: str) -> str:
+    """In the middle of the payload of the first answer in a state; its name."""
+    with closing(sqlite3.connect(ledger)) as connection:
+        name, key, payload = connection.execute(
+            "SELECT id || '/' || member, payloads.key, payload FROM payloads"
+            " JOIN trajectories ON trajectories.key = payloads.key JOIN groups ON groups.key = group_key"
+            " WHERE state = ? ORDER BY payloads.key LIMIT 1",
+            (state,),
+        ).fetchone()
+        place = len(payload) // 2
+        bent = payload[:place] + bytes([payload[place] ^ 1]) + payload[place + 1 :]
+        connection.execute("UPDATE payloads SET payload = ? WHERE key = ?", (bent, key))
+        connection.commit()
+    return str(name)
+
+
+UNFIT = " is not what was written: its checksum does not fit"
+
+
+@pytest.mark.parametrize("state", ["buffered", "trained"])
+def test_a_bit_that_is_flipped_in_an_answer_is_named(run_dir: Path, state: str) -> None:
+    name = flip_a_bit(run_dir / "ledger.sqlite", state)
+    of_step = (f"the batch of step 1{UNFIT}",) if state == "trained" else ()
+    breaches = check_run(run_dir).breaches
+    assert breaches["every checksum fits"] == (f"the answer {name}{UNFIT}", *of_step)
+    assert [law for law, found in breaches.items() if found] == ["every checksum fits"]
+
+
+SEALED = {
+    "a group": ("UPDATE groups SET admitted_version = 1 WHERE key = 18", r"group 1\.p\.\d\.0"),
+    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"the answer 1\.p\.\d\.0/0"),
+    "a step": ("UPDATE steps SET oldest_trainable = -1 WHERE step = 2", "the batch of step 2"),
+    "the tokens of a prompt": (
+        "UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2",
+        "the batch of step 1",
+    ),
+    "a fact": ("UPDATE meta SET value = json_set(value, '$.other', 1)", "the fact 'standing'"),
+}
+
+
+@pytest.mark.parametrize(("statement", "what"), SEALED.values(), ids=SEALED)
+def test_a_number_that_is_changed_in_a_sealed_row_is_named(run_dir: Path, statement: str, what: str) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.executescript(statement)
+    found = check_run(run_dir).breaches["every checksum fits"]
+    assert found
+    assert re.fullmatch(what + UNFIT, found[0])
+
+
+def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_dir: Path) -> None:
+    path = run_dir / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.write_on(f"{name}/1", PartialRow(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+    assert check_run(run_dir).kept
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(
+            "UPDATE partials SET payload = CAST(substr(payload, 1, 8) || x'94' || substr(payload, 10) AS BLOB)"
+        )
+    assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of the answer {name}/1{UNFIT}",)
+
+
+@pytest.mark.parametrize("name", ["index", "given_back", "position"])
+def test_a_position_that_lost_a_name_is_refused(run_dir: Path, name: str) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.execute("UPDATE meta SET value = replace(value, ?, ?)", (f'"{name}"', '"other"'))
+        connection.commit()
+    with pytest.raises(StoreError, match=r"ledger\.sqlite: cannot be read: the position or a batch"):
+        check_run(run_dir)
+
+
+def test_a_buffered_answer_without_its_tokens_is_named(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.executescript("DELETE FROM payloads")
+    found = check_run(run_dir).breaches["every checksum fits"]
+    assert [sentence.partition(" is ")[2] for sentence in found] == ["buffered and its tokens are missing"] * 2
+
+
+def test_a_policy_without_a_step_is_found(run_dir: Path) -> None:
+    for name in ("v000009", "v000001", "v000001.mine", ".v000010.4711.partial"):
+        (run_dir / "policy" / name).mkdir(parents=True)
+    assert check_run(run_dir).breaches["versions grow by one"] == ("policy 9 belongs to no step on record",)
+
+
+@pytest.mark.parametrize("text", [None, "", "[rollout]\n", "[rollout", "[rollout]\nbatch_size = 2\n"])
+def test_a_recipe_that_says_nothing_of_what_was_promised_is_named(run_dir: Path, text: str | None) -> None:
+    recipe = run_dir / "recipe.toml"
+    if text is None:
+        recipe.unlink()
+    else:
+        recipe.write_text(text)
+    with pytest.raises(StoreError, match=f"^{recipe}: "):
+        check_run(run_dir)
+
+
+def test_a_file_that_is_damaged_is_found_or_refused(run_dir: Path) -> None:
+    path = run_dir / "ledger.sqlite"
+    whole = path.read_bytes()
+    for place in range(4096, len(whole), 4096):  # the type of each page
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            kept = check_run(run_dir).kept
+        except StoreError:
+            continue
+        assert not kept, f"page {place // 4096 + 1}"
+
+
+def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks format 2"):
+        check_run(run_dir)
+
+
+@pytest.mark.parametrize("module", [check, checksums, history, laws])
+def test_the_checker_shares_only_the_check_of_the_log_with_the_writers(module: object) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.dashboard.")}
+    assert theirs <= {"stretto.core.errors.StoreError"} | (
+        {"stretto.store.ledger.schema.check_resting_log"} if module is check else set()
+    )

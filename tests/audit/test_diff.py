@@ -1,0 +1,60 @@
+"""`stretto diff`: two runs are called equal in what was compared, and in nothing else."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stretto.audit.diff import diff_runs
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from tests.store.conftest import Make
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs of two steps that trained on the same."""
+    make, folders = Make(), (tmp_path / "a", tmp_path / "b")
+    for folder in folders:
+        folder.mkdir()
+        with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
+            for step in (1, 2):
+                group = make.group(f"0.{step}.0", make.trajectory(f"0.{step}.0"))
+                ledger.issue(group.id, make.prompt, 1, 0)
+                ledger.buffer(group)
+                ledger.commit_batch(make.batch(step, group))
+                ledger.record_update(make.update(step))
+    return folders
+
+
+def keep(folder: Path, version: int, files: dict[str, bytes]) -> None:
+    policy = folder / "policy" / f"v{version:06d}"
+    policy.mkdir(parents=True)
+    for name, data in files.items():
+        (policy / name).write_bytes(data)
+
+
+def test_runs_that_kept_no_policy_are_not_told_to_have_the_same(runs: tuple[Path, Path]) -> None:
+    keep(runs[0], 1, {"model.safetensors": b"weights"})
+    parting = diff_runs(*runs)
+    assert (parting.step, parting.fields, parting.policies) == (2, (), ())
+    assert str(parting).startswith("equal in all 2 steps: batches, ")
+    assert str(parting).endswith("; there is no version whose weights could be compared")
+
+
+def test_the_versions_whose_weights_were_compared_are_named(runs: tuple[Path, Path]) -> None:
+    for folder in runs:
+        for version in (0, 2):
+            keep(folder, version, dict.fromkeys(SHARDS, b"weights"))
+    assert str(diff_runs(*runs)).endswith(", and the weights of versions 0, 2")
+
+
+def test_weights_in_several_files_are_compared_in_all_of_them(runs: tuple[Path, Path]) -> None:
+    for folder in runs:
+        keep(folder, 1, {SHARDS[0]: b"weights", SHARDS[1]: folder.name.encode()})
+    parting = diff_runs(*runs)
+    assert (parting.step, parting.fields) == (1, ("weights of version 1",))

@@ -1,0 +1,209 @@
+"""A whole run with toys for players, and the real controller, answers, ledger, recorder and keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from stretto.core.events import Span
+from stretto.core.records import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    Outcome,
+    Prompt,
+    Sampling,
+    StopReason,
+    Update,
+    Verdict,
+)
+from stretto.engine.wire import PartialTokens
+from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
+from stretto.loop.conductor import Components, Conductor
+from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.evaluation import Evaluation
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.reporter import SilentReporter
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.prompts import PromptStream
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_unfinished
+from stretto.trainer.config import TrainerConfig
+from stretto.worlds.single_turn import SingleTurn
+
+PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(20)]
+OUTCOMES = (Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0))
+
+
+@dataclass
+class ToyFleet:
+    """One engine that answers after `seconds` with the version it has loaded; `ills` go wrong first."""
+
+    seconds: float = 0.001
+    ills: list[Exception] = field(default_factory=list)
+    version: int = 0
+    on_load: Callable[[int], None] = print
+    published: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[str] = field(default_factory=list)
+    cut_off: int = 0
+    written_for: list[int] = field(default_factory=list)  # how many answers, each time that it was asked
+
+    def listen(self, on_load: Callable[[int], None]) -> None:
+        self.on_load = on_load
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        self.asked.append(request.id)
+        version = self.version
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            raise
+        if self.ills:
+            raise self.ills.pop()
+        for member, _ in enumerate(request.seeds):
+            yield Completion(
+                request=request.id,
+                member=member,
+                token_ids=(1, 2),
+                behavior_logprobs=(-0.1, -0.2),
+                versions=(version, version),
+                stop_reason=StopReason.STOP,
+            )
+
+    open = frozenset[str]()
+
+    async def give_up(self) -> None: ...
+
+    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[PartialTokens]:
+        """One token of the first answer to each group, once."""
+        self.written_for.append(len(known))
+        return [
+            PartialTokens(request=id, member=0, token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
+            for id, counts in known.items()
+            if counts and not counts[0]
+        ]
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.published.set()
+
+    async def keep_loaded(self) -> NoReturn:
+        while True:
+            await self.published.wait()
+            self.published.clear()
+            self.on_load(self.version)
+
+    async def look(self, patience: float | None) -> list[Span]:
+        return [Span(role="engine-0", name="generate", start=0.0, end=1.0)]
+
+
+@dataclass
+class ToyTrainer:
+    """Trains after `seconds`; `ill` is raised at the step `ill_at`."""
+
+    seconds: float = 0.002
+    ill: Exception | None = None
+    ill_at: int = 3
+    batches: list[Batch] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+
+    async def train(self, batch: Batch) -> Update:
+        await asyncio.sleep(self.seconds)
+        if self.ill is not None and batch.step == self.ill_at:
+            raise self.ill
+        self.batches.append(batch)
+        return Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={"loss": 0.5})
+
+    async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
+        on_copied()
+        (folder / "state").write_text("whole")
+
+    async def save_policy(self, folder: Path) -> None:
+        self.saved.append(folder.name)
+        folder.mkdir()
+
+    def drain_spans(self) -> list[Span]:
+        return []
+
+
+async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+    """The first is right, the others are wrong."""
+    return [OUTCOMES[min(number, 1)] for number, _ in enumerate(completions)]
+
+
+@dataclass
+class Stage(SilentReporter):
+    """A whole run with toys; `conductor` is made within the event loop, by `play`."""
+
+    folder: RunFolder
+    ledger: Ledger
+    fleet: ToyFleet = field(default_factory=ToyFleet)
+    trainer: ToyTrainer = field(default_factory=ToyTrainer)
+    evaluations: int = 0
+    said: list[str] = field(default_factory=list)
+    progress: Callable[[], object] = lambda: None
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    async def evaluate(self) -> Evaluation:
+        self.evaluations += 1
+        await asyncio.sleep(0)
+        return Evaluation(version=self.fleet.version, prompts=4, right=2, undecided=0, tokens=8)
+
+    def play(self, stop_after: float | None = None, steps: int = 6, **settings: Any) -> Controller:
+        """Conduct to the end; a stop is requested after so many seconds."""
+        return asyncio.run(asyncio.wait_for(self._play(stop_after, steps, settings), 30))
+
+    async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
+        patience = settings.pop("deadlines", {})
+        every = settings.pop("evaluate_every", 0)
+        defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 1}
+        config = RolloutConfig.model_validate(defaults | settings)
+        standing = self.ledger.get("standing", ControllerState) or ControllerState()
+        stream = PromptStream(PROMPTS, seed=1, position=standing.position)
+        begins = self.ledger.last_step() or 0
+        controller = Controller(config, stream, self.ledger, Sampling(max_tokens=4), seed=1, version=begins)
+        past = EarlierTotals()
+        recorder = Recorder(
+            self.folder, self.ledger, self, Work, config.max_staleness, past, RunClock(past, time.monotonic())
+        )
+        link = cast(TrainerLink, self.trainer)
+        checkpoints = Checkpoints(self.folder.checkpoints)
+        training = TrainerConfig(checkpoint_every=3, keep_versions=1)
+        deadlines = DeadlinesConfig.model_validate(patience)
+        keeper = Checkpointing(self.folder, checkpoints, training, link, controller, self.ledger, deadlines)
+        answers = InFlight(self.fleet, self.ledger, restore(controller, standing, read_unfinished(self.folder.ledger)))
+        self.ledger.watch("standing", controller.standing)
+        players = Components(
+            controller,
+            SingleTurn(answers.generate, score, str),
+            cast(EnginePool, self.fleet),
+            link,
+            self.fleet.look,
+            recorder,
+            keeper,
+            PeriodicEvaluation(self.evaluate, recorder, every),
+            answers,
+            self.progress,
+        )
+        conductor = Conductor(players, steps, deadlines)
+        if stop_after is not None:
+            asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
+        recorder.rl_begins()
+        await conductor.run()
+        await keeper.end()
+        left = {task.get_name() for task in asyncio.all_tasks()} & set(self.fleet.asked)
+        assert not left, "every answer is put away"
+        return controller

@@ -1,0 +1,233 @@
+"""The conductor's loops, with the real controller, ledger, recorder and keeper, and players that are toys.
+
+- Every step trains a batch, publishes a version, loads it; the run ends after the last step.
+- A stop ends after the step in progress, or without it when that takes too long.
+- What anybody fails of ends the run with that error; a lost engine does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    NothingMoves,
+    RefusedRequest,
+    RoleDied,
+    StrettoError,
+    TrainingDiverged,
+)
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest
+from stretto.rollout.controller import TooManyFailures
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Balance, Ledger
+from stretto.store.series.metrics import read_metrics
+from stretto.store.series.spans import read_spans
+from tests.loop.conducting import Stage, ToyFleet
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with RunFolder.create(tmp_path / "run") as folder:
+        ledger = Ledger(folder.ledger, StoreConfig())
+        yield Stage(folder, ledger)
+        ledger.close()
+        assert_balanced(ledger.balance(), folder)
+
+
+def assert_balanced(balance: Balance, folder: RunFolder) -> None:
+    found = inspect_run(folder.path).trajectories
+    assert found.issued == balance.issued
+    assert found.trained == balance.trained
+
+
+def test_every_step_trains_a_batch_and_publishes_a_version(stage: Stage) -> None:
+    controller = stage.play()
+    assert [batch.step for batch in stage.trainer.batches] == [1, 2, 3, 4, 5, 6]
+    assert [batch.version for batch in stage.trainer.batches] == [0, 1, 2, 3, 4, 5]
+    assert (controller.published, controller.live, stage.fleet.version) == (6, 6, 6)
+    assert stage.ledger.balance().trained == 6 * 2 * 2
+    steps, _ = read_metrics(stage.folder.metrics)
+    assert [step.version for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert read_spans(stage.folder.spans)[-1].role == "engine-0"
+
+
+def test_checkpoints_and_policies_are_kept_where_they_are_due(stage: Stage) -> None:
+    stage.play()
+    assert Checkpoints(stage.folder.checkpoints).steps() == [3, 6]
+    assert stage.trainer.saved == ["v000003", "v000006"]
+    assert [path.name for path in stage.folder.policies.iterdir()] == ["v000006"]
+
+
+def test_whoever_goes_on_asks_what_was_not_trained_and_nothing_else(stage: Stage) -> None:
+    stage.play(steps=3)
+    left = stage.ledger.balance()
+    asked = set(stage.fleet.asked)
+    stage.fleet = ToyFleet(version=3)
+    stage.play(steps=8)
+    assert left.buffered + left.in_flight > 0
+    again = set(stage.fleet.asked) & asked
+    assert len(again) * 2 == left.in_flight, "what was in flight is asked again, what was buffered is not"
+    trained = [group.id for batch in stage.trainer.batches for group in batch.groups]
+    assert [batch.step for batch in stage.trainer.batches] == list(range(1, 9))
+    assert len(set(trained)) == len(trained) == 16
+    assert stage.ledger.balance().failed == 0
+
+
+def test_evaluations_go_on_beside_the_training(stage: Stage) -> None:
+    stage.play(evaluate_every=2)
+    _, evaluations = read_metrics(stage.folder.metrics)
+    assert stage.evaluations >= 2
+    assert {evaluation.step for evaluation in evaluations} <= {2, 4, 6}
+
+
+def test_a_stop_ends_after_the_step_in_progress(stage: Stage) -> None:
+    stage.trainer.seconds = 0.1
+    stage.fleet.seconds = 0.01
+    controller = stage.play(stop_after=0.05, steps=1000)
+    assert controller.published == 1
+    assert [batch.step for batch in stage.trainer.batches] == [1]
+
+
+def test_a_stop_does_not_wait_for_a_step_for_ever(stage: Stage) -> None:
+    stage.trainer.seconds = 20
+    controller = stage.play(stop_after=0.05, deadlines={"stop": 0.05})
+    assert controller.published == 0
+    assert stage.trainer.batches == []
+
+
+def test_a_stop_cuts_off_the_answers_in_flight(stage: Stage) -> None:
+    stage.fleet.seconds = 20
+    stage.play(stop_after=0.05)
+    assert stage.fleet.cut_off == stage.ledger.balance().in_flight / 2 == 4
+
+
+@pytest.mark.parametrize(
+    "ill", [RoleDied("trainer", "was killed by SIGKILL"), TrainingDiverged(3, 5)], ids=["died", "diverged"]
+)
+def test_what_the_trainer_fails_of_ends_the_run(stage: Stage, ill: StrettoError) -> None:
+    stage.trainer.ill = ill
+    with pytest.raises(type(ill)):
+        stage.play()
+    assert [batch.step for batch in stage.trainer.batches] == [1, 2]
+
+
+def test_what_an_answer_fails_of_ends_the_run(stage: Stage) -> None:
+    stage.fleet.ills = [DeadlineExceeded("the client of engine-0", "the next answer", 600)]
+    with pytest.raises(DeadlineExceeded, match="the next answer"):
+        stage.play()
+
+
+LOST = EngineLost("engine-0", "broke off in the middle of a reply")
+
+
+def test_a_group_whose_engine_is_lost_is_asked_again_under_its_name(stage: Stage) -> None:
+    stage.fleet.ills = [LOST] * 3
+    stage.play(max_attempts=1, max_failures_in_a_row=1)
+    assert len(stage.trainer.batches) == 6
+    assert stage.ledger.balance().failed == 0
+    trained = {group.id for batch in stage.trainer.batches for group in batch.groups}
+    assert set(stage.fleet.asked[:4]) <= trained
+
+
+def test_a_group_that_many_engines_are_lost_with_is_asked_anew_and_is_no_failure_of_its_prompt(stage: Stage) -> None:
+    stage.fleet.ills = [LOST] * 60
+    stage.play(max_attempts=1, max_failures_in_a_row=5)
+    assert len(stage.trainer.batches) == 6
+    assert 0 < stage.ledger.balance().failed <= 60 // 4 * 2
+    first = {name.rpartition(".")[0] for name in stage.fleet.asked[:4]}
+    trained = {group.id.rpartition(".")[0] for batch in stage.trainer.batches for group in batch.groups}
+    assert first <= trained, "whoever lost an engine is asked again before anyone new"
+
+
+def test_refused_requests_are_given_up_and_too_many_of_them_end_the_run(stage: Stage) -> None:
+    stage.fleet.ills = [RefusedRequest("prompt_token_ids", "99", "allowed: 0 to 15")] * 60
+    with pytest.raises(TooManyFailures, match="6 groups failed in a row"):
+        stage.play(max_failures_in_a_row=5)
+
+
+def test_a_batch_that_does_not_come_is_a_named_end(stage: Stage) -> None:
+    stage.fleet.seconds = 20
+    expected = r"trainer waited 0\.1 s for a batch at version 0: 4 groups in flight, 0 buffered, 0 filtered and gave up"
+    with pytest.raises(DeadlineExceeded, match=expected):
+        stage.play(deadlines={"batch": 0.1})
+
+
+def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    stage.fleet.seconds = 20
+    expected = r"nothing has moved for 0\.2 s: trainer has waited 0 s of 1800 s for a batch at version 0"
+    with pytest.raises(NothingMoves, match=expected):
+        stage.play(deadlines={"still": 0.2})
+
+
+def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    stage.fleet.seconds = 20
+
+    async def look(patience: float | None) -> list[Span]:
+        await asyncio.sleep(600 if patience is None else patience)
+        return []
+
+    monkeypatch.setattr(stage.fleet, "look", look)
+    with pytest.raises(NothingMoves):
+        stage.play(deadlines={"still": 0.2})
+    assert len(stage.fleet.written_for) > 3, "the journal goes on"
+
+
+def test_a_long_step_of_a_trainer_that_works_is_no_standstill(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    stage.trainer.seconds = 0.5
+    stage.progress = time.monotonic  # a role works
+    stage.play(deadlines={"still": 0.2}, steps=1)
+    assert len(stage.trainer.batches) == 1
+
+
+def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
+    expected = r"\d+ groups in flight, 0 buffered, \d\d+ filtered and gave up"
+    with pytest.raises(DeadlineExceeded, match=expected):
+        stage.play(group_size=1, filter="zero_variance", deadlines={"batch": 0.2})
+    assert stage.said[:2] == [
+        "8 groups were filtered since the last batch (the filters of [rollout])",
+        "16 groups were filtered since the last batch (the filters of [rollout])",
+    ]
+
+
+def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    stage.fleet.seconds = 20
+    on_file: list[int] = []
+
+    async def look(patience: float | None) -> list[Span]:
+        on_file.append(inspect_run(stage.folder.path).trajectories.in_flight)
+        return []
+
+    monkeypatch.setattr(stage.fleet, "look", look)
+    stage.play(stop_after=0.2)
+    assert on_file[-1] == 4 * 2
+
+
+def test_overdue_answers_are_cut_off_and_asked_again(stage: Stage) -> None:
+    class Straggling(ToyFleet):
+        """Its first answer takes for ever."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+            self.seconds = 0.001 if self.asked else 20
+            async for completion in super().generate(request):
+                yield completion
+
+    stage.fleet = Straggling()
+    stage.play(beyond_bound="expire")
+    assert stage.fleet.cut_off >= 1
+    assert stage.ledger.balance().expired >= 2
+    assert f"{stage.fleet.asked[0].rpartition('.')[0]}.1" in stage.fleet.asked

@@ -1,0 +1,80 @@
+"""Held-out accuracy: one answer per prompt with a seed of its own, whatever happens to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from stretto.core.errors import EngineLost
+from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
+from stretto.loop.evaluation import Evaluation, Evaluator
+
+PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]
+VERDICTS = {
+    "0": Verdict(outcome=Outcome.RIGHT, reward=1.0),
+    "1": Verdict(outcome=Outcome.WRONG, reward=0.0),
+    "2": Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout"),
+    "3": Verdict(outcome=Outcome.RIGHT, reward=1.0),
+}
+
+
+@dataclass
+class Engine:
+    """Is lost so many times, then answers with three tokens."""
+
+    losses: int = 0
+    seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        await asyncio.sleep(0)
+        if self.losses:
+            self.losses -= 1
+            raise EngineLost("engine-0", "broke off")
+        for request in requests:
+            self.seeds[request.id] = request.seeds
+            yield Completion(
+                request=request.id,
+                member=0,
+                token_ids=(1, 2, 3),
+                behavior_logprobs=(0.0, 0.0, 0.0),
+                versions=(4, 4, 5),
+                stop_reason=StopReason.STOP,
+            )
+
+
+async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+    return [VERDICTS[answer]]
+
+
+def evaluated(engine: Engine, seed: int = 7) -> Evaluation:
+    evaluator = Evaluator(PROMPTS, Sampling(max_tokens=3), seed, engine.generate, score, str)
+    return asyncio.run(evaluator())
+
+
+def test_right_answers_are_counted_and_undecided_ones_apart() -> None:
+    evaluation = evaluated(Engine())
+    assert evaluation == Evaluation(version=5, prompts=4, right=2, undecided=1, tokens=12)
+    assert evaluation.accuracy == 0.5
+    assert str(evaluation) == "accuracy 0.5000: 2 of 4 right, 1 undecided"
+    assert json.loads(evaluation.as_json())["accuracy"] == 0.5
+
+
+def test_each_prompt_has_a_seed_of_its_own_that_never_changes() -> None:
+    one, two, other = Engine(), Engine(), Engine()
+    evaluated(one), evaluated(two), evaluated(other, seed=8)
+    assert one.seeds == two.seeds
+    assert len(set(one.seeds.values())) == 4
+    assert not set(one.seeds.values()) & set(other.seeds.values())
+
+
+def test_a_lost_engine_is_asked_again() -> None:
+    assert evaluated(Engine(losses=3)).right == 2
+
+
+def test_an_engine_that_is_lost_again_and_again_ends_the_evaluation() -> None:
+    with pytest.raises(EngineLost, match="engine-0 broke off"):
+        evaluated(Engine(losses=1000))

@@ -1,0 +1,320 @@
+"""Engines as one, with toy engines in real processes.
+
+- Every answer comes from an engine that is up; one that breaks off gets nothing more until it is well again.
+- An engine that dies is replaced and serves the newest version; one that dies too often ends the run with its name.
+- A published version reaches every engine; `live` is the oldest that any of them serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied
+from stretto.core.records import Completion, GenerateRequest, Partial, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.role import EngineSpec
+from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.engines.pool import EnginePool
+from stretto.processes.stopping import run_beside
+from tests.launch.running import children
+from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, UNFINISHED
+
+T = TypeVar("T")
+Work = Callable[[EnginePool], Awaitable[T]]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short: sockets lie there."""
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as path:
+        (Path(path) / "newest").write_text("0")
+        yield Path(path)
+
+
+def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], None] = print, **deadlines: float) -> T:
+    """Start a fleet, supervise it while `work` goes on, stop it; nothing is left."""
+    specs = [
+        EngineSpec(
+            name=f"engine-{number}",
+            address=f"unix:{folder}/{number}.sock",
+            model=str(folder / "newest"),
+            mailbox="toy",
+            mailbox_folder=str(folder),
+            config=EngineConfig().model_dump_json(),
+            threads=1,
+            publication_seconds=1.0,
+        )
+        for number in range(count)
+    ]
+    before = children()
+
+    async def main() -> T:
+        settings = DeadlinesConfig.model_validate({"start": 20.0, "answer": 5.0} | deadlines)
+        fleet = EnginePool(specs, folder, settings, role="tests.loop.toy_engine")
+        fleet.report_to(say)
+        try:
+            await fleet.start(0)
+            return await run_beside(fleet.supervise(), work(fleet))
+        finally:
+            await fleet.stop(1)
+
+    try:
+        return asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        assert children() == before
+
+
+def request(name: str, what: int = ANSWER, answers: int = 2) -> GenerateRequest:
+    seeds = tuple(range(answers))
+    return GenerateRequest(id=name, prompt_token_ids=(what,), seeds=seeds, sampling=Sampling(max_tokens=4))
+
+
+async def answers(fleet: EnginePool, asked: GenerateRequest) -> list[Completion]:
+    return [completion async for completion in fleet.generate(asked)]
+
+
+def test_groups_are_spread_over_the_engines(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[int]:
+        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
+        assert all([completion.token_ids for completion in group] == [(0,), (1,)] for group in groups)
+        await fleet.look()
+        return [round(fleet.counted(lambda health: health.generated)), *map(round, fleet.busy().values())]
+
+    assert in_fleet(folder, work) == [16, 1, 1]
+
+
+def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> tuple[bool, int]:
+        begun = (Partial(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
+        asked = msgspec.structs.replace(request("0", answers=1), begun=begun)
+        answering = asyncio.ensure_future(answers(fleet, asked))
+        await asyncio.sleep(0.3)
+        early = answering.done()
+        await fleet.reach(7)
+        (completion,) = await answering
+        return early, completion.versions[0]
+
+    assert in_fleet(folder, work) == (False, 7)
+
+
+def test_a_published_version_reaches_every_engine(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[int]:
+        live: list[int] = []
+        fleet.listen(live.append)
+        loading = asyncio.ensure_future(fleet.keep_loaded())
+        fleet.publish(7)
+        while fleet.live < 7:
+            await asyncio.sleep(0.01)
+        loading.cancel()
+        await fleet.reach(9)
+        (completion,) = await answers(fleet, request("0", answers=1))
+        return [live[0], live[-1], fleet.live, completion.versions[0]]
+
+    assert in_fleet(folder, work) == [0, 7, 9, 9]
+
+
+def test_an_engine_that_dies_is_replaced_with_the_newest_version(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> int:
+        fleet.report_to(said.append)
+        await fleet.reach(3)
+        (folder / "newest").write_text("4")  # published while it is dead
+        with pytest.raises(EngineLost, match="engine-0 "):
+            await answers(fleet, request("0", DIE))
+        (completion,) = await answers(fleet, request("0", answers=1))
+        await fleet.reach(4)
+        await fleet.look()
+        assert fleet.busy() == {"engine-0": 1.0}
+        return completion.versions[0]
+
+    assert in_fleet(folder, work, count=1) == 4
+    assert said == ["engine-0 ended with exit code 9: a new one is started"]
+
+
+def test_an_engine_that_comes_back_serves_what_was_published_while_it_started(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[int]:
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", DIE))
+        live: list[int] = []
+        fleet.listen(live.append)
+        loading = asyncio.ensure_future(fleet.keep_loaded())
+        fleet.publish(5)  # the replacement will have found version 0
+        await joined(fleet, 2)
+        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
+        loading.cancel()
+        assert {completion.versions for group in groups for completion in group} == {(5,)}
+        return live
+
+    live = in_fleet(folder, work)
+    assert live[-1] == 5
+    assert live == sorted(live)
+
+
+async def joined(fleet: EnginePool, count: int) -> None:
+    """Return when so many engines can be looked at."""
+    while True:
+        await fleet.look()
+        if fleet.counted(lambda health: 1) == count:
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_what_a_dead_engine_had_begun_is_wasted(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[float]:
+        await answers(fleet, request("0"))
+        await fleet.look()
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("1", DIE))
+        await joined(fleet, 2)  # the dead one, and the one in its place
+        return [fleet.counted(lambda health: health.wasted), fleet.counted(lambda health: health.unfinished)]
+
+    assert in_fleet(folder, work, count=1) == [UNFINISHED, UNFINISHED]
+
+
+def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> float:
+        await fleet.look()
+        (process,) = children()
+        os.kill(process, signal.SIGSTOP)
+        start = time.monotonic()
+        assert await fleet.look(0.1) == []
+        assert time.monotonic() - start < 1
+        return fleet.counted(lambda health: health.busy_seconds)
+
+    assert in_fleet(folder, work, count=1) == 1.0
+
+
+def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[float]:
+        await answers(fleet, request("0"))
+        (process,) = children()
+        os.kill(process, signal.SIGSTOP)
+        await fleet.look(0.05)
+        before = fleet.counted(lambda health: health.generated)
+        os.kill(process, signal.SIGCONT)
+        await fleet.look()  # the same question, and its answer
+        return [before, fleet.counted(lambda health: health.generated)]
+
+    assert in_fleet(folder, work, count=1) == [0, 2]
+
+
+def test_while_one_engine_is_away_the_other_answers_everything(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> int:
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", DIE))
+        groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))
+        return len(groups)
+
+    assert in_fleet(folder, work) == 20
+
+
+def test_an_engine_that_hangs_up_and_is_well_gets_work_again(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> int:
+        fleet.report_to(said.append)
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", HANG_UP))
+        return len(await answers(fleet, request("1")))
+
+    assert in_fleet(folder, work, count=1) == 2
+    assert said == []
+
+
+def test_an_engine_that_nobody_can_reach_is_replaced_though_its_process_goes_on(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> int:
+        fleet.report_to(said.append)
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", TURN_DEAF))
+        return len(await answers(fleet, request("1")))
+
+    assert in_fleet(folder, work, count=1, hung=0.3) == 2
+    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
+
+
+def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> None:
+        while True:
+            with pytest.raises(EngineLost):
+                await answers(fleet, request("0", DIE))
+
+    with pytest.raises(
+        RoleDied, match=r"engine-0 ended with exit code 9, 3 times; its last words are in .*engine-0\.txt"
+    ):
+        in_fleet(folder, work, count=1, engine_restarts=2)
+
+
+def test_a_replacement_that_does_not_start_is_counted_as_well(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> None:
+        (folder / "newest").write_text("broken")
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", DIE))
+        await answers(fleet, request("1"))
+
+    with pytest.raises(RoleDied, match="engine-0 ended with exit code 1, 3 times"):
+        in_fleet(folder, work, count=1, engine_restarts=2)
+
+
+def test_an_engine_that_does_not_start_is_named(folder: Path) -> None:
+    (folder / "newest").write_text("broken")
+
+    async def work(fleet: EnginePool) -> None:
+        raise AssertionError("it has not started")
+
+    with pytest.raises(RoleDied, match=r"engine-\d ended with exit code 1; its last words are in"):
+        in_fleet(folder, work)
+
+
+def test_an_engine_that_is_killed_while_it_starts_is_replaced(folder: Path) -> None:
+    said: list[str] = []
+    (folder / "newest").write_text("killed 4")
+
+    async def work(fleet: EnginePool) -> int:
+        return fleet.live
+
+    assert in_fleet(folder, work, count=1, say=said.append) == 4
+    assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
+
+
+def test_an_engine_that_is_killed_too_often_while_it_starts_ends_the_run(folder: Path) -> None:
+    (folder / "newest").write_text("killed 4")
+
+    async def work(fleet: EnginePool) -> None:
+        raise AssertionError("it has not started")
+
+    with pytest.raises(RoleDied, match=r"engine-0 was killed by SIGKILL .*, 1 times"):
+        in_fleet(folder, work, count=1, engine_restarts=0)
+
+
+def test_a_replacement_that_is_never_ready_is_replaced_as_well(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> int:
+        (folder / "newest").write_text("hangs 4")
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", DIE))
+        (completion,) = await answers(fleet, request("1", answers=1))
+        return completion.versions[0]
+
+    said: list[str] = []
+    assert in_fleet(folder, work, count=1, say=said.append, start=2.0) == 4
+    assert "engine-0 to be ready" in said[1]
+
+
+def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[Completion]:
+        return await answers(fleet, request("0", STAY_SILENT))
+
+    with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next answer to 0"):
+        in_fleet(folder, work, count=1, answer=0.2)

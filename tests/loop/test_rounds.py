@@ -1,0 +1,122 @@
+"""Rounds of groups.
+
+- What an engine gets together follows from the order of the groups, however they come and whoever is lost.
+- The answers of a group are delivered once; an error reaches everybody who waits for the portion.
+- Groups leave in their order when the last one is judged; who is stopped holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Trajectory
+from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.rounds import Rounds
+from stretto.rollout.controller import Ticket
+from stretto.rollout.prompts import Draw
+
+NAMES = ["0.5.0", "0.3.0", "0.9.0"]
+
+
+def ticket(name: str, order: int) -> Ticket:
+    request = GenerateRequest(id=name, prompt_token_ids=(1,), seeds=(1, 2), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(id=name.split(".")[1], token_ids=(1,), text="", answer="")
+    return Ticket(order=order, draw=Draw(epoch=0, prompt=prompt, attempt=0), admitted_version=0, request=request)
+
+
+TICKETS = [ticket(name, order) for order, name in enumerate(NAMES)]
+
+
+@dataclass
+class Engines:
+    """Answers each portion group after group; is lost, or refuses, when so many answers are out."""
+
+    ills: list[tuple[int, Exception]] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        self.asked.append(tuple(request.id for request in requests))
+        whole, ill = self.ills.pop(0) if self.ills else (10**9, None)
+        for request in requests:
+            for member in range(len(request.seeds)):
+                await asyncio.sleep(0.001)
+                if ill is not None and whole == 0:
+                    raise ill
+                whole -= 1
+                yield Completion(request.id, member, (7,), (-0.1,), (0,), StopReason.STOP)
+
+
+class Nowhere:
+    """A journal that must not be written to: rounds have no partials."""
+
+    def write_on(self, id: str, partial: object) -> None:
+        raise AssertionError(id)
+
+
+def played(engines: Engines, portions: int, slow: str = "", stop: str = "") -> list[str]:
+    """Play a round; the groups in the order in which they leave, with what they failed of."""
+    left: list[str] = []
+
+    async def main() -> None:
+        rounds = Rounds(engines, lambda: TICKETS, portions)
+        answers = InFlight(rounds, Nowhere(), {}, whole=True)
+
+        async def workflow(ticket: Ticket) -> Sequence[Trajectory]:
+            found = [completion async for completion in answers.generate(ticket.request)]
+            assert [completion.member for completion in found] == [0, 1]
+            await asyncio.sleep(0.05 if ticket.group_id == slow else 0)
+            return []
+
+        together = rounds.together(workflow)
+
+        async def one(ticket: Ticket) -> None:
+            try:
+                await together(ticket)
+                left.append(ticket.group_id)
+            except (EngineLost, RefusedRequest) as error:
+                left.append(f"{ticket.group_id} {type(error).__name__}")
+
+        tasks = {t.group_id: asyncio.create_task(one(t)) for t in reversed(TICKETS)}
+        while not engines.asked:
+            await asyncio.sleep(0)
+        if stop:
+            tasks[stop].cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 10)
+
+    asyncio.run(main())
+    return left
+
+
+@pytest.mark.parametrize("slow", ["", *NAMES])
+def test_groups_are_dealt_and_leave_in_the_order_of_their_admission(slow: str) -> None:
+    engines = Engines()
+    assert played(engines, portions=2, slow=slow) == NAMES
+    assert sorted(engines.asked) == [("0.3.0",), ("0.5.0", "0.9.0")]
+
+
+@pytest.mark.parametrize("whole", range(6))
+def test_a_portion_whose_engine_is_lost_is_asked_again_as_it_was(whole: int) -> None:
+    engines = Engines(ills=[(whole, EngineLost("engine-0", "was killed"))])
+    assert played(engines, portions=1) == NAMES
+    assert engines.asked == [tuple(NAMES)] * 2
+
+
+def test_a_portion_that_loses_one_engine_after_the_other_fails_as_a_whole() -> None:
+    engines = Engines(ills=[(3, EngineLost("engine-0", "was killed"))] * 9)
+    assert played(engines, portions=1) == ["0.5.0", "0.3.0 EngineLost", "0.9.0 EngineLost"]
+    assert len(engines.asked) == 4
+
+
+def test_a_refusal_reaches_every_group_of_the_portion() -> None:
+    engines = Engines(ills=[(0, RefusedRequest("prompt", "x", "y"))])
+    assert played(engines, portions=1) == [f"{name} RefusedRequest" for name in NAMES]
+
+
+@pytest.mark.parametrize("ills", [[], [(4, EngineLost("engine-0", "was killed"))]])
+def test_a_group_that_is_stopped_holds_nobody_up(ills: list[tuple[int, Exception]]) -> None:
+    assert played(Engines(ills=ills), portions=1, stop="0.9.0") == ["0.5.0", "0.3.0"]

@@ -1,0 +1,216 @@
+"""The trainer as the conductor sees it, with toy trainers in real processes.
+
+- One that dies or hangs is replaced, whatever it was doing, while it takes up the batches of its predecessor too.
+- Once it is told to stop, no other one is started, whatever dies and whoever waits for an answer.
+- It makes progress while it answers or computes; a step that hangs is no progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from stretto.core.errors import CheckpointLost, RoleDied, RoleFailed
+from stretto.core.records import Batch, Sampling, Update
+from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.learner.recovery import Recovery
+from stretto.store.folder.run_folder import RunFolder
+from stretto.trainer.roles.trainer import TrainerSpec
+from tests.launch.running import children
+
+T = TypeVar("T")
+BATCH = Batch(step=1, version=0, groups=(), oldest_trainable=0)
+
+
+def linked(
+    folder: Path,
+    parts: list[str],
+    work: Callable[[TrainerLink], Awaitable[T]],
+    say: Callable[[str], None] = print,
+    **deadlines: float,
+) -> T:
+    """Start a trainer that plays the first of the parts (see `toy_trainer`), whose replacements play the others."""
+    (folder / "script").write_text("\n".join(parts))
+    spec = TrainerSpec(
+        model=str(folder / "script"),
+        mailbox="toy",
+        mailbox_folder=str(folder),
+        trainer="{}",
+        algorithm="{}",
+        sampling=Sampling(max_tokens=4),
+        threads=1,
+    )
+    before = children()
+
+    async def main(run: RunFolder) -> T:
+        settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
+        link = TrainerLink(folder / "log.txt", settings, Recovery(run, 2), role="tests.loop.toy_trainer")
+        link.report_to(say)
+        try:
+            await link.start(spec)
+            return await work(link)
+        finally:
+            await link.stop(0.1)
+
+    try:
+        with RunFolder.create(folder / "run") as run:
+            return asyncio.run(asyncio.wait_for(main(run), 60))
+    finally:
+        assert children() == before
+
+
+def still_to_play(folder: Path) -> list[str]:
+    return (folder / "script").read_text().splitlines()
+
+
+def test_a_trainer_that_dies_in_a_step_is_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        link.report_to(said.append)
+        return await link.train(BATCH)
+
+    assert linked(tmp_path, ["dies", "works"], work).step == 1
+    assert said == ["trainer ended with exit code 9: a new one is started at version 0"]
+
+
+def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        link.report_to(said.append)
+        return await link.train(BATCH)
+
+    assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
+    assert "gave no sign of life for 2 s and was killed" in said[1]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> tuple[bool, int]:
+        copied = asyncio.Event()
+        saving = asyncio.create_task(link.save_checkpoint(tmp_path / "step-000001", copied.set))
+        await copied.wait()
+        await asyncio.sleep(0.05)
+        early = saving.done()
+        update = await link.train(BATCH)  # the toy writes when it has this order, and says so before it answers
+        await saving
+        return early, update.step
+
+    assert linked(tmp_path, ["writes"], work) == (False, 1)
+
+
+def test_a_checkpoint_whose_trainer_dies_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> int:
+        with pytest.raises(CheckpointLost, match="the checkpoint step-000001 was not written: trainer"):
+            await link.save_checkpoint(tmp_path / "step-000001")
+        await link.save_checkpoint(tmp_path / "step-000001")
+        return (await link.train(BATCH)).step
+
+    assert linked(tmp_path, ["writes nothing", "works"], work) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> None:
+        with pytest.raises(RoleFailed, match="trainer: no space left") as caught:
+            await link.save_checkpoint(tmp_path / "step-000001")
+        assert caught.value.exit_code == 1
+
+    linked(tmp_path, ["cannot write"], work)
+
+
+def test_a_trainer_that_is_killed_before_it_is_ready_is_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        return await link.train(BATCH)
+
+    assert linked(tmp_path, ["is killed", "is killed", "works"], work, said.append).step == 1
+    assert said == ["trainer was killed by SIGKILL (out of memory?): a new one is started at version 0"] * 2
+
+
+def test_a_trainer_that_dies_too_often_before_it_is_ready_ends_the_run(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> None:
+        raise AssertionError("it has not started")
+
+    with pytest.raises(RoleDied, match=r"trainer was killed by SIGKILL"):
+        linked(tmp_path, ["is killed", "is killed", "works"], work, trainer_restarts=1)
+    assert still_to_play(tmp_path) == ["works"]
+
+
+def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> Update:
+        watch = asyncio.create_task(link.supervise())
+        link.process.kill()
+        while still_to_play(tmp_path):
+            await asyncio.sleep(0.01)
+        update = await link.train(BATCH)
+        watch.cancel()
+        return update
+
+    assert linked(tmp_path, ["works", "works"], work).step == 1
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_trainer_that_ends_with_one_of_its_ranks_names_it(tmp_path: Path, idle: bool) -> None:
+    said: list[str] = []
+
+    async def work(link: TrainerLink) -> Update:
+        link.report_to(said.append)
+        watch = asyncio.create_task(link.supervise())
+        while idle and still_to_play(tmp_path):
+            await asyncio.sleep(0.01)
+        update = await link.train(BATCH)
+        watch.cancel()
+        return update
+
+    assert linked(tmp_path, ["loses", "works"], work).step == 1
+    assert said == ["trainer lost rank 1, which was killed by SIGKILL: a new one is started at version 0"]
+
+
+@pytest.mark.parametrize("part", ["sleeps", "computes"])
+def test_an_order_that_outlives_the_stop_starts_no_other_trainer(tmp_path: Path, part: str) -> None:
+    async def work(link: TrainerLink) -> None:
+        order = asyncio.create_task(link.train(BATCH))
+        await asyncio.sleep(0.05)
+        await link.stop(0.1)
+        with pytest.raises(RoleDied):
+            await order
+
+    linked(tmp_path, [part, "works"], work)
+    assert still_to_play(tmp_path) == ["works"]
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.02, 0.1, 0.3])
+def test_a_stop_in_the_middle_of_a_replacement_leaves_no_process(tmp_path: Path, moment: float) -> None:
+    async def work(link: TrainerLink) -> None:
+        order = asyncio.create_task(link.train(BATCH))
+        while link.process.running:
+            await asyncio.sleep(0)
+        await asyncio.sleep(moment)
+        await link.stop(0.1)
+        with pytest.raises(RoleDied):
+            await order
+        assert not link.process.running
+
+    linked(tmp_path, ["dies", *["lingers"] * 3], work)
+
+
+def test_a_step_that_hangs_is_no_progress_and_one_that_computes_is(tmp_path: Path) -> None:
+    async def moved(link: TrainerLink, seconds: float) -> bool:
+        order = asyncio.create_task(link.train(BATCH))
+        await asyncio.sleep(0.1)
+        before, until = link.progress, time.monotonic() + seconds
+        while link.progress == before and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        order.cancel()
+        return link.progress != before
+
+    assert not linked(tmp_path, ["sleeps"], lambda link: moved(link, 1.5))
+    (tmp_path / "other").mkdir()
+    assert linked(tmp_path / "other", ["computes"], lambda link: moved(link, 30))

@@ -1,0 +1,113 @@
+"""An engine of another make: ``python -m tests.loop.toy_engine SPEC``. Speaks the wire, holds no model.
+
+It answers every seed with one token of the version it serves. The prompt tells it to misbehave: 1 dies in
+mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more. The file
+``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "killed VERSION": the first engine
+that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.frames import frame
+from stretto.core.records import Completion, GenerateRequest, StopReason
+from stretto.engine.wire import EngineHealth, UpdateReply, UpdateRequest
+from stretto.processes.heartbeat import begin_role
+
+DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF = 1, 2, 3, 4, 5
+UNFINISHED = 3  # tokens, it says, always
+
+
+class ToySpec(msgspec.Struct):
+    """What it needs of an `EngineSpec`, whose module would import torch."""
+
+    address: str
+    model: str
+
+
+class ToyEngine:
+    """One connection, one exchange after the other."""
+
+    def __init__(self, version: int, socket: Path) -> None:
+        self.version = version
+        self.generated = 0
+        self.socket = socket
+        self.deaf = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            body = await self._reply(head.split()[1].decode(), await reader.readexactly(length))
+            if body is None or self.deaf:
+                writer.close()
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async def _reply(self, path: str, body: bytes) -> bytes | None:
+        match path:
+            case "/generate":
+                return await self._generate(*msgspec.msgpack.decode(body, type=list[GenerateRequest]))
+            case "/update_weights":
+                self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
+                return msgspec.msgpack.encode(UpdateReply(version=self.version))
+            case "/spans":
+                return msgspec.msgpack.encode([])
+        return msgspec.msgpack.encode(self._health())
+
+    async def _generate(self, request: GenerateRequest, *others: GenerateRequest) -> bytes | None:
+        match request.prompt_token_ids[0]:
+            case 1:
+                os._exit(9)
+            case 2:
+                return None
+            case 3:
+                await asyncio.sleep(600)
+            case 5:
+                self.deaf = True
+                self.socket.unlink()
+                return None
+        self.generated += len(request.seeds)
+        return b"".join(
+            frame(
+                Completion(
+                    request=request.id,
+                    member=member,
+                    token_ids=(seed,),
+                    behavior_logprobs=(-0.1,),
+                    versions=(self.version,),
+                    stop_reason=StopReason.STOP,
+                )
+            )
+            for member, seed in enumerate(request.seeds)
+        )
+
+    def _health(self) -> EngineHealth:
+        zeros = ("running", "waiting", "prefilled", "recomputed", "interrupted", "preempted", "wasted", "updates")
+        counts = dict.fromkeys(zeros, 0)
+        return EngineHealth(
+            version=self.version, generated=self.generated, busy_seconds=1.0, unfinished=UNFINISHED, **counts
+        )
+
+
+async def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
+    begin_role()
+    socket = spec.address.removeprefix("unix:")
+    newest = Path(spec.model)
+    if (words := newest.read_text().split())[0] in ("killed", "hangs"):
+        newest.write_text(words[1])
+        os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
+    engine = ToyEngine(int(newest.read_text()), Path(socket))
+    server = await asyncio.start_unix_server(engine.serve, socket)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

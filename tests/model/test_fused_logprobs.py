@@ -1,0 +1,96 @@
+"""Promises: log-probabilities and entropies are torch's own, and so are their gradients, together or either alone;
+tokens that may not be drawn have none; the backward pass is taken in the logits themselves, and once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.model.kernels import fused_logprobs as chosen
+from stretto.model.kernels.fused_logprobs import chosen_logprobs
+
+ROWS = st.lists(st.lists(st.floats(-20, 20), min_size=5, max_size=5), min_size=1, max_size=6)
+
+
+def torchs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(1, tokens[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def test_by_hand() -> None:
+    # p = 1/2, 1/4, 1/4: log p of the second is -2 ln 2, H = 3/2 ln 2; d log p / dz = -1/2, 3/4, -1/4
+    logits = torch.tensor([[math.log(2), 0.0, 0.0]], requires_grad=True)
+    logprobs, entropy = chosen_logprobs(logits * 1, torch.tensor([1]), entropy=True)
+    assert entropy is not None
+    assert logprobs.tolist() == pytest.approx([-2 * math.log(2)])
+    assert entropy.tolist() == pytest.approx([1.5 * math.log(2)])
+    logprobs.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [pytest.approx([-0.5, 0.75, -0.25])]
+
+
+@given(ROWS, st.floats(-2, 2), st.floats(-2, 2), st.sampled_from([1, 2, 1000]))
+def test_values_and_gradients_are_torchs(rows: list[list[float]], weight: float, of_entropy: float, block: int) -> None:
+    ours, theirs = (torch.tensor(rows, requires_grad=True) for _ in range(2))
+    tokens = torch.tensor([k % 5 for k in range(len(rows))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(chosen._BLOCK, "cpu", 5 * block)
+        logprobs, entropy = chosen_logprobs(ours * 1, tokens, entropy=True)
+        assert entropy is not None
+        (weight * logprobs.sum() + of_entropy * entropy.sum()).backward()
+    expected = torchs(theirs, tokens)
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=1e-5)
+    (weight * expected[0].sum() + of_entropy * expected[1].sum()).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_each_alone_has_its_gradient(kind: int) -> None:
+    ours, theirs = (torch.linspace(-2, 3, 15).view(3, 5).requires_grad_() for _ in range(2))
+    tokens = torch.tensor([0, 2, 4])
+    found, expected = chosen_logprobs(ours * 1, tokens, entropy=True)[kind], torchs(theirs, tokens)[kind]
+    assert found is not None
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_may_not_be_drawn_count_nothing_and_have_no_gradient() -> None:
+    lowest = torch.finfo(torch.float32).min
+    ours = torch.tensor([[1.0, lowest, 0.0, lowest]], requires_grad=True)
+    theirs = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    for logits in (ours, theirs):
+        logprobs, entropy = chosen_logprobs(logits * 1, torch.tensor([0]), entropy=True)
+        assert entropy is not None
+        (logprobs.sum() + 100 * entropy.sum()).backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert ours.grad[0, [1, 3]].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(ours.grad[:, [0, 2]], theirs.grad, rtol=1e-6, atol=0)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    logits = (torch.randn(4, 300) * 3).bfloat16()
+    tokens = torch.tensor([3, 30, 120, 299])
+    logprobs, entropy = chosen_logprobs(logits, tokens, entropy=True)
+    torch.testing.assert_close((logprobs, entropy), torchs(logits.float(), tokens), rtol=1e-5, atol=1e-5)
+    leaf = logits.clone().requires_grad_()
+    chosen_logprobs(leaf * 1, tokens, entropy=False)[0].sum().backward()
+    expected = torch.nn.functional.one_hot(tokens, 300) - logits.float().softmax(-1)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.float(), expected, rtol=1e-2, atol=1e-3)
+
+
+def test_the_gradient_takes_the_place_of_the_logits_and_is_taken_once() -> None:
+    leaf = torch.randn(2, 5, requires_grad=True)
+    logits = leaf * 1
+    logprobs, _ = chosen_logprobs(logits, torch.tensor([0, 1]), entropy=False)
+    logprobs.sum().backward(retain_graph=True)
+    torch.testing.assert_close(logits.detach(), leaf.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()

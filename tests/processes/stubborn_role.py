@@ -1,0 +1,36 @@
+"""A role that does as its spec says: ``python -m tests.processes.stubborn_role SPEC``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.processes.heartbeat import send_heartbeats
+
+
+class StubbornSpec(Record, frozen=True):
+    """Ignore SIGTERM or not, give signs of life or not; then end with `code` after `seconds`."""
+
+    ignores: bool = False
+    seconds: float = 60.0
+    code: int = 0
+    beats: bool = False
+
+
+def main(arguments: list[str]) -> int:
+    spec = msgspec.json.decode(arguments[0], type=StubbornSpec)
+    if spec.ignores:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if spec.beats:
+        send_heartbeats()
+    print("up", flush=True)
+    time.sleep(spec.seconds)
+    return spec.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

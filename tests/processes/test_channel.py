@@ -1,0 +1,137 @@
+"""The wire between the conductor and a role that does one thing at a time.
+
+- Messages arrive whole and in order, however they were chopped; each wait of the conductor has an end and a name.
+- A torn connection is a dead role to the conductor, and the end of all orders to the role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from stretto.core.errors import DeadlineExceeded, RoleDied
+from stretto.core.frames import frame
+from stretto.processes.channel import ConductorEnd, RoleEnd
+from stretto.trainer.messages import FROM_TRAINER, TO_TRAINER, FromTrainer, Ready, SavePolicy, Stop, ToTrainer
+
+T = TypeVar("T")
+READY = Ready(version=3)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+class Ends:
+    """Both ends in one process; the role's end is a copy of the descriptor, as a child process has it."""
+
+    def __init__(self) -> None:
+        self.conductor: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, "logs/trainer.txt")
+        self.wire = self.conductor.far.dup()
+
+    async def __aenter__(self) -> Ends:
+        await self.conductor.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.conductor.close()
+        self.wire.close()
+        await asyncio.sleep(0)
+
+
+def test_orders_and_answers_arrive_in_order() -> None:
+    def role(descriptor: int) -> None:
+        end: RoleEnd[ToTrainer] = RoleEnd(descriptor, TO_TRAINER)
+        while (order := end.receive()) is not None and not isinstance(order, Stop):
+            assert isinstance(order, SavePolicy)
+            end.send(Ready(version=int(order.folder)))
+        end._socket.close()
+
+    async def conduct() -> list[int]:
+        async with Ends() as ends:
+            thread = threading.Thread(target=role, args=(ends.wire.detach(),))
+            thread.start()
+            for number in range(200):
+                await ends.conductor.send(SavePolicy(folder=str(number)))
+            answers = [await ends.conductor.receive("to answer", 10) for _ in range(200)]
+            await ends.conductor.send(Stop())
+            await asyncio.to_thread(thread.join)
+        return [answer.version for answer in answers if isinstance(answer, Ready)]
+
+    assert run(conduct()) == list(range(200))
+
+
+def test_a_message_in_pieces_is_one_message() -> None:
+    async def conduct() -> FromTrainer:
+        async with Ends() as ends:
+            waiting = asyncio.ensure_future(ends.conductor.receive("to be ready", 10))
+            for byte in frame(READY):
+                ends.wire.send(bytes([byte]))
+                await asyncio.sleep(0)
+            return await waiting
+
+    assert run(conduct()) == READY
+
+
+def test_a_wait_that_is_too_long_names_the_role_and_what_was_awaited() -> None:
+    async def conduct() -> None:
+        async with Ends() as ends:
+            await ends.conductor.receive("to be ready", 0.05)
+
+    with pytest.raises(DeadlineExceeded, match=r"conductor waited 0\.05 s for trainer to be ready"):
+        run(conduct())
+
+
+def test_a_torn_connection_is_a_dead_role() -> None:
+    async def conduct() -> None:
+        async with Ends() as ends:
+            ends.wire.send(frame(READY)[:-1])
+            ends.wire.close()
+            await ends.conductor.receive("to be ready", 10)
+
+    with pytest.raises(RoleDied, match=r"trainer closed its connection; its last words are in logs/trainer\.txt"):
+        run(conduct())
+
+
+def test_an_order_to_a_dead_role_names_it() -> None:
+    async def conduct() -> None:
+        async with Ends() as ends:
+            ends.wire.close()
+            for _ in range(100):
+                await ends.conductor.send(Stop())
+
+    with pytest.raises(RoleDied, match="trainer closed its connection"):
+        run(conduct())
+
+
+def test_a_role_that_an_order_did_not_reach_is_dead_to_whoever_awaits_its_answer() -> None:
+    async def conduct() -> None:
+        async with Ends() as ends:
+            ends.wire.close()
+            with pytest.raises(RoleDied, match="trainer closed its connection"):
+                await ends.conductor.send(Stop())
+            await ends.conductor.receive("to say why it ends", 10)
+
+    with pytest.raises(RoleDied, match="trainer closed its connection"):
+        run(conduct())
+
+
+def test_a_role_whose_conductor_is_gone_has_no_more_orders() -> None:
+    near, far = socket.socketpair()
+    end: RoleEnd[ToTrainer] = RoleEnd(far.detach(), TO_TRAINER)
+    near.send(frame(Stop()))
+    near.close()
+    assert end.receive() == Stop()
+    assert end.receive() is None
+    end._socket.close()
+
+
+def test_a_channel_that_was_never_opened_can_be_closed() -> None:
+    conductor: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+    conductor.close()
+    assert conductor.far.fileno() == -1

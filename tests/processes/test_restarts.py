@@ -1,0 +1,36 @@
+"""How often a role may die: so many times within a window, however long the run, and so many times in a row."""
+
+from __future__ import annotations
+
+from stretto.processes.restarts import RestartBudget
+
+
+def test_one_more_than_allowed_within_the_window_is_too_many() -> None:
+    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 1.0, 59.9]).__next__)
+    assert [deaths.one_more() for _ in range(3)] == [False, False, True]
+    assert len(deaths) == 3
+
+
+def test_a_death_that_is_as_long_ago_as_the_window_counts_no_more() -> None:
+    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 1.0, 60.0, 60.5]).__next__)
+    found = []
+    for _ in range(4):
+        found.append(deaths.one_more())
+        deaths.progressed()
+    assert found == [False, False, False, True]
+
+
+def test_deaths_without_progress_between_them_count_however_far_apart() -> None:
+    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 100.0, 200.0, 300.0]).__next__)
+    assert [deaths.one_more(), deaths.one_more()] == [False, False]
+    deaths.progressed()
+    assert [deaths.one_more(), len(deaths)] == [False, 1]
+
+
+def test_one_that_dies_of_the_same_work_every_time_is_given_up() -> None:
+    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 100.0, 200.0]).__next__)
+    assert [deaths.one_more() for _ in range(3)] == [False, False, True]
+
+
+def test_no_death_may_be_allowed() -> None:
+    assert RestartBudget(allowed=0, window=60.0).one_more()

@@ -1,0 +1,197 @@
+"""Questions from a JSONL file.
+
+- A row that is not what it should be is named with file and line, the value and what is needed; all of them together.
+- What is unusual and right is read: chats, numbers as answers, blank lines, strange ends of lines inside a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import DataError
+from stretto.worlds.data.dataset import JsonlTask, read_rows
+
+GOOD = '{"prompt": "3+8=", "answer": "11"}'
+BROKEN: list[tuple[str, str, Sequence[str]]] = [
+    ("broken JSON", '{"prompt": "3+8=", ', ["broken JSON", "one object a line"]),
+    ("half a line", '{"prompt": "3', ["broken JSON"]),
+    ("an array", '["3+8=", "11"]', ['["3+8=", "11"] in place of an object']),
+    ("a number", "17", ["17 in place of an object"]),
+    ("null", "null", ["null in place of an object"]),
+    ("an empty object", "{}", ["no field 'prompt'", "the object is empty"]),
+    ("a missing prompt", '{"promt": "3+8=", "answer": "11"}', ["no field 'prompt'", "did you mean 'promt'?"]),
+    ("a missing answer", '{"prompt": "3+8="}', ["no field 'answer'", "allowed: prompt"]),
+    ("a null prompt", '{"prompt": null, "answer": "11"}', ["prompt: null", "a text is needed"]),
+    ("an empty prompt", '{"prompt": " ", "answer": "11"}', ['prompt: " "', "a text is needed"]),
+    ("a number as prompt", '{"prompt": 3, "answer": "11"}', ["prompt: 3", "a text is needed"]),
+    ("a null answer", '{"prompt": "3+8=", "answer": null}', ["answer: null", "a text is needed"]),
+    ("an empty answer", '{"prompt": "3+8=", "answer": ""}', ['answer: ""', "a text is needed"]),
+    ("a list as answer", '{"prompt": "3+8=", "answer": ["11"]}', ['answer: ["11"]', "a text is needed"]),
+    ("a bool as answer", '{"prompt": "3+8=", "answer": true}', ["answer: true", "a text is needed"]),
+    ("no number as answer", '{"prompt": "3+8=", "answer": NaN}', ["broken JSON", "NaN"]),
+    ("an answer beyond floats", '{"prompt": "3+8=", "answer": 1e999}', ["answer: Infinity", "a text is needed"]),
+    ("a number of 5000 digits", '{"prompt": "3", "answer": ' + "1" * 5000 + "}", ["broken JSON"]),
+    ("a nest of lists", "[" * 100_000, ["broken JSON"]),
+    ("a number as demonstration", '{"prompt": "3", "answer": "3", "demonstration": 3}', ["demonstration: 3", "a text"]),
+    ("half a surrogate pair", '{"prompt": "\\ud800", "answer": "11"}', ["prompt", "surrogate"]),
+    ("a NUL", '{"prompt": "3+8=", "answer": "1\\u0000"}', ["answer", "NUL"]),
+    ("no messages", '{"prompt": [], "answer": "11"}', ["prompt: an empty list of messages"]),
+    (
+        "a bad role",
+        '{"prompt": [{"role": "asistant", "content": "3+8="}], "answer": "11"}',
+        ['prompt[0].role: "asistant"', "did you mean 'assistant'?"],
+    ),
+    ("a role that is a list", '{"prompt": [{"role": [], "content": "3"}], "answer": "11"}', ["prompt[0].role: []"]),
+    ("no content", '{"prompt": [{"role": "user"}], "answer": "11"}', ["prompt[0]", "a message is"]),
+    ("a message that is a text", '{"prompt": ["3+8="], "answer": "11"}', ['prompt[0]: "3+8="', "a message is"]),
+    (
+        "an empty content",
+        '{"prompt": [{"role": "user", "content": null}], "answer": "11"}',
+        ["prompt[0].content: null"],
+    ),
+    ("two objects in a line", GOOD + GOOD, ["broken JSON"]),
+    ("a comma at the end", GOOD[:-1] + ",}", ["broken JSON"]),
+    ("single quotes", "{'prompt': '3', 'answer': '3'}", ["broken JSON"]),
+    ("an object as prompt", '{"prompt": {"text": "3+8="}, "answer": "11"}', ["prompt: ", "a text is needed"]),
+    (
+        "an object as answer",
+        '{"prompt": "3+8=", "answer": {"value": 11}}',
+        ['answer: {"value": 11}', "a text is needed"],
+    ),
+    (
+        "a content in parts",
+        '{"prompt": [{"role": "user", "content": [{"text": "3"}]}], "answer": "3"}',
+        ["[0].content: "],
+    ),
+    (
+        "a message with a name",
+        '{"prompt": [{"role": "user", "content": "3", "name": "x"}], "answer": "3"}',
+        ["prompt[0]", "a message is"],
+    ),
+    (
+        "a NUL in a message",
+        '{"prompt": [{"role": "user", "content": "3\\u0000"}], "answer": "3"}',
+        ["[0].content", "NUL"],
+    ),
+    ("a row of a million", '{"prompt": "' + "3" * (1 << 20) + '"}', ["1,048,590 characters", "at most 1,048,576"]),
+]
+
+
+def task(path: Path, **settings: object) -> JsonlTask:
+    return JsonlTask.model_validate({"kind": "jsonl", "file": str(path)} | settings)
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_bytes("\n".join(lines).encode())
+    return path
+
+
+def message(path: Path, **settings: object) -> str:
+    with pytest.raises(DataError) as caught:
+        task(path, **settings).questions(seed=1)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("row", "expected"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_broken_row_is_named_with_its_line(tmp_path: Path, row: str, expected: Sequence[str]) -> None:
+    path = write(tmp_path, GOOD, "", row, GOOD)
+    told = message(path)
+    assert told.startswith(f"{path}:3: ")
+    assert len(told.splitlines()) == 1
+    assert len(told) < 400 + len(str(path))
+    assert not [part for part in expected if part not in told], told
+
+
+def test_all_broken_rows_come_together_and_the_twenty_first_is_counted(tmp_path: Path) -> None:
+    told = message(write(tmp_path, GOOD, *["{}"] * 3)).splitlines()
+    assert [line.partition(": ")[0] for line in told] == [f"{tmp_path}/rows.jsonl:{number}" for number in (2, 3, 4)]
+    told = message(write(tmp_path, *["{}"] * 25)).splitlines()
+    assert len(told) == 21
+    assert told[-1] == f"{tmp_path}/rows.jsonl: 5 more rows like these"
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert "no such file" in message(tmp_path / "nothing.jsonl")
+    assert "cannot be read" in message(tmp_path)
+    assert "no rows" in message(write(tmp_path, "", "  "))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\x1f\x8b\x08\x00\xff", "a UTF-8 text file is needed"),  # gzip
+        (b"PAR1\x15\x04\x15\xa0\x01\x15\xb8", "a UTF-8 text file is needed"),  # parquet
+        (GOOD.encode("utf-16"), "a UTF-8 text file is needed"),
+        (GOOD.encode() + b"\n\xff", "a UTF-8 text file is needed"),
+        (b"\0" * 100, "broken JSON"),
+        (b"[" + GOOD.encode() + b"]", "in place of an object"),
+        (b"prompt,answer\n3+8=,11\n", "broken JSON"),  # a table of another kind
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert expected in message(tmp_path / "rows.jsonl")
+
+
+def test_the_last_rows_are_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path, *(json.dumps({"prompt": f"{n}", "answer": str(n)}) for n in range(1, 6)))
+    questions = task(path, held_out=2).questions(seed=1)
+    assert [question.id for question in questions.training] == ["1", "2", "3"]
+    assert [question.answer for question in questions.held_out] == ["4", "5"]
+
+
+def test_too_few_rows_to_hold_some_out_are_refused(tmp_path: Path) -> None:
+    assert "2 rows, and held_out = 2 of them" in message(write(tmp_path, GOOD, GOOD), held_out=2)
+
+
+def test_a_second_file_can_be_held_out_and_is_checked_as_well(tmp_path: Path) -> None:
+    path, other = write(tmp_path, GOOD), tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "1+1=", "answer": 2}')
+    questions = task(path, held_out_file=str(other)).questions(seed=1)
+    assert [question.text for question in (*questions.training, *questions.held_out)] == ["3+8=", "1+1="]
+    other.write_text("{}")
+    assert message(path, held_out_file=str(other)).startswith(f"{other}:1: ")
+
+
+def test_a_chat_keeps_its_messages_and_reads_as_text(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Count."}, {"role": "user", "content": "3+8="}]
+    (question,) = read_rows(write(tmp_path, json.dumps({"prompt": chat, "answer": 11})), task(tmp_path))
+    assert question.messages == tuple(chat)
+    assert question.text == "Count.\n3+8="
+    assert question.answer == "11"
+
+
+def test_fields_have_the_names_that_the_recipe_gives_them(tmp_path: Path) -> None:
+    row = json.dumps({"question": "3+8=", "gold": 2.5, "solution": "11", "id": 3})
+    names = {"prompt_field": "question", "answer_field": "gold", "demonstration_field": "solution"}
+    (question,) = read_rows(write(tmp_path, row), task(tmp_path, **names))
+    assert (question.text, question.answer, question.demonstration) == ("3+8=", "2.5", "11")
+
+
+def test_rows_with_a_demonstration_are_shown_in_the_warm_start(tmp_path: Path) -> None:
+    shown = '{"prompt": "1+1=", "answer": 2, "demonstration": "2"}'
+    questions = task(write(tmp_path, GOOD, shown, shown), held_out=1).questions(seed=1)
+    assert [question.id for question in questions.demonstrations] == ["2"]
+
+
+def test_windows_ends_a_mark_at_the_start_and_a_last_line_without_an_end_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n\r\n{GOOD}".encode())
+    assert [question.place for question in read_rows(path, task(path))] == [f"{path}:1", f"{path}:3"]
+
+
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip))
+def test_any_text_survives(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    row = json.dumps({"prompt": text, "answer": text}, ensure_ascii=False)
+    path.write_bytes(row.encode())
+    (question,) = read_rows(path, task(path))
+    assert (question.text, question.answer) == (text, text)
