@@ -33,7 +33,7 @@ from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling, derive_seed
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.role import EngineSpec
+from stretto.engine.spec import EngineSpec
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "m
 HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
 LONGEST_FUNCTION = 60
+MOST_FILES = 12
 LONGEST_FILE = 400
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
@@ -33,6 +35,8 @@ class House:
     floors: Mapping[str, int]  # room -> 0 (ground) upwards
     imports: Mapping[str, frozenset[str]]
     light: frozenset[str]  # rooms that must not load torch
+    lines: Mapping[str, int]  # the budget of each room
+    inside: Mapping[str, Mapping[str, int]]  # room or sub-room -> file or sub-room in it -> floor, 0 upwards
 
     @property
     def roof(self) -> frozenset[str]:
@@ -46,11 +50,17 @@ def read_house(text: str) -> House:
     drawn = re.findall(r"^ *(roof|floor \d+|ground) {2,}(.+)$", text, flags=re.MULTILINE)
     # Rooms stand two or more spaces apart; the last cell of a floor is its remark.
     rooms = [re.split(r" {2,}", cells.strip())[:-1] for _, cells in reversed(drawn)]
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|([^|]*)\|$", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|([^|]*)\| *(\d+) *\|$", text, flags=re.MULTILINE)
+    inside = re.findall(r"^\| `([\w/]+)` \|([^|]*)\|$", text, flags=re.MULTILINE)
     return House(
         floors={room: floor for floor, names in enumerate(rooms) for room in names},
-        imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _ in rows},
-        light=frozenset(room for room, _, torch in rows if torch.strip().startswith("no")),
+        imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _, _ in rows},
+        light=frozenset(room for room, _, torch, _ in rows if torch.strip().startswith("no")),
+        lines={room: int(lines) for room, _, _, lines in rows},
+        inside={
+            room: {name: floor for floor, names in enumerate(reversed(floors.split("▸"))) for name in names.split()}
+            for room, floors in inside
+        },
     )
 
 
@@ -135,6 +145,73 @@ def wrong_way(package: Path, house: House) -> list[str]:
         for found in imports(package)
         for target in sorted(found.rooms - {found.room})
         if found.room in floors and target in floors and floors[target] >= floors[found.room]
+    ]
+
+
+def wrong_way_inside(package: Path, house: House) -> list[str]:
+    """Imports of a neighbour or of a higher floor within a room that has floors of its own."""
+    violations: list[str] = []
+    for found in imports(package):
+        parts = found.path.with_suffix("").parts
+        for room, floors in house.inside.items():
+            depth = len(room.split("/"))
+            if "/".join(parts[:depth]) != room or len(parts) == depth:
+                continue
+            for name in found.names:
+                target = name.split(".")[1:]
+                if "/".join(target[:depth]) != room or len(target) == depth or target[depth] == parts[depth]:
+                    continue
+                own, other = floors.get(parts[depth]), floors.get(target[depth])
+                if own is not None and other is not None and other >= own:
+                    violations.append(f"{found.place}: {parts[depth]} imports {target[depth]}, not on a floor below it")
+    return sorted(set(violations))
+
+
+def undrawn_inside(package: Path, house: House) -> list[str]:
+    """Files and sub-rooms of a room with floors that have none, and floors of what is not there."""
+    violations: list[str] = []
+    for room, floors in house.inside.items():
+        built = {path.stem for path in (package / room).glob("*.py")} - {"__init__"}
+        built |= {path.name for path in (package / room).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+        violations += [f"{room}/{name}: has no floor" for name in sorted(built - floors.keys())]
+        violations += [f"{room}/{name}: has a floor and is not there" for name in sorted(floors.keys() - built)]
+    return violations + [
+        f"{PACKAGE}/{path.relative_to(package)}: a sub-room of a room without floors"
+        for path in sorted({source.parent for source in sources(package)} - {package})
+        if len(rooms := path.relative_to(package).parts) > 1 and "/".join(rooms[:-1]) not in house.inside
+    ]
+
+
+def crowded(package: Path) -> list[str]:
+    """Folders with more than 12 files, and three files of one folder that begin with the same word."""
+    violations: list[str] = []
+    for folder in sorted({path.parent for path in sources(package)}):
+        names = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"})
+        place = f"{PACKAGE}/{folder.relative_to(package)}"
+        if len(names) > MOST_FILES:
+            violations.append(f"{place}: {len(names)} files; a folder has {MOST_FILES} at most")
+        first = Counter(name.split("_")[0] for name in names)
+        violations += [f"{place}: {count} files begin with {word!r}" for word, count in first.items() if count > 2]
+    return violations
+
+
+def same_names(package: Path) -> list[str]:
+    """Public classes of one name in two files."""
+    places: dict[str, list[str]] = {}
+    for path in sources(package):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    return [f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1]
+
+
+def over_budget(package: Path, house: House) -> list[str]:
+    """Rooms with more lines than the table grants them."""
+    return [
+        f"{room}: {lines} lines; its budget is {budget}"
+        for room, budget in house.lines.items()
+        if (lines := sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package / room)))
+        > budget
     ]
 
 
@@ -253,12 +330,17 @@ def loaded_modules(package: Path, room: str) -> list[str]:
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in sources(package / room)
     ]
+    return sorted({name.split(".")[0] for name in loaded_by(package, *names)})
+
+
+def loaded_by(package: Path, *names: str) -> list[str]:
+    """The modules that a fresh interpreter holds after importing these."""
     program = "import importlib, json, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
-    program += "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    program += "print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=package.parent, capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode:
-        raise AssertionError(f"{room} cannot be imported:\n{done.stderr}")
+        raise AssertionError(f"{names} cannot be imported:\n{done.stderr}")
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -64,3 +64,23 @@ def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
 def open_waits() -> list[Wait]:
     """Everything that is waited for in the running event loop, longest first."""
     return list(_OPEN.get(asyncio.get_running_loop(), ()))
+
+
+class StallTimer:
+    """Seconds without a movement, of those in which whoever looks was awake.
+
+    While the conductor itself was stopped (SIGSTOP, a machine that was suspended), nobody can be judged: of the time
+    between two looks, at most `longest` seconds count.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._looked = asyncio.get_running_loop().time()
+        self._still = 0.0
+
+    def look(self, moved: bool) -> float:
+        """To be called again and again, at shorter intervals than `longest`."""
+        now = asyncio.get_running_loop().time()
+        elapsed, self._looked = min(now - self._looked, self._longest), now
+        self._still = 0.0 if moved else self._still + elapsed
+        return self._still

@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 from stretto.core.errors import DeadlineExceeded
-from stretto.core.records import Record
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
+from stretto.engine.spec import EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -23,23 +23,6 @@ from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
 
 _LOOK_SECONDS = 0.02
-
-
-class EngineSpec(Record, frozen=True):
-    """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
-
-    `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
-    is, as version 0, until something is published.
-    """
-
-    name: str
-    address: str
-    model: str
-    mailbox: str
-    mailbox_folder: str
-    config: str
-    threads: int
-    publication_seconds: float
 
 
 def await_publication(subscriber: SharedMemorySubscriber, owner: str, seconds: float) -> None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import CheckpointLost, StoreError
-from stretto.core.events import Span
 from stretto.core.records import Update
-from stretto.launch.recipe.sections import DeadlinesConfig
-from stretto.loop.evaluation import Evaluation
+from stretto.core.tasks import cancel_and_wait
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import Recorder
-from stretto.processes.stopping import cancel_and_wait
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -132,40 +127,3 @@ class Checkpointing:
                 return
         self.saved_step, self._lost = step, 0
         self._ledger.forget(self._checkpoints.steps()[0])
-
-
-class PeriodicEvaluation:
-    """Evaluates now and then beside the training, one evaluation at a time."""
-
-    def __init__(self, evaluate: Callable[[], Awaitable[Evaluation]], recorder: Recorder, every: int) -> None:
-        self._evaluate, self._recorder, self._every = evaluate, recorder, every
-        self._running: asyncio.Task[None] | None = None
-
-    def after(self, update: Update) -> None:
-        """Start an evaluation if one is due and none is under way."""
-        if self._every and update.step % self._every == 0 and (self._running is None or self._running.done()):
-            self.check()
-            self._running = asyncio.create_task(self.examine(update.step))
-
-    async def examine(self, step: int) -> None:
-        """Evaluate and record."""
-        start = time.monotonic()
-        evaluation = await self._evaluate()
-        self._recorder.evaluated(evaluation, step)
-        span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
-        self._recorder.spans([span])
-
-    def check(self) -> None:
-        """Raise what the last evaluation failed of, if it did."""
-        if self._running is not None and self._running.done() and not self._running.cancelled():
-            self._running.result()
-
-    async def end(self) -> None:
-        """Wait for the evaluation under way; each of its waits has a deadline."""
-        if self._running is not None:
-            await self._running
-
-    async def close(self) -> None:
-        """Put the evaluation under way away, if there is one."""
-        if self._running is not None:
-            await cancel_and_wait([self._running])

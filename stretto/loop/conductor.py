@@ -25,14 +25,15 @@ from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Batch
-from stretto.launch.recipe.sections import DeadlinesConfig
-from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
+from stretto.core.tasks import cancel_and_wait
+from stretto.loop.checkpointing import Checkpointing
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.watchdog import Watchdog
-from stretto.processes.stopping import cancel_and_wait
 from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import Workflow
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-import msgspec
-
 from stretto.core.errors import EngineLost
-from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Record, Sampling, derive_seed
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Update, derive_seed
+from stretto.core.tasks import cancel_and_wait
+from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import Recorder
 from stretto.rollout.protocols import Detokenize, Score
 
 _TOGETHER = 64  # prompts that are asked together
@@ -25,31 +28,6 @@ class GenerateTogether(Protocol):
     """One answer to each of several prompts that are asked together, each as soon as it is whole."""
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
-
-
-class Evaluation(Record, frozen=True):
-    """What was measured. Undecided answers count as not right, and are counted apart.
-
-    `version` is the newest version that sampled any of the tokens; `tokens` counts the answers' tokens.
-    """
-
-    version: int
-    prompts: int
-    right: int
-    undecided: int
-    tokens: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.prompts
-
-    def __str__(self) -> str:
-        note = f", {self.undecided} undecided" if self.undecided else ""
-        return f"accuracy {self.accuracy:.4f}: {self.right} of {self.prompts} right{note}"
-
-    def as_json(self) -> str:
-        """One object with every field and the accuracy."""
-        return msgspec.json.encode(msgspec.structs.asdict(self) | {"accuracy": self.accuracy}).decode()
 
 
 @dataclass(frozen=True)
@@ -116,3 +94,40 @@ class Evaluator:
     async def _judge(self, prompt: Prompt, completion: Completion) -> tuple[Outcome, int, int]:
         (verdict,) = await self.score(prompt.text, [self.detokenize(completion.token_ids)], prompt.answer)
         return verdict.outcome, completion.versions[-1], len(completion.token_ids)
+
+
+class PeriodicEvaluation:
+    """Evaluates now and then beside the training, one evaluation at a time."""
+
+    def __init__(self, evaluate: Callable[[], Awaitable[Evaluation]], recorder: Recorder, every: int) -> None:
+        self._evaluate, self._recorder, self._every = evaluate, recorder, every
+        self._running: asyncio.Task[None] | None = None
+
+    def after(self, update: Update) -> None:
+        """Start an evaluation if one is due and none is under way."""
+        if self._every and update.step % self._every == 0 and (self._running is None or self._running.done()):
+            self.check()
+            self._running = asyncio.create_task(self.examine(update.step))
+
+    async def examine(self, step: int) -> None:
+        """Evaluate and record."""
+        start = time.monotonic()
+        evaluation = await self._evaluate()
+        self._recorder.evaluated(evaluation, step)
+        span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
+        self._recorder.spans([span])
+
+    def check(self) -> None:
+        """Raise what the last evaluation failed of, if it did."""
+        if self._running is not None and self._running.done() and not self._running.cancelled():
+            self._running.result()
+
+    async def end(self) -> None:
+        """Wait for the evaluation under way; each of its waits has a deadline."""
+        if self._running is not None:
+            await self._running
+
+    async def close(self) -> None:
+        """Put the evaluation under way away, if there is one."""
+        if self._running is not None:
+            await cancel_and_wait([self._running])

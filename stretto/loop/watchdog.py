@@ -5,31 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from stretto.core.deadlines import Wait, open_waits
+from stretto.core.deadlines import StallTimer, Wait, open_waits
 from stretto.core.errors import NothingMoves
 
 #: Seconds that may count between two looks of the watchdog, which looks every second or so.
 _LONGEST_LOOK = 5.0
-
-
-class StallTimer:
-    """Seconds without a movement, of those in which whoever looks was awake.
-
-    While the conductor itself was stopped (SIGSTOP, a machine that was suspended), nobody can be judged: of the time
-    between two looks, at most `longest` seconds count.
-    """
-
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._looked = asyncio.get_running_loop().time()
-        self._still = 0.0
-
-    def look(self, moved: bool) -> float:
-        """To be called again and again, at shorter intervals than `longest`."""
-        now = asyncio.get_running_loop().time()
-        elapsed, self._looked = min(now - self._looked, self._longest), now
-        self._still = 0.0 if moved else self._still + elapsed
-        return self._still
 
 
 class Watchdog:

@@ -186,3 +186,13 @@ def _noting_attention(
 
 
 AttentionInterface.register(_NOTING, _noting_attention)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a layer attends, beside being causal: what it hands to its attention function."""
+
+    scaling: float | None = None  # None: one over the square root of the head's width
+    window: int | None = None  # tokens that are seen, the looking one included
+    softcap: float | None = None  # scores are bent to stay between -softcap and softcap
+    dropout: float = 0.0

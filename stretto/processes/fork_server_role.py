@@ -28,7 +28,7 @@ _ARGUMENTS = slice(45, 47)  # where a command line begins and ends, behind the n
 
 
 @dataclass(frozen=True)
-class Request:
+class SpawnRequest:
     """A child that has just been forked off; `told` is closed once it has become what it is to be."""
 
     birth: Spawn
@@ -73,7 +73,7 @@ class Server:
         self._wire = wire
         self._alive: dict[int, int] = {}  # process: the descriptor that tells of its end
 
-    def serve(self) -> Request | None:
+    def serve(self) -> SpawnRequest | None:
         """Returns in every child, with what it is to play; in the nursery itself None, once the command has ended.
 
         Its wait has no deadline: its owner is the command, whose end closes the wire.
@@ -90,12 +90,12 @@ class Server:
                     if not message:
                         return None
                     born = self._bear(_BIRTH.decode(message), descriptors)
-                    if isinstance(born, Request):
+                    if isinstance(born, SpawnRequest):
                         return born
                     if born is not None:
                         events.register(self._alive[born], selectors.EVENT_READ, born)
 
-    def _bear(self, birth: Spawn, descriptors: list[int]) -> Request | int | None:
+    def _bear(self, birth: Spawn, descriptors: list[int]) -> SpawnRequest | int | None:
         """The new process, or its id; None if there is none."""
         told, telling = os.pipe()
         parent = os.getpid()
@@ -110,7 +110,7 @@ class Server:
             self._let_go()
             far = fcntl.fcntl(telling, fcntl.F_DUPFD_CLOEXEC, above(birth))
             os.close(telling)
-            return Request(birth, descriptors, far, parent)
+            return SpawnRequest(birth, descriptors, far, parent)
         for descriptor in descriptors:
             os.close(descriptor)
         if pid < 0:

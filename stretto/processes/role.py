@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
-from stretto.loop.watchdog import StallTimer
 from stretto.processes.heartbeat import HEARTBEAT
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner
 
@@ -151,7 +150,7 @@ class RoleProcess:
 
 
 class Heartbeat:
-    """The conductor's end of the pipe on which a role tells that it lives (`processes.heartbeat`); `far` is the role's."""
+    """The conductor's end of the pipe for a role's heartbeats (`processes.heartbeat`); `far` is the role's."""
 
     def __init__(self) -> None:
         self._near, self.far = os.pipe()

@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Callable
 
 from stretto.core.errors import RoleFailed, StrettoError, described
+from stretto.core.records import Record
 from stretto.processes.channel import ConductorGone
-from stretto.trainer.messages import Failed
 
 
 def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
@@ -29,3 +29,10 @@ def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None]) -> int
     with contextlib.suppress(ConductorGone):  # the log has it
         tell(Failed(problem=problem, exit_code=exit_code))
     return exit_code
+
+
+class Failed(Record, frozen=True, tag=True):
+    """The role cannot go on. `problem` is meant for the user; the traceback is in the role's log."""
+
+    problem: str
+    exit_code: int

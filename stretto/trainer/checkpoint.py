@@ -7,8 +7,8 @@
     critic/                      the same of a critic, where there is one
 
 Written and read by torch's distributed checkpoints in their safetensors form: whatever number of ranks has written a
-checkpoint, any number can go on from it, and nothing in it is a pickle. A `TrainerState` is written while training goes on.
-Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.folder.checkpoints`.
+checkpoint, any number can go on from it, and nothing in it is a pickle. A `TrainerState` is written while training goes
+on. Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.folder.checkpoints`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from stretto.core.events import Span
 from stretto.core.records import Batch, Record, Update
+from stretto.processes.run_role import Failed
 
 
 class Train(Record, frozen=True, tag=True):
@@ -81,13 +84,6 @@ class PolicySaved(Record, frozen=True, tag=True):
     span: Span
 
 
-class Failed(Record, frozen=True, tag=True):
-    """The role cannot go on. `problem` is meant for the user; the traceback is in the role's log."""
-
-    problem: str
-    exit_code: int
-
-
 class RankLost(Record, frozen=True, tag=True):
     """One of the processes that train together has died or hangs, so the trainer ends; `how` names it and says how."""
 
@@ -99,3 +95,65 @@ FromTrainer = Ready | Published | Trained | Copied | Written | NotWritten | Poli
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
+
+
+class Demonstrations(Record, frozen=True, tag=True):
+    examples: tuple[Demonstration, ...]
+
+
+class Preferences(Record, frozen=True, tag=True):
+    """Pairs, and the folder of the policy to stay close to."""
+
+    pairs: tuple[Preference, ...]
+    reference: str
+
+
+Examples = Demonstrations | Preferences
+
+
+class SupervisedProgress(Record, frozen=True, tag=True):
+    """How far it is; `loss` in nats per answer token, or per pair."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+    accuracy: float | None = None  # share of pairs in the right order, of preferences
+    phase: str = "warm start"
+
+
+class SupervisedDone(Record, frozen=True, tag=True):
+    """The policy is in its folder."""
+
+
+FromSupervised = SupervisedProgress | SupervisedDone | Failed
+
+
+FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decoder(FromSupervised)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the answer to learn, which ends with the token that ends answers.
+
+    Example: ``Demonstration(prompt_ids=(5, 12, 8), answer_ids=(4, 4, 1))``
+    """
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, each ending with the token that ends answers.
+
+    Example: ``Preference(prompt_ids=(5, 12, 8), chosen_ids=(4, 4, 1), rejected_ids=(7, 1))``
+    """
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)

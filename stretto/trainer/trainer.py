@@ -164,9 +164,9 @@ class Trainer:
         """A copy of everything that `load_checkpoint` needs to go on bit for bit. What is returned writes it into a
         folder, in whichever thread; training may go on meanwhile."""
         began = time.monotonic()
-        snapshots = {"": checkpoint.Snapshot.of(self.learner, self.version)}
+        snapshots = {"": checkpoint.TrainerState.of(self.learner, self.version)}
         if self._critic is not None:
-            snapshots["critic"] = checkpoint.Snapshot.of(self._critic, self.version)
+            snapshots["critic"] = checkpoint.TrainerState.of(self._critic, self.version)
         self._span("checkpoint", began)
 
         def write(folder: Path) -> None:

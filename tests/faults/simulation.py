@@ -34,12 +34,13 @@ from stretto.core.records import (
     Trajectory,
     Update,
 )
-from stretto.launch.recipe.sections import DeadlinesConfig
-from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
+from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Components, Conductor
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.rounds import Rounds
+from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.controller import Controller, ControllerState

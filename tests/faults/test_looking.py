@@ -25,13 +25,13 @@ from stretto.audit.check import check_run
 from stretto.audit.diff import diff_runs
 from stretto.core.errors import StoreError
 from stretto.store.export import read_trajectories
-from stretto.store.folder.lock import is_held
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.wal import check_log
+from stretto.store.lock import is_held
 from tests.faults.test_files import RECIPE, ROOT, one_step
 from tests.rewards.other_users import ORDINARY, as_user
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, RecipeError, RoleFailed, RunFolderError, StrettoError
-from stretto.launch.commands.dpo import dpo, load_preferences
+from stretto.launch.commands.dpo import dpo
+from stretto.launch.recipe.preferences import load_preferences
 from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -22,7 +23,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.learner import UNCHANGED
-from stretto.trainer.roles.supervised import SupervisedProgress
+from stretto.trainer.messages import SupervisedProgress
 
 ROOT = Path(__file__).parents[2]
 SHAPE = BuildConfig(hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=32, context_length=16)

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 
 from stretto.core.errors import EngineLost
-from stretto.processes.stopping import StopSignal, gather_or_cancel, run_beside, until_cut_short
+from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.processes.stopping import StopSignal, until_cut_short
 
 T = TypeVar("T")
 LOST = EngineLost("engine-0", "is gone")

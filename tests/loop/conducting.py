@@ -22,13 +22,14 @@ from stretto.core.records import (
     Verdict,
 )
 from stretto.engine.wire import PartialTokens
-from stretto.launch.recipe.sections import DeadlinesConfig
-from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
+from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Components, Conductor
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.evaluation import Evaluation
+from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
+from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.config import RolloutConfig

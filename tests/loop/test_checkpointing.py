@@ -24,10 +24,11 @@ import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, StoreError
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Update, Verdict
-from stretto.launch.recipe.sections import DeadlinesConfig
-from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
-from stretto.loop.evaluation import Evaluation
+from stretto.loop.checkpointing import Checkpointing
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
+from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.controller import Controller

@@ -11,7 +11,8 @@ import pytest
 
 from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
-from stretto.loop.evaluation import Evaluation, Evaluator
+from stretto.loop.evaluation import Evaluator
+from stretto.loop.records.evaluation import Evaluation
 
 PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]
 VERDICTS = {

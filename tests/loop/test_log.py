@@ -9,7 +9,7 @@ import msgspec
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.trainer.roles.supervised import SupervisedProgress
+from stretto.trainer.messages import SupervisedProgress
 
 STEP = StepMetrics(
     step=3,

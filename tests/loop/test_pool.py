@@ -21,11 +21,11 @@ import pytest
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied
 from stretto.core.records import Completion, GenerateRequest, Partial, Sampling
+from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
-from stretto.engine.role import EngineSpec
-from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.engine.spec import EngineSpec
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
-from stretto.processes.stopping import run_beside
 from tests.launch.running import children
 from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, UNFINISHED
 

@@ -17,11 +17,11 @@ import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, RoleFailed
 from stretto.core.records import Batch, Sampling, Update
-from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
 from stretto.store.folder.run_folder import RunFolder
-from stretto.trainer.roles.trainer import TrainerSpec
+from stretto.trainer.spec import TrainerSpec
 from tests.launch.running import children
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from stretto.core.deadlines import waiting
+from stretto.core.deadlines import StallTimer, waiting
 from stretto.core.errors import NothingMoves
-from stretto.loop.watchdog import StallTimer, Watchdog
+from stretto.loop.watchdog import Watchdog
 
 
 def test_stillness_grows_from_look_to_look_and_ends_with_a_movement() -> None:

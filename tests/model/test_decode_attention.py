@@ -18,7 +18,7 @@ from stretto.model.kernels import decode_attention as ragged
 _SHOWN_BITS = """
 import hashlib
 import numpy as np, torch
-from stretto.model.packed.attention import Rule
+from stretto.model.attention_support import Rule
 from stretto.model.kernels.decode_attention import ragged_attention
 
 torch.manual_seed(1)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.model.attention_support import Rule
 from stretto.model.decode.reading import Dense, Ragged, Reading, reading
 from stretto.model.decode.reading import _sight as sight
 from stretto.model.kernels.decode_attention import AVAILABLE
-from stretto.model.packed.attention import Rule
 
 CPU, SLOT = torch.device("cpu"), 40
 

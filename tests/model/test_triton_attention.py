@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import Chunks, cut
 from stretto.model.decode.reading import Dense
 from stretto.model.decode.reading import _sight as sight
 from stretto.model.decode.slot_tables import _slots as slots_of
 from stretto.model.kernels.triton_attention import read_rows, reads_ragged, write_rows
-from stretto.model.packed.attention import Rule
 
 pytest.importorskip("triton")
 

@@ -25,9 +25,10 @@ from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Partial, State, StopReason
+from stretto.store.ledger import ledger as ledger_module
+from stretto.store.ledger import reading
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Balance, Ledger, reading
-from stretto.store.ledger.ledger import ledger as ledger_module
+from stretto.store.ledger.ledger import Balance, Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import PartialRow
 from stretto.store.ledger.schema import FORMAT

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.supervised.dpo import Preference, Preferred, dpo, prefer
+from stretto.trainer.messages import Preference
+from stretto.trainer.supervised.dpo import Preferred, dpo, prefer
 from tests.trainer.batches import adamw, assert_same
 
 Build = Callable[[], PreTrainedModel]

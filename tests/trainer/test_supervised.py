@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.supervised.sft import Demonstration, Progress, fine_tune
+from stretto.trainer.messages import Demonstration
+from stretto.trainer.supervised.sft import Progress, fine_tune
 from tests.trainer.batches import adamw, assert_same, row_logprobs
 
 Build = Callable[[], PreTrainedModel]

@@ -1,4 +1,4 @@
-"""A client of an engine's HTTP server (`stretto.engine.http.server`): light, without torch, every wait with a deadline."""
+"""A client of an engine's HTTP server (`engine.http.server`): light, without torch, every wait with a deadline."""
 
 from __future__ import annotations
 

@@ -200,7 +200,8 @@ class NativeEngine:
 
         Args:
             version: of the weights; never older than the one in use.
-            tensors: all parameters of the model by name, or adapters (`engine.native.parameters`), of any floating type, on
+            tensors: all parameters of the model by name, or adapters (`engine.native.parameters`), of any floating
+            type, on
                 any device; copied.
 
         Raises:

@@ -182,7 +182,7 @@ class SharedGeneration(Generation):
     """The engine of clients who know nothing of each other: what one of them asks must not end the answers of others.
 
     A request whose logits are not finite ends by itself. The weights are, since they were loaded from a folder
-    (`stretto.model.hf.folder.load_policy`); their sums have left the range of `engine.dtype`. In a run that is an error,
+    (`model.hf.folder.load_policy`); their sums have left the range of `engine.dtype`. In a run that is an error,
     which `Generation` raises: an answer that is missing for such a reason would bend the distribution that is trained.
     """
 

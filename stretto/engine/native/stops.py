@@ -1,6 +1,6 @@
 """Stop texts: an answer ends with the token that completes one of them.
 
-What counts is the text of the answer (`stretto.engine.native.detokenize`), so a stop text may begin and end in the middle of
+What counts is the text of the answer (`engine.native.detokenize`), so a stop text may begin and end in the middle of
 tokens. The engine asks a `Watch` after each token; a server gives text out through a `StopFinder`, which keeps what may
 be the beginning of a stop text until it is known to be none::
 

@@ -16,6 +16,7 @@ import msgspec
 
 from stretto.core.errors import described
 from stretto.core.events import Span
+from stretto.core.tasks import gather_or_cancel
 from stretto.launch.assemble.specs import Endpoints, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.preflight.plan import Plan, digest
 from stretto.loop.engines.pool import EnginePool
@@ -23,7 +24,7 @@ from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
 from stretto.loop.records.recorder import Work
 from stretto.processes.spawn import Spawner
-from stretto.processes.stopping import StopSignal, gather_or_cancel
+from stretto.processes.stopping import StopSignal
 from stretto.rewards.pool import RewardPool
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.shared_memory import SHARED, remove, shared_folder

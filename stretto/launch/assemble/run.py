@@ -11,23 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.core.records import Update
+from stretto.core.tasks import run_beside
 from stretto.launch.assemble.roles import Roles, roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
-from stretto.loop.checkpointing import Checkpointing, PeriodicEvaluation
+from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Components, Conductor
 from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.evaluation import Evaluator
+from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
 from stretto.loop.learner.recovery import Recovery
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.slow_reward import SlowReward
 from stretto.processes.spawn import Spawner
-from stretto.processes.stopping import StopSignal, run_beside
+from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints

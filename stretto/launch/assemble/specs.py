@@ -6,10 +6,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.engine.role import EngineSpec
+from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
-from stretto.trainer.roles.trainer import TrainerSpec
+from stretto.trainer.spec import TrainerSpec
 
 _LONGEST_SOCKET_FOLDER = 70
 

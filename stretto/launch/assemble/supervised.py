@@ -14,18 +14,12 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
+from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.messages import Failed
-from stretto.trainer.roles.supervised import (
-    FROM_SUPERVISED,
-    Examples,
-    FromSupervised,
-    SupervisedDone,
-    SupervisedProgress,
-    SupervisedSpec,
-)
+from stretto.trainer.messages import FROM_SUPERVISED, Examples, FromSupervised, SupervisedDone, SupervisedProgress
+from stretto.trainer.spec import SupervisedSpec
 
 OnLearning = Callable[[SupervisedProgress], None]
 

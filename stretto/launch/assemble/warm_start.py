@@ -15,7 +15,7 @@ from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_
 from stretto.launch.preflight.plan import Plan, cache_folder, digest, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.trainer.roles.supervised import Demonstrations
+from stretto.trainer.messages import Demonstrations
 
 
 async def warm_start(plan: Plan, log: Path, on_learning: OnLearning, starter: Spawner = FRESH) -> Path:

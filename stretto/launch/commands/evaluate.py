@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.specs import Endpoints, engine_specs, socket_folder
 from stretto.launch.preflight.plan import Plan, digest, make_plan
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.evaluation import Evaluation, Evaluator
+from stretto.loop.evaluation import Evaluator
+from stretto.loop.records.evaluation import Evaluation
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.processes.stopping import StopSignal, gather_or_cancel, run_beside, until_cut_short
+from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.pool import RewardPool
 
 

@@ -36,7 +36,7 @@ from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.rows import update_columns
 from stretto.store.ledger.schema import open_for_reading
 from stretto.store.series.metrics import MetricsLog, read_metrics
-from stretto.trainer.roles.trainer import TrainerSpec
+from stretto.trainer.spec import TrainerSpec
 
 #: What a replay may change: everything that decides what a batch does to the weights.
 _MAY_CHANGE = ("algorithm", "trainer")

@@ -8,8 +8,7 @@ from dataclasses import replace
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
 from stretto.model.hf.tokenizer import Tokenizer
-from stretto.trainer.supervised.dpo import Preference
-from stretto.trainer.supervised.sft import Demonstration
+from stretto.trainer.messages import Demonstration, Preference
 from stretto.worlds.data.preferences import Pair
 from stretto.worlds.data.task import Question
 

@@ -35,7 +35,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.loading import PLACE, load_reward
 from stretto.rewards.pool import check_reward
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.supervised.sft import Demonstration
+from stretto.trainer.messages import Demonstration
 
 _LARGEST_PORT = 65_535
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model

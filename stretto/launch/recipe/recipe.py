@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
-from stretto.launch.recipe.sections import DeadlinesConfig, EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig

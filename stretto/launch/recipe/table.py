@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stretto.launch.commands.dpo import PreferenceRecipe
+from stretto.launch.recipe.preferences import PreferenceRecipe
 from stretto.launch.recipe.recipe import Recipe
 
 Schema = Mapping[str, Any]

@@ -16,14 +16,14 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
+from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.role import EngineSpec
+from stretto.engine.spec import EngineSpec
 from stretto.engine.wire import EngineHealth, PartialTokens
-from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.config import DeadlinesConfig
 from stretto.processes.restarts import RestartBudget
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawner
-from stretto.processes.stopping import cancel_and_wait
 
 RETRY_SECONDS = 0.05
 _GLANCE_SECONDS = 0.005

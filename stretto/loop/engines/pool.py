@@ -18,14 +18,14 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
-from stretto.engine.role import EngineSpec
+from stretto.core.tasks import gather_or_cancel, gather_to_the_end
+from stretto.engine.spec import EngineSpec
 from stretto.engine.wire import EngineHealth, PartialTokens
-from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import RETRY_SECONDS, EngineHandle
 from stretto.loop.engines.router import Router
 from stretto.processes.restarts import RESTART_DELAY_SECONDS
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.processes.stopping import gather_or_cancel, gather_to_the_end
 
 ENGINE_ROLE = "stretto.engine.role"
 _GLANCE_SECONDS = 0.005

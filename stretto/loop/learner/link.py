@@ -18,17 +18,17 @@ import msgspec
 from stretto.core.errors import CheckpointLost, RoleDied, RoleError, RoleFailed, WireError
 from stretto.core.events import Span
 from stretto.core.records import Batch, Update
-from stretto.launch.recipe.sections import DeadlinesConfig
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.listener import TrainerReplies
 from stretto.loop.learner.recovery import Recovery
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.restarts import RESTART_DELAY_SECONDS, RestartBudget
 from stretto.processes.role import RoleProcess
+from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import (
     FROM_TRAINER,
     Copied,
-    Failed,
     FromTrainer,
     PolicySaved,
     Publish,
@@ -42,7 +42,7 @@ from stretto.trainer.messages import (
     Train,
     Trained,
 )
-from stretto.trainer.roles.trainer import TrainerSpec
+from stretto.trainer.spec import TrainerSpec
 
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
 _LAST_ANSWER_SECONDS = 1.0

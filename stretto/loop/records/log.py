@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stretto.loop.records.reporter import Reporter, SilentReporter
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.trainer.roles.supervised import SupervisedProgress
+from stretto.trainer.messages import SupervisedProgress
 
 
 class RunLog:

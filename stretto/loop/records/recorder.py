@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Record, Trajectory, Update
-from stretto.loop.evaluation import Evaluation
+from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.slow_reward import SlowReward
 from stretto.store.folder.run_folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.trainer.roles.supervised import SupervisedProgress
+from stretto.trainer.messages import SupervisedProgress
 
 
 class Reporter(Protocol):

@@ -8,9 +8,9 @@ cache was dropped, brings its earlier tokens along as *context*::
     logits                                                        one line per row                [R, V]
 
 Everything but attention sees plain tokens, so all linear layers run once over all T of them; siblings of one prompt
-share its context. Keys and values live in `stretto.model.decode.length_buckets`; who writes and reads them depends on the device
-(`stretto.model.decode.steps`, `stretto.model.decode.slot_tables`). The order within the layer is write, then read: a new row's newest
-token attends to the context that the same layer has just written.
+share its context. Keys and values live in `model.decode.length_buckets`; who writes and reads them depends on the
+device (`stretto.model.decode.steps`, `stretto.model.decode.slot_tables`). The order within the layer is write, then
+read: a new row's newest token attends to the context that the same layer has just written.
 
 Axes: T packed token, R row, H query heads, K key/value heads, G = H / K, L cached tokens, D width of a head, V
 vocabulary.
@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from stretto.model.attention_support import Attention, check_attention
+from stretto.model.attention_support import Attention, Rule, check_attention
 from stretto.model.decode.length_buckets import HOLE, CacheLayout, LengthBuckets
 from stretto.model.decode.slot_tables import steps
 from stretto.model.decode.steps import DecodeStep, FirstTokens, StepPlan
 from stretto.model.layout import Packing, pack, round_length
-from stretto.model.packed.attention import Rule, packed_attention
+from stretto.model.packed.attention import packed_attention
 from stretto.model.trace.trace import trace
 
 CACHED_ATTENTION = "stretto_cached"
@@ -107,7 +107,7 @@ class DecodePolicy:
         """`most_bytes` bounds the memory of keys and values between two steps.
 
         Raises:
-            ModelFolderError: the model's attention is of a kind that is not computed (`stretto.model.attention_support`).
+            ModelFolderError: the model's attention is of a kind that is not computed (`model.attention_support`).
         """
         attention = check_attention(model)
         self.model = model

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.model.attention_support import Rule
 from stretto.model.kernels.decode_attention import computes_ragged, ragged_attention
-from stretto.model.packed.attention import Rule, attention_by_products
+from stretto.model.packed.attention import attention_by_products
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,7 +45,7 @@ class Ragged:
 
 
 @dataclass(frozen=True)
-class Window:
+class AttentionWindow:
     """What the rows see in the layers of one window: cached tokens from `first` to before `end`."""
 
     first: int
@@ -56,7 +57,7 @@ class Window:
 class Dense:
     """All rows up to the longest."""
 
-    sights: Mapping[int | None, Window]  # by the window of a layer
+    sights: Mapping[int | None, AttentionWindow]  # by the window of a layer
 
     def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
         sight = self.sights[rule.window]
@@ -79,7 +80,7 @@ def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, 
     return Dense({window: _sight(newest, positions, window, dtype) for window in windows})
 
 
-def _sight(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> Window:
+def _sight(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> AttentionWindow:
     """What rows whose newest tokens are at `newest` see: places p with newest - window < p <= newest."""
     end = int(newest.max()) + 1
     first = 0 if window is None else max(0, int(newest.min()) - window + 1)
@@ -88,4 +89,4 @@ def _sight(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dty
     if window is not None and window < end:
         hidden |= places <= positions[:, None] - window
     bias = positions.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return Window(first, end, bias[:, None, None])
+    return AttentionWindow(first, end, bias[:, None, None])

@@ -1,12 +1,12 @@
-"""Steps that write and read all rows at once, by a table of where each row's slot lies (`stretto.model.kernels.triton_attention`).
+"""Steps that write and read all rows at once, by a table of each row's slot (`model.kernels.triton_attention`).
 
     slots    keys, address | values, address | layer to layer | head to head    for each row     [R, 4]
     writes   packed token | row | place in the slot                             for each token   [W, 3]
     chunks   row | first | end                                                  for each window  [N, 3]
 
-Shelves may be of any length, and may move between two steps: a step is a function of whole numbers. Steps without
-contexts, which is most of them, are therefore captured (`stretto.model.decode.cuda_graphs`): their rows are filled up to a bucket
-by rows that read and write a slot which belongs to nobody.
+Buckets may be of any length, and may move between two steps: a step is a function of whole numbers. Steps without
+contexts, which is most of them, are therefore captured as CUDA graphs (`model.decode.cuda_graphs`): their rows are
+padded with rows that read and write a scratch slot.
 
 Axes: T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads, D width of a head.
 """
@@ -22,13 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import cut
 from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, bucket
 from stretto.model.decode.length_buckets import CacheLayout
 from stretto.model.decode.steps import ByBucket, Call, DecodeStep, StepPlan, Steps, written_tokens
 from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, write_rows
 from stretto.model.layout import Packing
-from stretto.model.packed.attention import Rule
 
 Ints = npt.NDArray[np.int64]
 

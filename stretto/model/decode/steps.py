@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stretto.model.attention_support import Rule
 from stretto.model.decode.length_buckets import Bucket, CacheLayout
 from stretto.model.decode.reading import Reading, reading
 from stretto.model.layout import Packing
-from stretto.model.packed.attention import Rule
 
 Ints = npt.NDArray[np.int64]
 
@@ -113,7 +113,7 @@ class BucketStep:
 
 @dataclass(frozen=True)
 class ByBucket:
-    """Steps that write and read one shelf after the other, with any kind of reading (`stretto.model.decode.reading`)."""
+    """Steps that write and read one shelf after the other, with any kind of reading (`model.decode.reading`)."""
 
     layout: CacheLayout
     windows: frozenset[int | None]

@@ -38,7 +38,7 @@ def load_policy(
 ) -> PreTrainedModel:
     """The causal language model of a folder, in eval mode, with `attention` as its attention path.
 
-    `attention` is `stretto.model.decode.policy.CACHED_ATTENTION`, `stretto.model.packed.attention.PACKED_ATTENTION`, or a name that
+    `attention` is `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`, or a name that
     transformers knows. The module that uses one of ours must have been imported, which registers it. The device
     ``"auto"`` is the GPU if there is one.
 

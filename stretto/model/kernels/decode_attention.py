@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.model.packed.attention import Rule
+from stretto.model.attention_support import Rule
 
 _njit: Any
 try:

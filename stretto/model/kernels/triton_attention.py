@@ -1,7 +1,7 @@
 """Attention of a decode step on a GPU: rows of any length in one launch, each read as far as it is long (Triton).
 
 What bounds a decode step is reading keys and values once. The tokens that the rows see are cut into chunks of about one
-length (`stretto.model.decode.chunks`), and each chunk is read by one program per key head, for all query heads that share it::
+length (`model.decode.chunks`), and each chunk is read by one program per key head, for all query heads that share it::
 
     read      chunk (row, first, end)  x  key head     ->  partial sum [G, D], largest score and mass [G]
     combine   row  x  query head                       ->  the row's partial sums, weighted and added
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.model.packed.attention import Rule
+from stretto.model.attention_support import Rule
 
 try:
     import triton

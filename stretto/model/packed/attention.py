@@ -11,7 +11,6 @@ Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query h
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from stretto.core.errors import ModelFolderError, Problem
-from stretto.model.attention_support import UNSUPPORTED
+from stretto.model.attention_support import UNSUPPORTED, Rule
 from stretto.model.layout import Packing
 
 #: The name under which transformers finds the packed path (``config._attn_implementation``).
@@ -80,16 +79,6 @@ def _to_cells(tokens: Tensor, packing: Packing) -> Tensor:
 
 def _to_tokens(cells: Tensor, packing: Packing) -> Tensor:
     return cast(Tensor, _ToTokens.apply(cells, packing))  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How a layer attends, beside being causal: what it hands to its attention function."""
-
-    scaling: float | None = None  # None: one over the square root of the head's width
-    window: int | None = None  # tokens that are seen, the looking one included
-    softcap: float | None = None  # scores are bent to stay between -softcap and softcap
-    dropout: float = 0.0
 
 
 def attention_by_products(

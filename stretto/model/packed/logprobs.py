@@ -118,7 +118,7 @@ def token_logprobs(
     the set since then has become unlikely, not impossible. Without it the ratio of the two policies would be zero,
     its logarithm infinite, and no gradient could ever bring the token back. Of the gradient the set is no part.
 
-    The model must have been loaded with the packed attention (`stretto.model.packed.attention`) and have passed `check_policy`.
+    The model must have been loaded with the packed attention (`model.packed.attention`) and have passed `check_policy`.
 
     The output matrix, too, runs over a `round_length` of rows: every number of wanted tokens would be a shape of its
     own otherwise, for which oneDNN makes, and keeps, two megabytes of code.

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from stretto.core.errors import Problem, RunFolderError
+from stretto.store import lock
 from stretto.store.files import write_atomically
-from stretto.store.folder import lock
 from stretto.store.folder.leftovers import sweep
 
 _INNER = ("logs", "policy", "checkpoints", "plots")

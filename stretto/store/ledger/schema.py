@@ -16,7 +16,7 @@ import sqlite3
 from pathlib import Path
 
 from stretto.core.errors import StoreError
-from stretto.store.folder import lock
+from stretto.store import lock
 from stretto.store.ledger.wal import check_log, log_of
 
 FORMAT = 2

@@ -112,7 +112,8 @@ Estimator = Annotated[
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """What an estimator needs to know of an answer. Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``"""
+    """What an estimator needs to know of an answer. Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1,
+    2))``"""
 
     reward: float  # shaped
     tokens: int

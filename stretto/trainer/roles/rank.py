@@ -11,12 +11,13 @@ import torch
 
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import run_role
+from stretto.processes.run_role import Failed, run_role
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import TO_TRAINER, Failed, NotWritten, Stop, ToTrainer, Written
+from stretto.trainer.messages import TO_TRAINER, NotWritten, Stop, ToTrainer, Written
 from stretto.trainer.parallel.rendezvous import join, reach_store
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankSpec
-from stretto.trainer.roles.trainer import TrainerRole, TrainerSpec
+from stretto.trainer.roles.trainer import TrainerRole
+from stretto.trainer.spec import TrainerSpec
 from stretto.weights.mailbox import Onlooker
 
 

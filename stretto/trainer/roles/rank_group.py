@@ -5,8 +5,8 @@
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
 A rank that is gone breaks off the sums over all of them, or leaves the others waiting in one. Either way rank 0 ends,
-with the name of the one that was lost; the kernel ends the other ranks (`processes.heartbeat`), and the conductor replaces
-the trainer as a whole.
+with the name of the one that was lost; the kernel ends the other ranks (`processes.heartbeat`), and the conductor
+replaces the trainer as a whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from stretto.core.errors import RoleDied
 from stretto.core.frames import Unframer, frame
 from stretto.core.records import Record
 from stretto.processes.role import RoleProcess
-from stretto.trainer.messages import Failed, RankLost, Stop, ToTrainer
+from stretto.processes.run_role import Failed
+from stretto.trainer.messages import RankLost, Stop, ToTrainer
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.rendezvous import join, open_store
 

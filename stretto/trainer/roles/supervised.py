@@ -14,66 +14,23 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from stretto.core.records import Record
 from stretto.model.hf.folder import load_policy, save_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
-from stretto.trainer.messages import Failed, Stop
-from stretto.trainer.supervised.dpo import Preference, Preferred, prefer
-from stretto.trainer.supervised.sft import Demonstration, Progress, fine_tune
+from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone, SupervisedProgress
+from stretto.trainer.spec import SupervisedSpec
+from stretto.trainer.supervised.dpo import Preferred, prefer
+from stretto.trainer.supervised.sft import Progress, fine_tune
 
 _TELL_SECONDS = 0.5
 
 
-class SupervisedSpec(Record, frozen=True):
-    """What the process is started with; `examples` is a file of `Examples`, `config` is of their kind, as JSON."""
-
-    model: str
-    examples: str
-    out: str
-    config: str
-    seed: int
-    threads: int
-    descriptor: int = -1
-
-
-class Demonstrations(Record, frozen=True, tag=True):
-    examples: tuple[Demonstration, ...]
-
-
-class Preferences(Record, frozen=True, tag=True):
-    """Pairs, and the folder of the policy to stay close to."""
-
-    pairs: tuple[Preference, ...]
-    reference: str
-
-
-Examples = Demonstrations | Preferences
-
 _EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
 
 
-class SupervisedProgress(Record, frozen=True, tag=True):
-    """How far it is; `loss` in nats per answer token, or per pair."""
-
-    step: int
-    steps: int
-    loss: float
-    seconds: float
-    accuracy: float | None = None  # share of pairs in the right order, of preferences
-    phase: str = "warm start"
-
-
-class SupervisedDone(Record, frozen=True, tag=True):
-    """The policy is in its folder."""
-
-
-FromSupervised = SupervisedProgress | SupervisedDone | Failed
-
-FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decoder(FromSupervised)
 _NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
 
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
-from stretto.core.records import Record, Sampling
 from stretto.model.hf.folder import load_policy, save_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorGone, RoleEnd
@@ -49,28 +48,10 @@ from stretto.trainer.parallel.lora import adapt, save_adapters
 from stretto.trainer.parallel.ranks import Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankGroup
+from stretto.trainer.spec import TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import SharedMemoryPublisher
-
-
-class TrainerSpec(Record, frozen=True):
-    """What the trainer is started with; the two configurations are JSON texts of their pydantic models.
-
-    `sampling` is the record that the engines' requests carry: both sides speak of one distribution.
-    """
-
-    model: str
-    mailbox: str
-    mailbox_folder: str
-    trainer: str
-    algorithm: str
-    sampling: Sampling
-    threads: int
-    checkpoint: str | None = None
-    descriptor: int = -1
-    log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
-    hung: float = 10.0  # seconds without a sign of life after which another rank is killed
 
 
 class TrainerRole:

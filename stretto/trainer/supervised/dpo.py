@@ -22,26 +22,11 @@ from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import PreferenceConfig
 from stretto.trainer.learner import UNCHANGED, Learner
+from stretto.trainer.messages import Preference
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.optimizer import learning_rate
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.supervised.sft import drawn
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Two answers to one prompt, each ending with the token that ends answers.
-
-    Example: ``Preference(prompt_ids=(5, 12, 8), chosen_ids=(4, 4, 1), rejected_ids=(7, 1))``
-    """
-
-    prompt_ids: tuple[int, ...]
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 
 @dataclass(frozen=True)

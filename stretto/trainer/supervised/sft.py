@@ -16,18 +16,8 @@ from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import SupervisedConfig
 from stretto.trainer.learner import Learner
+from stretto.trainer.messages import Demonstration
 from stretto.trainer.optimizer import learning_rate
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """A prompt and the answer to learn, which ends with the token that ends answers.
-
-    Example: ``Demonstration(prompt_ids=(5, 12, 8), answer_ids=(4, 4, 1))``
-    """
-
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

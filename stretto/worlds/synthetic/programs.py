@@ -4,9 +4,9 @@
     demonstration   x=a+b;x=x*c;return max(x,3)
 
 The answer goes on from ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps work on the value so far,
-one after the other. Demonstrations are imperfect on purpose, as in `worlds.synthetic.arithmetic`: each step has a chance of
-`mistake_rate` to have another operator or another operand. A policy that has learnt from them has the skill and samples
-the mistakes; reinforcement brings the skill out.
+one after the other. Demonstrations are imperfect on purpose, as in `worlds.synthetic.arithmetic`: each step has a
+chance of `mistake_rate` to have another operator or another operand. A policy that has learnt from them has the skill
+and samples the mistakes; reinforcement brings the skill out.
 """
 
 from __future__ import annotations

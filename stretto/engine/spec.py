@@ -1,0 +1,22 @@
+"""What the process of an engine is started with; light, so that the loop can name it without torch."""
+
+from __future__ import annotations
+
+from stretto.core.records import Record
+
+
+class EngineSpec(Record, frozen=True):
+    """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
+
+    `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
+    is, as version 0, until something is published.
+    """
+
+    name: str
+    address: str
+    model: str
+    mailbox: str
+    mailbox_folder: str
+    config: str
+    threads: int
+    publication_seconds: float

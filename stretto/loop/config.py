@@ -1,0 +1,23 @@
+"""Deadlines and restart budgets of a run."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+
+class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Seconds. A wait that runs past its deadline ends the run with the owner and what it waited for."""
+
+    start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
+    warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
+    answer: float = Field(600.0, gt=0, description="an engine to send the next answer of a group")
+    load: float = Field(120.0, gt=0, description="an engine to load a version")
+    step: float = Field(1800.0, gt=0, description="the trainer to finish one step")
+    batch: float = Field(1800.0, gt=0, description="the next batch to be complete")
+    save: float = Field(600.0, gt=0, description="the trainer to write a checkpoint or a policy")
+    stop: float = Field(6.0, gt=0, le=60, description="a clean stop to finish the step in progress")
+    hung: float = Field(10.0, gt=0, description="a process of a role to give a sign of life; it is killed then")
+    still: float = Field(300.0, gt=0, description="a run to go on in which nobody gets anything done")
+    trainer_restarts: int = Field(3, ge=0, description="times that the trainer is replaced within `restart_window`")
+    engine_restarts: int = Field(5, ge=0, description="times that one engine is replaced within `restart_window`")
+    restart_window: float = Field(3600.0, gt=0, description="a role that dies more often in it ends the run")
