@@ -51,7 +51,7 @@ def read_house(text: str) -> House:
     # Rooms stand two or more spaces apart; the last cell of a floor is its remark.
     rooms = [re.split(r" {2,}", cells.strip())[:-1] for _, cells in reversed(drawn)]
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|([^|]*)\| *(\d+) *\|$", text, flags=re.MULTILINE)
-    inside = re.findall(r"^\| `([\w/]+)` \|([^|]*)\|$", text, flags=re.MULTILINE)
+    inside = re.findall(r"^\| `([\w/]*\w)` \|([^|]*)\|$", text, flags=re.MULTILINE)
     return House(
         floors={room: floor for floor, names in enumerate(rooms) for room in names},
         imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _, _ in rows},

@@ -1,0 +1,64 @@
+"""A synchronous run that an earlier commit recorded (tests/data/synchronous_run) stays what it was.
+
+- Its replay comes to its weights: bit for bit on the kind of machine that recorded it, elsewhere up to rounding.
+- `inspect`, `export` and `check` read it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stretto.audit.check import check_run
+from stretto.launch.commands.replay import replay
+from stretto.store.folder.provenance import library_versions, machine
+from stretto.store.inspection import inspect_run
+from tests.launch.running import Laboratory, exported
+
+RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"
+STEPS = 6
+
+#: Share of the whole way from the first to the last weights by which another processor's rounding may lead elsewhere.
+#: One step of Adam carries a gradient's relative error (about 1e-6 in float32) over to the weights; where a gradient is
+#: next to nothing it may turn a step round, which is a vanishing part of the way.
+ROUNDING = 1e-3
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(RECORDED, tmp_path_factory.mktemp("recorded") / "run"))
+
+
+def weights(policy: Path) -> torch.Tensor:
+    """All parameters of a policy folder in one row."""
+    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(policy / "model.safetensors").items())])
+
+
+def is_the_recording_machine() -> bool:
+    mine = json.loads(msgspec.json.encode(machine()))
+    theirs = json.loads((RECORDED / "machine.json").read_text())
+    versions = json.loads((RECORDED / "versions.json").read_text())
+    return mine["processor"] == theirs["processor"] and library_versions()["torch"] == versions["torch"]
+
+
+def test_its_replay_comes_to_its_weights(recorded: Path) -> None:
+    replayed = replay(recorded, 0, [], None, say=lambda _: None)
+    start, end = weights(recorded / "policy" / "v000000"), weights(recorded / "policy" / f"v{STEPS:06d}")
+    again = weights(replayed.folder / "policy" / f"v{STEPS:06d}")
+    assert (again - end).norm() <= ROUNDING * (end - start).norm()
+    if is_the_recording_machine():
+        assert replayed.equal
+
+
+def test_it_is_inspected_exported_and_checked(recorded: Path, laboratory: Laboratory) -> None:
+    found = inspect_run(recorded)
+    assert (found.steps, found.trajectories.trained) == (STEPS, 48)
+    assert found.staleness.max == 0
+    assert len(exported(laboratory, recorded)) == found.trajectories.issued
+    assert check_run(recorded).kept
