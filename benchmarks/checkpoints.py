@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.report import Table, save
 from benchmarks.shapes import SHAPES, make
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.model.hf.folder import load_policy
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.trainer.config import TrainerConfig
@@ -41,13 +41,13 @@ def batch() -> Batch:
     answers = tuple(
         Trajectory(
             id=f"0.0.0/{member}",
-            completion=Completion(
-                request="0.0.0",
-                member=member,
-                token_ids=(3, 4),
-                behavior_logprobs=(-1.0, -1.0),
-                versions=(0, 0),
-                stop_reason=StopReason.LENGTH,
+            segments=(
+                Segment(
+                    token_ids=(3, 4),
+                    behavior_logprobs=(-1.0, -1.0),
+                    versions=(0, 0),
+                    stop_reason=StopReason.LENGTH,
+                ),
             ),
             verdict=Verdict(outcome=Outcome.RIGHT if member else Outcome.WRONG, reward=float(member)),
             text="",

@@ -31,7 +31,6 @@ from stretto.core.records import (
     Completion,
     Outcome,
     Prompt,
-    Sampling,
     StopReason,
     Trajectory,
     Verdict,
@@ -68,7 +67,7 @@ class FakeEngines:
         return [
             Trajectory(
                 id=trajectory_id(ticket.group_id, member),
-                completion=completion,
+                segments=(completion.segment,),
                 verdict=self._verdicts[member % 2],
                 text="1+2=3",
             )
@@ -154,7 +153,7 @@ def trajectories_per_second(policy: BeyondBound, journal: str, steps: int) -> tu
     prompts = [Prompt(id=str(i), token_ids=(1, 2, 3, 4), text="1+2=", answer="3") for i in range(1000)]
     engines = FakeEngines(steps + 1)
     with JOURNALS[journal]() as opened:
-        controller = Controller(config, PromptStream(prompts, seed=1), opened, Sampling(max_tokens=TOKENS), seed=1)
+        controller = Controller(config, PromptStream(prompts, seed=1), opened, seed=1)
         wall, processor = time.perf_counter(), time.process_time()
         Loop(controller, engines, steps).run()
         trained = steps * BATCH * GROUP

@@ -60,7 +60,7 @@ def _trajectory(rng: random.Random, group: int, member: int, length: int, vocabu
         stop_reason=StopReason.STOP,
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=float(rng.randrange(2)))
-    return Trajectory(id=f"{group}/{member}", completion=completion, verdict=verdict, text="")
+    return Trajectory(id=f"{group}/{member}", segments=(completion.segment,), verdict=verdict, text="")
 
 
 def export(run: Path, first: int, steps: int) -> list[list[list[int]]]:

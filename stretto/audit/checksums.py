@@ -5,7 +5,9 @@ A checksum is XXH3 (64 bits) of MessagePack, of
     groups      [id, prompt, admitted version]
     payloads    [answer, [outcome, reward, stop reason, interruptions], body]    and stands before the body
     partials    [answer, body]                                                   likewise
-    steps       [step, version, oldest trainable, [[group, prompt tokens, [[completion, outcome, reward], ..]], ..]]
+    steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]
+
+where a trajectory is [id, segments, outcome, reward]; in format 2 it is [completion, outcome, reward].
     meta        [name, value]
 """
 
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import xxhash
 
 CHECKSUM_BYTES = 8
+FIELDS = 2  # of a payload: segments and text; in format 2 these were four
 
 _GROUPS = "SELECT id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
 _ANSWERS = """
@@ -89,9 +92,12 @@ def _step_fits(
 
 def _trained(
     group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
-) -> tuple[Mapping[str, object], str, float]:
-    """Everything about an answer that decides what its batch does to the weights, by the names it was written under."""
-    tokens, logprobs, versions, _ = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
+) -> tuple[object, ...]:
+    """Everything about a trajectory that decides what its batch does to the weights, in the form it was written in."""
+    bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
+    if len(bulk) == FIELDS:
+        return f"{group}/{member}", bulk[0], outcome, reward
+    tokens, logprobs, versions, _ = bulk
     completion = {
         "request": group,
         "member": member,

@@ -92,7 +92,7 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
             continue
         for left, right in zip(ours.trajectories, theirs.trajectories, strict=True):
             for name in ("member", "token_ids", "behavior_logprobs", "versions"):
-                if getattr(left.completion, name) != getattr(right.completion, name):
+                if getattr(left, name) != getattr(right, name):
                     yield f"{name} of {left.id}"
             if left.verdict != right.verdict:
                 yield f"reward of {left.id}"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.audit.checksums import CHECKSUM_BYTES, broken_checksums, payload_fits
+from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, payload_fits
 from stretto.core.errors import StoreError
 
-READABLE_FORMAT = 2
+READABLE_FORMATS = (2, 3)
 
 _ANSWERS = """
     SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
@@ -121,8 +121,8 @@ def read_history(folder: Path) -> History:
     try:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
-            if found != READABLE_FORMAT:
-                raise StoreError(f"{path}: has format {found}, this version of stretto checks format {READABLE_FORMAT}")
+            if found not in READABLE_FORMATS:
+                raise StoreError(f"{path}: has format {found}, this version of stretto checks formats 2 and 3")
             connection.execute("BEGIN")
             return _history(connection, bounds, policies)
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
@@ -189,8 +189,10 @@ def _answer(group: str, row: list[object]) -> RecordedTrajectory:
     id = f"{group}/{member}"
     versions, lengths = None, None
     if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
-        tokens, logprobs, of_tokens, _ = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
-        versions, lengths = tuple(of_tokens), (len(tokens), len(logprobs))
+        bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
+        segments = [segment for segment in bulk[0] if segment[2]] if len(bulk) == FIELDS else [bulk]
+        versions = tuple(version for segment in segments for version in segment[2])
+        lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
     return RecordedTrajectory(id, group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 

@@ -1,6 +1,6 @@
 """What flows through the stream, one frozen record per stage.
 
-    Prompt ─► GenerateRequest ─► Completion ─► Trajectory (completion + Verdict) ─► Group ─► Batch ─► Update
+    Prompt ─► GenerateRequest ─► Completion ─► Trajectory (segments + Verdict) ─► Group ─► Batch ─► Update
 
 Each record is complete when it is made: a later stage is a new type, never a field filled in later. All of them
 cross process boundaries as MessagePack (msgspec), so they hold plain numbers, strings and tuples only.
@@ -92,22 +92,49 @@ class Sampling(Record, frozen=True):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-class Partial(Record, frozen=True):
-    """The first tokens of an answer whose engine, or whose run, was lost: it goes on behind them.
+class Segment(Record, frozen=True, array_like=True):
+    """Consecutive tokens of one origin: sampled by the policy, with what it logged of each token, or given (the output
+    of a tool, the next turn of a user) and so without log-probabilities and versions.
 
-    Fields as of `Completion`; all zero tokens long for an answer that begins at its beginning.
+    A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it.
+
+    Example: ``Segment(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
     """
 
     token_ids: tuple[int, ...] = ()  # [L]
-    behavior_logprobs: tuple[float, ...] = ()  # [L], nats
-    versions: tuple[int, ...] = ()  # [L], never decreasing
-    interrupted: int = 0
+    behavior_logprobs: tuple[float, ...] = ()  # [L], nats; empty if given
+    versions: tuple[int, ...] = ()  # [L], never decreasing; empty if given
+    interrupted: int = 0  # weight updates that stopped it
+    stop_reason: StopReason | None = None
+
+    def __add__(self, other: Segment) -> Segment:
+        """The two pieces of one completion as one."""
+        return Segment(
+            token_ids=self.token_ids + other.token_ids,
+            behavior_logprobs=self.behavior_logprobs + other.behavior_logprobs,
+            versions=self.versions + other.versions,
+            interrupted=max(self.interrupted, other.interrupted),
+            stop_reason=other.stop_reason,
+        )
+
+    def after(self, tokens: int) -> Segment:
+        """What comes after the first `tokens` tokens."""
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[tokens:],
+            behavior_logprobs=self.behavior_logprobs[tokens:],
+            versions=self.versions[tokens:],
+        )
+
+
+#: Unfinished completions, or what is new of them: by request, then by member.
+Partials = dict[str, dict[int, Segment]]
 
 
 class GenerateRequest(Record, frozen=True):
     """One prompt, `len(seeds)` answers wanted; member k draws its randomness from ``seeds[k]`` alone.
 
-    `begun` is empty, or holds for each member what is written of it already.
+    `prefixes` is empty, or holds for each member the segment that it continues.
 
     Example: ``GenerateRequest(id="0.17.0", prompt_token_ids=(5, 12, 8, 13), seeds=(91, 92), sampling=...)``
     """
@@ -116,7 +143,7 @@ class GenerateRequest(Record, frozen=True):
     prompt_token_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
-    begun: tuple[Partial, ...] = ()
+    prefixes: tuple[Segment, ...] = ()
     top_logprobs: int = 0  # likeliest tokens wanted for each place of the answers
 
 
@@ -141,6 +168,30 @@ class Completion(Record, frozen=True):
     interrupted: int = 0  # weight updates that stopped this answer in mid-sentence
     top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the distributions that were sampled from; empty if not wanted
 
+    @property
+    def segment(self) -> Segment:
+        """Its tokens, and why they ended."""
+        return Segment(self.token_ids, self.behavior_logprobs, self.versions, self.interrupted, self.stop_reason)
+
+    @classmethod
+    def of(cls, request: str, member: int, segment: Segment) -> Completion:
+        """The completion whose `segment` this is.
+
+        Raises:
+            ValueError: the segment is unfinished.
+        """
+        if segment.stop_reason is None:
+            raise ValueError(f"completion {request}/{member} has no end")
+        return cls(
+            request=request,
+            member=member,
+            token_ids=segment.token_ids,
+            behavior_logprobs=segment.behavior_logprobs,
+            versions=segment.versions,
+            stop_reason=segment.stop_reason,
+            interrupted=segment.interrupted,
+        )
+
 
 class Verdict(Record, frozen=True):
     """What a reward says about one answer. `reward` is None exactly when the outcome is undecided."""
@@ -155,12 +206,58 @@ class Verdict(Record, frozen=True):
 
 
 class Trajectory(Record, frozen=True):
-    """One answer with its verdict: what the buffer keeps and the trainer learns from."""
+    """What followed one prompt, with its verdict: what the buffer keeps and the trainer learns from.
+
+    A single turn is one sampled segment; further turns alternate given and sampled ones. The loss sees sampled tokens
+    only.
+
+    Example: ``Trajectory(id="0.17.0/3", segments=(Segment(...),), verdict=..., text="9")``
+    """
 
     id: str
-    completion: Completion
+    segments: tuple[Segment, ...]
     verdict: Verdict
     text: str
+
+    @property
+    def member(self) -> int:
+        """Its place in the group."""
+        return int(self.id.rpartition("/")[2])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """[T] all tokens behind the prompt, sampled and given."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def behavior_logprobs(self) -> tuple[float, ...]:
+        """[S] of the sampled tokens."""
+        return tuple(logprob for segment in self.segments for logprob in segment.behavior_logprobs)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """[S] of the sampled tokens."""
+        return tuple(version for segment in self.segments for version in segment.versions)
+
+    @property
+    def sampled_places(self) -> tuple[int, ...]:
+        """[S] where the sampled tokens are among all tokens."""
+        places, start = list[int](), 0
+        for segment in self.segments:
+            end = start + len(segment.token_ids)
+            places += range(start, end) if segment.versions else ()
+            start = end
+        return tuple(places)
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why its last sampled segment ended."""
+        return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)
+
+    @property
+    def interrupted(self) -> int:
+        """Weight updates that stopped it."""
+        return sum(segment.interrupted for segment in self.segments)
 
     @property
     def reward(self) -> float:
@@ -188,7 +285,7 @@ class Group(Record, frozen=True):
     @property
     def oldest_version(self) -> int:
         """The oldest version that sampled any token of the group."""
-        return min((t.completion.versions[0] for t in self.trajectories if t.completion.versions), default=0)
+        return min((t.versions[0] for t in self.trajectories if t.versions), default=0)
 
 
 class Batch(Record, frozen=True):

@@ -4,7 +4,7 @@
                            GenerateRequest      all requests of the list begin in the same step
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
     POST /abort            AbortRequest      →  EngineHealth
-    POST /written          WrittenRequest    →  list of WrittenTokens: how far unfinished answers have come
+    POST /partials         PartialsRequest   →  Partials: what unfinished completions have beyond the known tokens
     GET  /health                             →  EngineHealth
     GET  /spans                              →  list of Span; each span is handed out once, the newest are kept for it
 
@@ -45,17 +45,6 @@ class PartialsRequest(Record, frozen=True):
     known: dict[str, list[int]]
 
 
-class PartialTokens(Record, frozen=True):
-    """What an unfinished answer has beyond its known tokens."""
-
-    request: str
-    member: int
-    token_ids: tuple[int, ...]
-    behavior_logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    interrupted: int = 0
-
-
 class Refusal(Record, frozen=True):
     """Why a request was not served: the name of the error and its arguments, so that the client raises the same."""
 
@@ -63,27 +52,6 @@ class Refusal(Record, frozen=True):
     found: str
     field: str = ""
     allowed: str = ""
-
-
-class EngineHealth(Record, frozen=True):
-    """How an engine is. Counters count from its start.
-
-    Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
-    interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
-    """
-
-    version: int  # policy version of the weights in the model
-    running: int  # answers in a slot
-    waiting: int  # answers that wait for a slot
-    generated: int  # tokens sampled
-    prefilled: int  # prompt tokens computed, once per group that enters together
-    recomputed: int  # tokens computed again because an update, or a full cache, dropped their keys and values
-    interrupted: int  # answers stopped in mid-sentence by an update, counted at each update
-    preempted: int  # answers that lost their keys and values because the cache was full, counted each time
-    wasted: int  # tokens sampled for requests that were aborted, those of answers that had ended included
-    updates: int  # versions loaded
-    busy_seconds: float  # time spent in steps and in loading
-    unfinished: int = 0  # tokens sampled for requests that are open, those of answers that have ended included
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:

@@ -37,51 +37,43 @@ from stretto.loop.watchdog import Watchdog
 from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import Workflow
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _SILENT_BATCHES = 4  # so many batches' worth of filtered groups, and none for a batch, are said aloud
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Components:
-    """Everyone the conductor conducts; `look` tells what all of them have done since it was asked last, and waits so
-    many seconds for it (None: until all have replied)."""
+@dataclass
+class Conductor:
+    """Runs the loops until the last step, the first failure, or a request to stop.
+
+    Attributes:
+        poll: asks all roles what they have done since the last poll, and waits for their replies as many seconds as it
+            is given (None: until all have replied).
+        progress: changes whenever a role gets anything done.
+        steps: the version at which the run ends.
+    """
 
     controller: Controller
     workflow: Workflow
-    fleet: EnginePool
+    engines: EnginePool
     trainer: TrainerLink
-    look: Callable[[float | None], Awaitable[list[Span]]]
+    in_flight: InFlight
     recorder: Recorder
-    keeper: Checkpointing
-    examiner: PeriodicEvaluation
-    answers: InFlight
-    progress: Callable[[], object]  # changes whenever a role gets anything done
+    checkpointing: Checkpointing
+    evaluation: PeriodicEvaluation
+    poll: Callable[[float | None], Awaitable[list[Span]]]
+    progress: Callable[[], object]
+    steps: int
+    deadlines: DeadlinesConfig
 
-
-class Conductor:
-    """Runs the loops until the last step, the first failure, or a request to stop."""
-
-    def __init__(self, players: Components, steps: int, deadlines: DeadlinesConfig) -> None:
-        self._controller = players.controller
-        self._workflow = players.workflow
-        self._fleet = players.fleet
-        self._trainer = players.trainer
-        self._look_around = players.look
-        self._in_flight = players.answers
-        self._progress = players.progress
-        self._recorder = players.recorder
-        self._keeper = players.keeper
-        self._examiner = players.examiner
-        self._steps = steps
-        self._deadlines = deadlines
-        self._answers: dict[str, asyncio.Task[None]] = {}
+    def __post_init__(self) -> None:
+        self._groups: dict[str, asyncio.Task[None]] = {}
         self._finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._conducting = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._fleet.listen(self._load)
+        self.engines.listen(self._load)
 
     @property
     def stopping(self) -> bool:
@@ -98,12 +90,12 @@ class Conductor:
         loops: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._training()),
             journaling,
-            asyncio.ensure_future(self._fleet.keep_loaded()),
+            asyncio.ensure_future(self.engines.keep_loaded()),
             asyncio.ensure_future(self._observing()),
             self._failure,
         ]
         self._conducting = True
-        for ticket in self._controller.tickets:  # those that an earlier conductor had in flight
+        for ticket in self.controller.tickets:  # those that an earlier conductor had in flight
             self._start(ticket)
         self._admit()
         try:
@@ -114,51 +106,51 @@ class Conductor:
             await self._give_up()
         finally:
             self._conducting = False  # answers that end from now on, and engines that join, start nothing
-            await cancel_and_wait([*loops, *self._answers.values()])
+            await cancel_and_wait([*loops, *self._groups.values()])
 
     async def _give_up(self) -> None:
         """Write down how far the answers in flight have come, for the run may go on one day; then let the engines give
         them up, so that every token is accounted for by the one who counts it."""
         self._conducting = False
-        await self._in_flight.keep(_LOOK_SECONDS)
-        self._in_flight.end()
-        at_engines = self._fleet.open
-        await cancel_and_wait([task for id, task in self._answers.items() if id not in at_engines])
-        await self._fleet.give_up()
+        await self.in_flight.keep(_POLL_SECONDS)
+        self.in_flight.end()
+        at_engines = self.engines.open
+        await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])
+        await self.engines.give_up()
 
-    # ── admission and answers ────────────────────────────────────────────────────────────────────
+    # ── admission and groups ────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        while self._conducting and not self.stopping and (ticket := self._controller.admit()) is not None:
+        while self._conducting and not self.stopping and (ticket := self.controller.admit()) is not None:
             self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
-        task = asyncio.create_task(self._answer(ticket), name=ticket.group_id)
-        self._answers[ticket.group_id] = task
-        task.add_done_callback(self._answered)
+        task = asyncio.create_task(self._generate(ticket), name=ticket.group_id)
+        self._groups[ticket.group_id] = task
+        task.add_done_callback(self._group_ended)
 
     def _load(self, version: int) -> None:
-        self._controller.load(version)
+        self.controller.load(version)
         self._admit()
 
-    async def _answer(self, ticket: Ticket) -> None:
+    async def _generate(self, ticket: Ticket) -> None:
         try:
-            trajectories = await self._workflow(ticket)
+            trajectories = await self.workflow(ticket)
         except EngineLost as loss:
-            self._controller.lose(ticket, str(loss))
+            self.controller.lose(ticket, str(loss))
         except RefusedRequest as refusal:
-            self._controller.fail(ticket, str(refusal))
+            self.controller.fail(ticket, str(refusal))
         else:
-            before = self._controller.filtered
-            self._controller.finish(ticket, trajectories)
-            self._recorder.answered(trajectories)
-            filtered = self._controller.filtered
-            if filtered > before and filtered % (_SILENT_BATCHES * self._controller.config.batch_size) == 0:
-                self._recorder.filtered(filtered)
-        self._in_flight.forget(ticket.group_id)
+            before = self.controller.filtered
+            self.controller.finish(ticket, trajectories)
+            self.recorder.answered(trajectories)
+            filtered = self.controller.filtered
+            if filtered > before and filtered % (_SILENT_BATCHES * self.controller.config.batch_size) == 0:
+                self.recorder.filtered(filtered)
+        self.in_flight.forget(ticket.group_id)
 
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        del self._answers[task.get_name()]
+    def _group_ended(self, task: asyncio.Task[None]) -> None:
+        del self._groups[task.get_name()]
         if task.cancelled():
             return
         error = task.exception()
@@ -170,41 +162,41 @@ class Conductor:
     # ── training ─────────────────────────────────────────────────────────────────────────────────
 
     async def _training(self) -> None:
-        while self._controller.published < self._steps:
+        while self.controller.published < self.steps:
             batch = await self._next_batch()
             if batch is None:
                 return
             self._admit()
-            self._recorder.taken(batch, self._controller.in_flight, self._controller.buffered)
-            update = await self._before_the_stop_ends(self._trainer.train(batch))
+            self.recorder.taken(batch, self.controller.in_flight, self.controller.buffered)
+            update = await self._before_the_stop_ends(self.trainer.train(batch))
             if update is None:
                 return
-            self._controller.publish(update.version)
-            self._fleet.publish(update.version)
+            self.controller.publish(update.version)
+            self.engines.publish(update.version)
             self._expire_overdue()
-            if update.version == self._steps:
+            if update.version == self.steps:
                 # The totals of the last step are those of the run.
-                await self._before_the_stop_ends(self._look())
-            self._recorder.updated(batch, update)
-            await self._keeper.after(update)
-            if update.version < self._steps:  # the last version is measured when training is over
-                self._examiner.after(update)
+                await self._before_the_stop_ends(self._poll())
+            self.recorder.updated(batch, update)
+            await self.checkpointing.after(update)
+            if update.version < self.steps:  # the last version is measured when training is over
+                self.evaluation.after(update)
 
     async def _next_batch(self) -> Batch | None:
         """The next batch; None when the run is to stop."""
-        version = self._controller.published
+        version = self.controller.published
         try:
-            with waiting("trainer", f"a batch at version {version}", self._deadlines.batch):
-                async with asyncio.timeout(self._deadlines.batch):
+            with waiting("trainer", f"a batch at version {version}", self.deadlines.batch):
+                async with asyncio.timeout(self.deadlines.batch):
                     return await self._batch_unless_stopping()
         except TimeoutError:
-            queues = self._controller
+            queues = self.controller
             state = f"{queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
-            raise DeadlineExceeded("trainer", f"a batch at version {version}: {state}", self._deadlines.batch) from None
+            raise DeadlineExceeded("trainer", f"a batch at version {version}: {state}", self.deadlines.batch) from None
 
     async def _batch_unless_stopping(self) -> Batch | None:
         while not self.stopping:
-            batch = self._controller.take()
+            batch = self.controller.take()
             if batch is not None:
                 return batch
             self._admit()  # what `take` expired has left room
@@ -213,20 +205,20 @@ class Conductor:
         return None
 
     def _expire_overdue(self) -> None:
-        for ticket in self._controller.overdue():
-            self._answers[ticket.group_id].cancel()
-            self._in_flight.forget(ticket.group_id)
-            self._controller.expire(ticket)
+        for ticket in self.controller.overdue():
+            self._groups[ticket.group_id].cancel()
+            self.in_flight.forget(ticket.group_id)
+            self.controller.expire(ticket)
         self._admit()
 
-    async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Answer]) -> Answer | None:
+    async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:
         """The order's answer; None if a requested stop cannot wait for it any longer."""
         task = asyncio.ensure_future(order)
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                await asyncio.wait([task], timeout=self._deadlines.stop)
+                await asyncio.wait([task], timeout=self.deadlines.stop)
             return await task if task.done() else None
         finally:
             await cancel_and_wait([task, stop])
@@ -235,21 +227,21 @@ class Conductor:
 
     async def _journaling(self) -> NoReturn:
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            await self._in_flight.keep()
+            await asyncio.sleep(_POLL_SECONDS)
+            await self.in_flight.keep()
 
     async def _observing(self) -> None:
-        watchdog = Watchdog(self._what_has_moved, self._deadlines.still)
+        watchdog = Watchdog(self._what_has_moved, self.deadlines.still)
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            await self._look(_LOOK_SECONDS)
-            self._examiner.check()
+            await asyncio.sleep(_POLL_SECONDS)
+            await self._poll(_POLL_SECONDS)
+            self.evaluation.check()
             watchdog.look()
 
     def _what_has_moved(self) -> object:
-        controller = self._controller
-        return controller.published, controller.live, controller.counted, controller.filtered, self._progress()
+        controller = self.controller
+        return controller.published, controller.live, controller.counted, controller.filtered, self.progress()
 
-    async def _look(self, patience: float | None = None) -> None:
-        self._recorder.spans(await self._look_around(patience))
-        self._recorder.looked()
+    async def _poll(self, patience: float | None = None) -> None:
+        self.recorder.spans(await self.poll(patience))
+        self.recorder.looked()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
+from stretto.core.engine import Generate
 from stretto.core.errors import EngineLost
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Update, derive_seed
@@ -24,12 +24,6 @@ _LOSSES = 3
 _PREFIX = "evaluation."
 
 
-class GenerateTogether(Protocol):
-    """One answer to each of several prompts that are asked together, each as soon as it is whole."""
-
-    def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """Asks engines and rewards like the training loop does, beside it or alone.
@@ -40,7 +34,7 @@ class Evaluator:
     prompts: Sequence[Prompt]
     sampling: Sampling
     seed: int
-    generate: GenerateTogether
+    generate: Generate
     score: Score
     detokenize: Detokenize
     tally: Callable[[int], None] = lambda tokens: None

@@ -24,11 +24,9 @@ from stretto.core.admission import admits, due
 from stretto.core.errors import BoundViolated, StrettoError
 from stretto.core.records import (
     Batch,
-    GenerateRequest,
     Group,
     Outcome,
     Record,
-    Sampling,
     State,
     Trajectory,
     derive_seed,
@@ -37,6 +35,7 @@ from stretto.core.records import (
 from stretto.rollout.batching import QueueState, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
+from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.prompts import Draw, Position, PromptStream
 from stretto.rollout.protocols import Journal
 
@@ -54,20 +53,20 @@ class ControllerState(Record, frozen=True):
 
 
 class Ticket(Record, frozen=True):
-    """A group in flight: what was asked, under which version it was admitted, and the request for an engine."""
+    """A group in flight: its prompt, the version under which it was admitted, and one random seed for each member."""
 
     order: int
     draw: Draw
     admitted_version: int
-    request: GenerateRequest
+    seeds: tuple[int, ...]
 
     @property
     def group_id(self) -> str:
-        return self.request.id
+        return self.draw.group_id
 
     @property
     def members(self) -> range:
-        return range(len(self.request.seeds))
+        return range(len(self.seeds))
 
 
 class Controller:
@@ -82,20 +81,16 @@ class Controller:
         config: RolloutConfig,
         prompts: PromptStream,
         journal: Journal,
-        sampling: Sampling,
         seed: int,
         version: int = 0,
-        rounds: bool = False,
+        pacing: Pacing | None = None,
     ) -> None:
-        """`rounds`: groups start together, as many as may, and none while any of them is in flight."""
         self.config = config
-        self._rounds = rounds
-        self._opening = True  # the round has not had all its groups yet
+        self._pacing = pacing or Continuous()
         self.published = version
         self.live = version
         self._prompts = prompts
         self._journal = journal
-        self._sampling = sampling
         self._seed = seed
         self._filters = filters(config)
         self._order = 0
@@ -126,13 +121,11 @@ class Controller:
 
     def admit(self) -> Ticket | None:
         """Start one more group, if equation 3 and the number in flight allow it."""
-        self._opening = self._may_start() and (self._opening or not self._rounds or not self._in_flight)
-        if not self._opening:
+        if not self._pacing.opens(self._may_start(), self.in_flight):
             return None
         config = self.config
         draw = self._prompts.take()
-        ticket = Ticket(order=self._order, draw=draw, admitted_version=self.live, request=self._request(draw))
-        self._order += 1
+        ticket = self._ticket(draw, self.live)
         self._in_flight[ticket.group_id] = ticket
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
@@ -153,8 +146,7 @@ class Controller:
         back in the buffer.
         """
         draw = self._prompts.named(group_id, failures)
-        ticket = Ticket(order=self._order, draw=draw, admitted_version=admitted_version, request=self._request(draw))
-        self._order += 1
+        ticket = self._ticket(draw, admitted_version)
         if trajectories:
             group = Group(
                 id=group_id, prompt=draw.prompt, admitted_version=admitted_version, trajectories=tuple(trajectories)
@@ -170,12 +162,12 @@ class Controller:
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
         return ControllerState(position=self._prompts.position(), failures=failures)
 
-    def _request(self, draw: Draw) -> GenerateRequest:
-        group_id = draw.group_id
-        seeds = (derive_seed(self._seed, trajectory_id(group_id, k)) for k in range(self.config.group_size))
-        return GenerateRequest(
-            id=group_id, prompt_token_ids=draw.prompt.token_ids, seeds=tuple(seeds), sampling=self._sampling
-        )
+    def _ticket(self, draw: Draw, admitted_version: int) -> Ticket:
+        members = range(self.config.group_size)
+        seeds = tuple(derive_seed(self._seed, trajectory_id(draw.group_id, member)) for member in members)
+        ticket = Ticket(order=self._order, draw=draw, admitted_version=admitted_version, seeds=seeds)
+        self._order += 1
+        return ticket
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
         """The group's answers are judged: buffer it, or filter it, or fail it when too few could be decided.
@@ -188,7 +180,7 @@ class Controller:
         if self._in_flight.get(ticket.group_id) is not ticket:
             self.refused += 1
             return None
-        trajectories = sorted(trajectories, key=lambda trajectory: trajectory.completion.member)
+        trajectories = sorted(trajectories, key=lambda trajectory: trajectory.member)
         decided = tuple(t for t in trajectories if t.verdict.outcome is not Outcome.UNDECIDED)
         for trajectory in trajectories:
             if trajectory.verdict.outcome is Outcome.UNDECIDED:

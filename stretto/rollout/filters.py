@@ -19,7 +19,7 @@ Filter = Callable[[Group], Mapping[str, str]]
 def truncated(group: Group) -> Mapping[str, str]:
     """Answers that were cut off at their length: what they were worth is not known (DAPO, arXiv 2503.14476,
     section 3.4, overlong filtering)."""
-    cut = (t.id for t in group.trajectories if t.completion.stop_reason is StopReason.LENGTH)
+    cut = (t.id for t in group.trajectories if t.stop_reason is StopReason.LENGTH)
     return dict.fromkeys(cut, "cut off at its length")
 
 

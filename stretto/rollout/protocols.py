@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from stretto.core.records import Batch, Completion, GenerateRequest, Group, Prompt, State, Trajectory, Verdict
-
-
-class Generate(Protocol):
-    """Answers to one prompt, each as soon as it is whole, in any order."""
-
-    def __call__(self, request: GenerateRequest) -> AsyncIterator[Completion]: ...
+from stretto.core.records import Batch, Group, Prompt, State, Trajectory, Verdict
 
 
 class Score(Protocol):

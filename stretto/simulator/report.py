@@ -57,7 +57,7 @@ class SimulationReport:
     def train(self, batch: Batch) -> None:
         """The batch was trained on."""
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
-            versions, length = trajectory.completion.versions, len(trajectory.completion.versions)
+            versions, length = trajectory.versions, len(trajectory.versions)
             self.answers[length] += 1
             for version, tokens in Counter(versions).items():
                 if version >= batch.oldest_trainable:

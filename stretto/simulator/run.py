@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from stretto.core.clock import VirtualClock
 from stretto.core.records import (
     Batch,
-    Completion,
     Outcome,
     Prompt,
-    Sampling,
+    Segment,
     StopReason,
     Trajectory,
     Verdict,
@@ -50,7 +49,7 @@ class SimulatedRun:
         self._workload, self._steps = workload, steps
         self._chance = random.Random(seed)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(997)], seed)
-        self.controller = Controller(config, prompts, self.accounts, Sampling(max_tokens=workload.max_tokens), seed)
+        self.controller = Controller(config, prompts, self.accounts, seed)
         self._switches: list[float] = []  # when version 1, 2, ... became live
         self._flights: dict[str, Flight] = {}
         self._idle_since: float | None = 0.0
@@ -63,7 +62,7 @@ class SimulatedRun:
                 raise RuntimeError(f"stuck at step {self.report.steps}: {self.accounts.balance}")
         self.report.seconds = self.clock.now()
         for trajectory in self.accounts.expired:
-            length = len(trajectory.completion.token_ids)
+            length = len(trajectory.token_ids)
             self.report.expire(length, sampled=length)
         return self.report
 
@@ -92,16 +91,14 @@ class SimulatedRun:
 
     def _trajectory(self, flight: Flight, member: int, reward: float) -> Trajectory:
         ticket, length = flight.ticket, flight.lengths[member]
-        completion = Completion(
-            request=ticket.group_id,
-            member=member,
+        segment = Segment(
             token_ids=(0,) * length,
             behavior_logprobs=(0.0,) * length,
             versions=self._versions(flight.start, length),
             stop_reason=StopReason.STOP,
         )
         verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
-        return Trajectory(id=trajectory_id(ticket.group_id, member), completion=completion, verdict=verdict, text="")
+        return Trajectory(id=trajectory_id(ticket.group_id, member), segments=(segment,), verdict=verdict, text="")
 
     def _versions(self, start: float, length: int) -> tuple[int, ...]:
         """The live version at ``start + t * seconds_per_token`` for each token t."""

@@ -6,12 +6,13 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import msgspec
 
 from stretto.core.errors import Problem, RunFolderError, StoreError
-from stretto.core.records import Record, trajectory_id
+from stretto.core.records import Record, Segment, trajectory_id
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.rows import Payload
 from stretto.store.ledger.schema import open_for_reading
@@ -23,11 +24,12 @@ _ROWS = """
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     ORDER BY trajectories.key
 """
-_NOTHING = Payload(token_ids=(), behavior_logprobs=(), versions=(), text="")
+_NOTHING = Payload(segments=(), text="")
 
 
 class ExportedTrajectory(Record, frozen=True):
-    """One line. The token fields are empty if there was no answer, or if ``store.keep_payloads`` did not keep it."""
+    """One line. Log-probabilities and versions are those of the sampled tokens; `given` has the spans of `token_ids`
+    that were not sampled. Token fields are empty if nothing was sampled, or if ``store.keep_payloads`` kept none."""
 
     id: str
     group: str
@@ -36,6 +38,7 @@ class ExportedTrajectory(Record, frozen=True):
     token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    given: tuple[tuple[int, int], ...]
     reward: float | None
     verdict: str | None
     state: str
@@ -100,9 +103,10 @@ def _exported(
         "group": group,
         "prompt_id": prompt_id,
         "prompt_token_ids": prompt,
-        "token_ids": answer.token_ids,
-        "behavior_logprobs": answer.behavior_logprobs,
-        "versions": answer.versions,
+        "token_ids": [token for segment in answer.segments for token in segment.token_ids],
+        "behavior_logprobs": [logprob for segment in answer.segments for logprob in segment.behavior_logprobs],
+        "versions": [version for segment in answer.segments for version in segment.versions],
+        "given": _given(answer.segments),
         "reward": reward,
         "verdict": verdict,
         "state": state,
@@ -113,3 +117,8 @@ def _exported(
         "text": answer.text,
     }
     return msgspec.convert(fields, ExportedTrajectory)
+
+
+def _given(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:
+    ends = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
+    return [span for span, segment in zip(pairwise(ends), segments, strict=True) if not segment.versions]

@@ -63,8 +63,7 @@ class Critic(Optimizer):
 
     def _goes_on(self, trajectory: Trajectory) -> bool:
         """Whether what would have followed the answer is worth something."""
-        completion = trajectory.completion
-        cut_off = completion.stop_reason is StopReason.LENGTH and len(completion.token_ids) > 0
+        cut_off = trajectory.stop_reason is StopReason.LENGTH and len(trajectory.versions) > 0
         return cut_off and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:

@@ -1,46 +1,44 @@
-"""What happens between a question and its judged answers. One turn here; a workflow of more turns is a sibling."""
+"""A workflow leads from a ticket to the judged trajectories of its group. This one has a single turn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stretto.core.records import Completion, Trajectory, Verdict, trajectory_id
+from stretto.core.records import Completion, GenerateRequest, Sampling, Trajectory, trajectory_id
 from stretto.rollout.controller import Ticket
-from stretto.rollout.protocols import Detokenize, Generate, Score
+from stretto.rollout.protocols import Detokenize, Score
 
 
 class Workflow(Protocol):
-    """From a ticket to the judged answers of its group."""
+    """From a ticket to the judged trajectories of its group."""
 
     async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]: ...
 
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Ask once, judge each answer.
+    """Sample one completion for each member, judge each.
 
-    The answers of one group are judged together when the last of them is whole; other groups go on being generated
-    meanwhile. Judging them one by one costs the conductor eight messages in place of one.
+    The completions of a group are judged together when the last of them has ended; other groups are generated
+    meanwhile. One by one they would cost the conductor eight messages in place of one.
     """
 
-    generate: Generate
+    generate: Callable[[GenerateRequest], AsyncIterator[Completion]]
     score: Score
     detokenize: Detokenize
+    sampling: Sampling
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
-        completions = [completion async for completion in self.generate(ticket.request)]
+        prompt, id = ticket.draw.prompt, ticket.group_id
+        request = GenerateRequest(id=id, prompt_token_ids=prompt.token_ids, seeds=ticket.seeds, sampling=self.sampling)
+        completions = [completion async for completion in self.generate(request)]
         texts = [self.detokenize(completion.token_ids) for completion in completions]
-        prompt = ticket.draw.prompt
         verdicts = await self.score(prompt.text, texts, prompt.answer)
         return [
-            _trajectory(ticket, completion, text, verdict=verdict)
+            Trajectory(
+                id=trajectory_id(id, completion.member), segments=(completion.segment,), verdict=verdict, text=text
+            )
             for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
         ]
-
-
-def _trajectory(ticket: Ticket, completion: Completion, text: str, verdict: Verdict) -> Trajectory:
-    return Trajectory(
-        id=trajectory_id(ticket.group_id, completion.member), completion=completion, verdict=verdict, text=text
-    )

@@ -17,14 +17,13 @@ import pytest
 from stretto.audit import check, checksums, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Completion, Outcome, Prompt, Sampling, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.ledger.rows import PartialRow
 
 RECIPE = """
 [rollout]
@@ -41,13 +40,13 @@ def answers(ticket: Ticket, version: int) -> list[Trajectory]:
     return [
         Trajectory(
             id=name_of(ticket.group_id, member),
-            completion=Completion(
-                request=ticket.group_id,
-                member=member,
-                token_ids=(5, 6),
-                behavior_logprobs=(-0.5, -0.25),
-                versions=(version, version),
-                stop_reason=StopReason.STOP,
+            segments=(
+                Segment(
+                    token_ids=(5, 6),
+                    behavior_logprobs=(-0.5, -0.25),
+                    versions=(version, version),
+                    stop_reason=StopReason.STOP,
+                ),
             ),
             verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0),
             text="",
@@ -72,7 +71,7 @@ def run_dir(tmp_path: Path) -> Path:
     prompts = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(5)]
     config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
     with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
-        control = Controller(config, PromptStream(prompts, seed=1), ledger, Sampling(max_tokens=4), seed=1)
+        control = Controller(config, PromptStream(prompts, seed=1), ledger, seed=1)
         ledger.watch("standing", control.standing)
         failed = control.admit()
         assert failed is not None
@@ -255,7 +254,7 @@ def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_di
     with closing(sqlite3.connect(path)) as connection:
         (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
     with closing(Ledger(path, StoreConfig())) as ledger:
-        ledger.write_on(f"{name}/1", PartialRow(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+        ledger.journal(f"{name}/1", Segment(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
     assert check_run(run_dir).kept
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(

@@ -42,7 +42,7 @@ def test_an_undecided_trajectory_has_no_reward_to_train_on() -> None:
     completion = Completion(
         request="a", member=0, token_ids=(), behavior_logprobs=(), versions=(), stop_reason=StopReason.LENGTH
     )
-    trajectory = Trajectory(id="a/0", completion=completion, verdict=verdict, text="")
+    trajectory = Trajectory(id="a/0", segments=(completion.segment,), verdict=verdict, text="")
     with pytest.raises(ValueError, match="timeout after 1 s"):
         _ = trajectory.reward
 

@@ -80,7 +80,7 @@ def train_once(ledger: Ledger) -> None:
         stop_reason=StopReason.STOP,
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    trajectory = Trajectory(id="0.1.0/0", completion=completion, verdict=verdict, text="")
+    trajectory = Trajectory(id="0.1.0/0", segments=(completion.segment,), verdict=verdict, text="")
     group = Group(id="0.1.0", prompt=prompt, admitted_version=0, trajectories=(trajectory,))
     ledger.issue("0.1.0", prompt, 1, 0)
     ledger.buffer(group)

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Partial, Sampling
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.folder import load_policy
@@ -36,16 +36,16 @@ def finished(engine: NativeEngine, request: GenerateRequest) -> list[Completion]
     return sorted(completions, key=lambda completion: completion.member)
 
 
-def beginning(completion: Completion, tokens: int) -> Partial:
+def beginning(completion: Completion, tokens: int) -> Segment:
     cut = slice(0, tokens)
-    return Partial(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
+    return Segment(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_an_answer_goes_on_as_it_would_have(folder: Path, tokens: int) -> None:
     whole = finished(engine(folder), REQUEST)
     begun = tuple(beginning(completion, min(tokens, len(completion.token_ids) - 1)) for completion in whole)
-    again = finished(engine(folder), replace(REQUEST, begun=begun))
+    again = finished(engine(folder), replace(REQUEST, prefixes=begun))
     assert [completion.token_ids for completion in again] == [completion.token_ids for completion in whole]
     for ours, theirs, some in zip(again, whole, begun, strict=True):
         assert ours.behavior_logprobs[: len(some.token_ids)] == some.behavior_logprobs
@@ -60,20 +60,20 @@ def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_we
     first.add(REQUEST)
     ended = {completion.member: completion for _ in range(5) for completion in first.step()}
     known = {REQUEST.id: [0, 0, 0], "another": [0]}
-    written = {tokens.member: tokens for tokens in first.written_tokens(known)}
+    written = {progress.member: progress.segment for progress in first.progress(known)}
     assert {*written, *ended} <= {0, 1, 2}
     for member, tokens in written.items():
         assert tokens.token_ids == whole[member].token_ids[: len(tokens.token_ids)]
         assert tokens.versions == (0,) * len(tokens.token_ids)
     known = {REQUEST.id: [len(written[m].token_ids) - 1 if m in written else 0 for m in range(3)]}
-    assert all(len(tokens.token_ids) == 1 for tokens in first.written_tokens(known))
+    assert all(len(progress.segment.token_ids) == 1 for progress in first.progress(known))
 
     second = engine(folder)
     weights = {name: parameter * 1.5 for name, parameter in load_policy(folder).named_parameters()}
     second.update(4, weights)
-    begun = [Partial(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
+    begun = [Segment(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
     seeds = tuple(REQUEST.seeds[member] for member in written)
-    going_on = finished(second, replace(REQUEST, seeds=seeds, begun=tuple(begun)))
+    going_on = finished(second, replace(REQUEST, seeds=seeds, prefixes=tuple(begun)))
     for completion, some in zip(going_on, begun, strict=True):
         assert completion.token_ids[: len(some.token_ids)] == some.token_ids
         assert set(completion.versions[len(some.token_ids) :]) == {4}
@@ -84,35 +84,38 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     whole = finished(engine(folder), REQUEST)
     begun = tuple(beginning(completion, len(completion.token_ids) - 1) for completion in whole)
     other = engine(folder)
-    finished(other, replace(REQUEST, begun=begun))
+    finished(other, replace(REQUEST, prefixes=begun))
     assert other.health().generated == 3
 
 
 @pytest.mark.parametrize(
     ("begun", "message"),
     [
-        ((Partial(),), "begun: 1 answers for 3 seeds; none, or one for each seed"),
-        ((Partial((4,), (), (0,)), Partial(), Partial()), "begun: 1 tokens; as many log-probabilities and versions"),
+        ((Segment(),), "prefixes: 1 prefixes for 3 seeds; none, or one for each seed"),
+        ((Segment((4,), (), (0,)), Segment(), Segment()), "prefixes: 1 tokens; as many log-probabilities and versions"),
         (
-            (Partial((4,) * 24, (-0.5,) * 24, (0,) * 24), Partial(), Partial()),
-            "begun: 24 tokens; fewer than 24, which max_tokens and the context of 192 leave",
+            (Segment((4,) * 24, (-0.5,) * 24, (0,) * 24), Segment(), Segment()),
+            "prefixes: 24 tokens; fewer than 24, which max_tokens and the context of 192 leave",
         ),
-        ((Partial((99,), (-0.5,), (0,)), Partial(), Partial()), "begun: token 99; 0 to 21, the vocabulary"),
-        ((Partial((-1,), (-0.5,), (0,)), Partial(), Partial()), "begun: token -1; 0 to 21, the vocabulary"),
-        ((Partial((4,), (-0.5,), (7,)), Partial(), Partial()), "begun.versions: version 7; 0 to 0, the version in use"),
+        ((Segment((99,), (-0.5,), (0,)), Segment(), Segment()), "prefixes: token 99; 0 to 21, the vocabulary"),
+        ((Segment((-1,), (-0.5,), (0,)), Segment(), Segment()), "prefixes: token -1; 0 to 21, the vocabulary"),
         (
-            (Partial((4, 4), (-1, -1), (9, 0)), Partial(), Partial()),
-            "begun.versions: version 9; 0 to 0, the version in use",
+            (Segment((4,), (-0.5,), (7,)), Segment(), Segment()),
+            "prefixes.versions: version 7; 0 to 0, the version in use",
         ),
-        ((Partial((4,), (-0.5,), (-(2**70),)), Partial(), Partial()), f"begun.versions: version {-(2**70)}; 0 to 0"),
-        ((Partial((4,), (math.nan,), (0,)), Partial(), Partial()), "begun.behavior_logprobs: nan; finite numbers"),
-        ((Partial((4,), (-math.inf,), (0,)), Partial(), Partial()), "begun.behavior_logprobs: -inf; finite numbers"),
-        ((Partial((4,), (-1e39,), (0,)), Partial(), Partial()), "begun.behavior_logprobs: -1e+39; finite numbers"),
         (
-            (Partial((4,), (-0.5,), (0,), 2**63), Partial(), Partial()),
-            f"begun.interrupted: {2**63}; 0 to 2,147,483,647",
+            (Segment((4, 4), (-1, -1), (9, 0)), Segment(), Segment()),
+            "prefixes.versions: version 9; 0 to 0, the version in use",
         ),
-        ((Partial((4,), (-0.5,), (0,), -1), Partial(), Partial()), "begun.interrupted: -1; 0 to 2,147,483,647"),
+        ((Segment((4,), (-0.5,), (-(2**70),)), Segment(), Segment()), f"prefixes.versions: version {-(2**70)}; 0 to 0"),
+        ((Segment((4,), (math.nan,), (0,)), Segment(), Segment()), "prefixes.behavior_logprobs: nan; finite numbers"),
+        ((Segment((4,), (-math.inf,), (0,)), Segment(), Segment()), "prefixes.behavior_logprobs: -inf; finite numbers"),
+        ((Segment((4,), (-1e39,), (0,)), Segment(), Segment()), "prefixes.behavior_logprobs: -1e+39; finite numbers"),
+        (
+            (Segment((4,), (-0.5,), (0,), 2**63), Segment(), Segment()),
+            f"prefixes.interrupted: {2**63}; 0 to 2,147,483,647",
+        ),
+        ((Segment((4,), (-0.5,), (0,), -1), Segment(), Segment()), "prefixes.interrupted: -1; 0 to 2,147,483,647"),
     ],
     ids=[
         *("too few", "uneven", "too long", "no token", "below the vocabulary"),
@@ -121,20 +124,20 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     ],
 )
 def test_a_beginning_that_no_engine_can_have_written_is_refused(
-    folder: Path, begun: tuple[Partial, ...], message: str
+    folder: Path, begun: tuple[Segment, ...], message: str
 ) -> None:
     with pytest.raises(RefusedRequest) as refused:
-        engine(folder).add(replace(REQUEST, begun=begun))
+        engine(folder).add(replace(REQUEST, prefixes=begun))
     assert message in str(refused.value)
 
 
 def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
     ours = engine(folder)
     ours.version = 3
-    going_back = replace(REQUEST, seeds=(1,), begun=(Partial((4, 4), (-0.5, -0.5), (2, 1)),))
-    with pytest.raises(RefusedRequest, match=r"begun\.versions: a version after a newer one; versions that never"):
+    going_back = replace(REQUEST, seeds=(1,), begun=(Segment((4, 4), (-0.5, -0.5), (2, 1)),))
+    with pytest.raises(RefusedRequest, match=r"prefixes\.versions: a version after a newer one; versions that never"):
         ours.add(going_back)
-    forward = replace(going_back, begun=(Partial((4, 4), (-0.5, -0.5), (1, 2)),))
+    forward = replace(going_back, begun=(Segment((4, 4), (-0.5, -0.5), (1, 2)),))
     assert finished(ours, forward)[0].versions[:3] == (1, 2, 3)
 
 
@@ -142,10 +145,10 @@ def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_pla
     ours, long = engine(folder), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
 
     def begun(tokens: int) -> GenerateRequest:
-        return replace(long, begun=(Partial((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
+        return replace(long, begun=(Segment((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
 
     for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
-        with pytest.raises(RefusedRequest, match=f"begun: {tokens} tokens; fewer than 189, .* the context of 192"):
+        with pytest.raises(RefusedRequest, match=f"prefixes: {tokens} tokens; fewer than 189, .* the context of 192"):
             ours.add(begun(tokens))
     assert ours.idle
     assert len(finished(ours, begun(188))[0].token_ids) == 189

@@ -255,7 +255,7 @@ def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: S
         completions = sorted([c async for c in client.generate(request)], key=lambda completion: completion.member)
         assert completions == generated(engine_of(byte_folder), request)
         assert (await client.health()).version == 0
-        assert await client.written({"a": [0, 0, 0]}) == []  # it has ended
+        assert await client.partials({"a": [0, 0, 0]}) == {}  # it has ended
         hot = msgspec.structs.replace(request, sampling=Sampling(max_tokens=2, temperature=math.nan))
         with pytest.raises(RefusedRequest, match="temperature"):
             await anext(client.generate(hot))

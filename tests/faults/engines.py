@@ -11,8 +11,7 @@ from typing import NoReturn
 import xxhash
 
 from stretto.core.errors import EngineLost
-from stretto.core.records import Completion, GenerateRequest, Outcome, Partial, StopReason, Verdict
-from stretto.engine.wire import PartialTokens
+from stretto.core.records import Completion, GenerateRequest, Outcome, Partials, Segment, StopReason, Verdict
 from tests.faults.schedule import Schedule
 
 
@@ -42,7 +41,7 @@ class Engines:
             self.on_load(self.version)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        begun = request.begun or (Partial(),) * len(request.seeds)
+        begun = request.prefixes or (Segment(),) * len(request.seeds)
         answers = [(list(some.token_ids), list(some.versions)) for some in begun]
         self.writing[request.id] = answers
         try:
@@ -70,15 +69,16 @@ class Engines:
 
     async def give_up(self) -> None: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[PartialTokens]:
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         await asyncio.sleep(self.chance.random() * 0.1)
-        found = []
+        found: Partials = {}
         for id, counts in known.items():
             for member, (tokens, versions) in enumerate(self.writing.get(id, ())):
                 if member < len(counts) and len(tokens) > counts[member]:
                     new = slice(counts[member], None)
                     logprobs = tuple(-0.5 for _ in tokens[new])
-                    found.append(PartialTokens(id, member, tuple(tokens[new]), logprobs, tuple(versions[new])))
+                    piece = Segment(tuple(tokens[new]), logprobs, tuple(versions[new]))
+                    found.setdefault(id, {})[member] = piece
         return found
 
     async def score(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:

@@ -62,7 +62,7 @@ def _answered(plan: Plan, engine: NativeEngine, draws: list[Draw], version: int)
             reward = length(prompts[id].text, text, prompts[id].answer)
             verdict = Verdict(outcome=Outcome.RIGHT if reward == 1 else Outcome.WRONG, reward=reward)
             name = trajectory_id(id, completion.member)
-            answers[id].append(Trajectory(id=name, completion=completion, verdict=verdict, text=text))
+            answers[id].append(Trajectory(id=name, segments=(completion.segment,), verdict=verdict, text=text))
     return tuple(
         Group(id=id, prompt=prompts[id], admitted_version=version, trajectories=tuple(sorted(those, key=_member)))
         for id, those in answers.items()
@@ -70,4 +70,4 @@ def _answered(plan: Plan, engine: NativeEngine, draws: list[Draw], version: int)
 
 
 def _member(trajectory: Trajectory) -> int:
-    return trajectory.completion.member
+    return trajectory.member

@@ -26,6 +26,7 @@ import xxhash
 from stretto.audit.check import check_run
 from stretto.audit.history import read_history
 from stretto.audit.laws import OPEN
+from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import (
     Batch,
@@ -35,15 +36,16 @@ from stretto.core.records import (
     Update,
 )
 from stretto.loop.checkpointing import Checkpointing
-from stretto.loop.conductor import Components, Conductor
+from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.rounds import Rounds
+from stretto.loop.engines.rounds import Rounds, WholeGroups
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -84,7 +86,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def after(weights: int, batch: Batch) -> int:
     """The made-up weights: they depend on every byte of every batch, and on their order."""
-    groups = [(g.id, g.prompt.token_ids, [(t.completion, t.verdict) for t in g.trajectories]) for g in batch.groups]
+    groups = [(g.id, g.prompt.token_ids, [(t.segments, t.verdict) for t in g.trajectories]) for g in batch.groups]
     content = msgspec.msgpack.encode((weights, batch.step, batch.oldest_trainable, groups))
     return xxhash.xxh3_64_intdigest(content)
 
@@ -122,7 +124,7 @@ class Toys:
         await asyncio.sleep(self.chance.expovariate(1 / self.world.schedule.step_seconds))
         assert batch.version == self.version
         self.weights, self.version = self.world.train(self.weights, batch), batch.step
-        tokens = [v for g in batch.groups for t in g.trajectories for v in t.completion.versions]
+        tokens = [v for g in batch.groups for t in g.trajectories for v in t.versions]
         trained = sum(version >= batch.oldest_trainable for version in tokens)
         return Update(batch.step, batch.step, trained, len(tokens) - trained, {})
 
@@ -218,31 +220,33 @@ async def _conduct(world: World) -> bool:
     standing = ledger.get("standing", ControllerState) or ControllerState()
     prompts = [Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(schedule.prompts)]
     stream = PromptStream(prompts, schedule.seed, standing.position)
-    controller = Controller(
-        schedule.rollout, stream, ledger, Sampling(max_tokens=16), schedule.seed, version, schedule.rounds
-    )
+    pacing = InRounds() if schedule.rounds else Continuous()
+    controller = Controller(schedule.rollout, stream, ledger, schedule.seed, version, pacing)
     begun = restore(controller, standing, read_unfinished(path))
     ledger.watch("standing", controller.standing)
     engines = (CompanyMatters if schedule.rounds else Engines)(schedule, chance, version)
     rounds = (
-        Rounds(cast(EnginePool, engines), lambda: controller.tickets, schedule.engines) if schedule.rounds else None
+        Rounds(cast(Generate, engines.generate), lambda: controller.tickets, schedule.engines)
+        if schedule.rounds
+        else None
     )
-    answers = InFlight(rounds or engines, ledger, begun, whole=schedule.rounds)
-    workflow = SingleTurn(answers.generate, engines.score, str)
+    answers = InFlight(engines, ledger, begun) if rounds is None else WholeGroups(rounds, ledger)
+    workflow = SingleTurn(answers.generate, engines.score, str, Sampling(max_tokens=16))
     toys = Toys(world, chance, ledger, weights, version)
-    players = Components(
-        controller,
-        workflow if rounds is None else rounds.together(workflow),
-        cast(EnginePool, engines),
-        cast(TrainerLink, toys),
-        toys.look,
-        cast(Recorder, toys),
-        cast(Checkpointing, toys),
-        cast(PeriodicEvaluation, _Examiner(world, chance, ledger, weights, version)),
-        answers,
-        lambda: len(engines.writing),
+    conductor = Conductor(
+        controller=controller,
+        workflow=workflow if rounds is None else rounds.together(workflow),
+        engines=cast(EnginePool, engines),
+        trainer=cast(TrainerLink, toys),
+        in_flight=answers,
+        recorder=cast(Recorder, toys),
+        checkpointing=cast(Checkpointing, toys),
+        evaluation=cast(PeriodicEvaluation, _Examiner(world, chance, ledger, weights, version)),
+        poll=toys.look,
+        progress=lambda: len(engines.writing),
+        steps=schedule.steps,
+        deadlines=DeadlinesConfig(),
     )
-    conductor = Conductor(players, schedule.steps, DeadlinesConfig())
     life = chance.expovariate(schedule.kill_rate) if schedule.kill_rate and world.kills < 6 else 1e9
     run = asyncio.ensure_future(conductor.run())
     await asyncio.wait([run], timeout=life)

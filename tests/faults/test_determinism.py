@@ -67,10 +67,7 @@ def without_texts(batches: list[Batch]) -> list[object]:
         (
             group.id,
             group.prompt.token_ids,
-            [
-                (t.completion.token_ids, t.completion.behavior_logprobs, t.completion.versions)
-                for t in group.trajectories
-            ],
+            [(t.token_ids, t.behavior_logprobs, t.versions) for t in group.trajectories],
             [t.reward for t in group.trajectories],
         )
         for batch in batches

@@ -22,11 +22,11 @@ from msgspec.structs import replace
 
 from stretto.audit.check import check_run
 from stretto.core.errors import StoreError
+from stretto.core.records import Segment
 from stretto.store.folder.checkpoints import Checkpoints, verify
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
-from stretto.store.ledger.rows import PartialRow
 from tests.store.conftest import Make
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> Non
         for step in (1, 2):
             one_step(ledger, step)
         ledger.issue("0.8.0", Make.prompt, 2, 1)
-        ledger.write_on("0.8.0/1", PartialRow(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+        ledger.journal("0.8.0/1", Segment(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
         ledger.issue("0.9.0", Make.prompt, 1, 1)
         ledger.buffer(Make.group("0.9.0", Make.trajectory("0.9.0")))
     whole, expected = path.read_bytes(), read(path)

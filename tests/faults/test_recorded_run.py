@@ -44,7 +44,7 @@ def is_the_recording_machine() -> bool:
     mine = json.loads(msgspec.json.encode(machine()))
     theirs = json.loads((RECORDED / "machine.json").read_text())
     versions = json.loads((RECORDED / "versions.json").read_text())
-    return mine["processor"] == theirs["processor"] and library_versions()["torch"] == versions["torch"]
+    return bool(mine["processor"] == theirs["processor"] and library_versions()["torch"] == versions["torch"])
 
 
 def test_its_replay_comes_to_its_weights(recorded: Path) -> None:

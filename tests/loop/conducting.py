@@ -15,15 +15,16 @@ from stretto.core.records import (
     Completion,
     GenerateRequest,
     Outcome,
+    Partials,
     Prompt,
     Sampling,
+    Segment,
     StopReason,
     Update,
     Verdict,
 )
-from stretto.engine.wire import PartialTokens
 from stretto.loop.checkpointing import Checkpointing
-from stretto.loop.conductor import Components, Conductor
+from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
@@ -86,14 +87,11 @@ class ToyFleet:
 
     async def give_up(self) -> None: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[PartialTokens]:
-        """One token of the first answer to each group, once."""
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+        """One token of the first completion of each group, once."""
         self.written_for.append(len(known))
-        return [
-            PartialTokens(request=id, member=0, token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
-            for id, counts in known.items()
-            if counts and not counts[0]
-        ]
+        piece = Segment(token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
+        return {id: {0: piece} for id, counts in known.items() if counts and not counts[0]}
 
     def publish(self, version: int) -> None:
         self.version = version
@@ -175,7 +173,7 @@ class Stage(SilentReporter):
         standing = self.ledger.get("standing", ControllerState) or ControllerState()
         stream = PromptStream(PROMPTS, seed=1, position=standing.position)
         begins = self.ledger.last_step() or 0
-        controller = Controller(config, stream, self.ledger, Sampling(max_tokens=4), seed=1, version=begins)
+        controller = Controller(config, stream, self.ledger, seed=1, version=begins)
         past = EarlierTotals()
         recorder = Recorder(
             self.folder, self.ledger, self, Work, config.max_staleness, past, RunClock(past, time.monotonic())
@@ -187,19 +185,20 @@ class Stage(SilentReporter):
         keeper = Checkpointing(self.folder, checkpoints, training, link, controller, self.ledger, deadlines)
         answers = InFlight(self.fleet, self.ledger, restore(controller, standing, read_unfinished(self.folder.ledger)))
         self.ledger.watch("standing", controller.standing)
-        players = Components(
-            controller,
-            SingleTurn(answers.generate, score, str),
-            cast(EnginePool, self.fleet),
-            link,
-            self.fleet.look,
-            recorder,
-            keeper,
-            PeriodicEvaluation(self.evaluate, recorder, every),
-            answers,
-            self.progress,
+        conductor = Conductor(
+            controller=controller,
+            workflow=SingleTurn(answers.generate, score, str, Sampling(max_tokens=4)),
+            engines=cast(EnginePool, self.fleet),
+            trainer=link,
+            in_flight=answers,
+            recorder=recorder,
+            checkpointing=keeper,
+            evaluation=PeriodicEvaluation(self.evaluate, recorder, every),
+            poll=self.fleet.look,
+            progress=self.progress,
+            steps=steps,
+            deadlines=deadlines,
         )
-        conductor = Conductor(players, steps, deadlines)
         if stop_after is not None:
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
         recorder.rl_begins()

@@ -54,7 +54,7 @@ def batch() -> Batch:
         stop_reason=StopReason.STOP,
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    trajectory = Trajectory(id="0.17.0/0", completion=completion, verdict=verdict, text="11")
+    trajectory = Trajectory(id="0.17.0/0", segments=(completion.segment,), verdict=verdict, text="11")
     return Batch(
         step=1, version=0, groups=(Group(id="0.17.0", prompt=PROMPT, admitted_version=0, trajectories=(trajectory,)),)
     )

@@ -164,7 +164,7 @@ def test_a_batch_that_does_not_come_is_a_named_end(stage: Stage) -> None:
 
 
 def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.02)
     stage.fleet.seconds = 20
     expected = r"nothing has moved for 0\.2 s: trainer has waited 0 s of 1800 s for a batch at version 0"
     with pytest.raises(NothingMoves, match=expected):
@@ -172,7 +172,7 @@ def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, monk
 
 
 def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.02)
     stage.fleet.seconds = 20
 
     async def look(patience: float | None) -> list[Span]:
@@ -186,7 +186,7 @@ def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(stage: Stage, mon
 
 
 def test_a_long_step_of_a_trainer_that_works_is_no_standstill(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.02)
     stage.trainer.seconds = 0.5
     stage.progress = time.monotonic  # a role works
     stage.play(deadlines={"still": 0.2}, steps=1)
@@ -204,7 +204,7 @@ def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
 
 
 def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.loop.conductor._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.02)
     stage.fleet.seconds = 20
     on_file: list[int] = []
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
-from stretto.engine.wire import PartialTokens
+from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import InFlight
-from stretto.store.ledger.rows import PartialRow
 
 ANSWER = tuple(range(100, 110))
 
@@ -27,20 +25,17 @@ class SlowToTell:
             stop_reason=StopReason.STOP,
         )
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> list[PartialTokens]:
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         await asyncio.sleep(0.01)
-        return [
-            PartialTokens(id, 0, ANSWER[count:], tuple(-0.5 for _ in ANSWER[count:]), tuple(0 for _ in ANSWER[count:]))
-            for id, (count,) in known.items()
-            if count < len(ANSWER)
-        ]
+        whole = Segment(ANSWER, tuple(-0.5 for _ in ANSWER), tuple(0 for _ in ANSWER))
+        return {id: {0: whole.after(count)} for id, (count,) in known.items() if count < len(ANSWER)}
 
 
 class Journal:
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
-    def write_on(self, id: str, partial: PartialRow) -> None:
+    def journal(self, id: str, partial: Segment) -> None:
         self.tokens += partial.token_ids
 
 

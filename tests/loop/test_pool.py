@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied
-from stretto.core.records import Completion, GenerateRequest, Partial, Sampling
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
@@ -95,8 +95,8 @@ def test_groups_are_spread_over_the_engines(folder: Path) -> None:
 
 def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(folder: Path) -> None:
     async def work(fleet: EnginePool) -> tuple[bool, int]:
-        begun = (Partial(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
-        asked = msgspec.structs.replace(request("0", answers=1), begun=begun)
+        begun = (Segment(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
+        asked = msgspec.structs.replace(request("0", answers=1), prefixes=begun)
         answering = asyncio.ensure_future(answers(fleet, asked))
         await asyncio.sleep(0.3)
         early = answering.done()

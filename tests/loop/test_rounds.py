@@ -15,8 +15,7 @@ import pytest
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Trajectory
-from stretto.loop.engines.in_flight import InFlight
-from stretto.loop.engines.rounds import Rounds
+from stretto.loop.engines.rounds import Rounds, WholeGroups
 from stretto.rollout.controller import Ticket
 from stretto.rollout.prompts import Draw
 
@@ -24,9 +23,8 @@ NAMES = ["0.5.0", "0.3.0", "0.9.0"]
 
 
 def ticket(name: str, order: int) -> Ticket:
-    request = GenerateRequest(id=name, prompt_token_ids=(1,), seeds=(1, 2), sampling=Sampling(max_tokens=4))
     prompt = Prompt(id=name.split(".")[1], token_ids=(1,), text="", answer="")
-    return Ticket(order=order, draw=Draw(epoch=0, prompt=prompt, attempt=0), admitted_version=0, request=request)
+    return Ticket(order=order, draw=Draw(epoch=0, prompt=prompt, attempt=0), admitted_version=0, seeds=(1, 2))
 
 
 TICKETS = [ticket(name, order) for order, name in enumerate(NAMES)]
@@ -54,7 +52,7 @@ class Engines:
 class Nowhere:
     """A journal that must not be written to: rounds have no partials."""
 
-    def write_on(self, id: str, partial: object) -> None:
+    def journal(self, id: str, piece: object) -> None:
         raise AssertionError(id)
 
 
@@ -63,11 +61,13 @@ def played(engines: Engines, portions: int, slow: str = "", stop: str = "") -> l
     left: list[str] = []
 
     async def main() -> None:
-        rounds = Rounds(engines, lambda: TICKETS, portions)
-        answers = InFlight(rounds, Nowhere(), {}, whole=True)
+        rounds = Rounds(engines.generate, lambda: TICKETS, portions)
+        answers = WholeGroups(rounds, Nowhere())
 
         async def workflow(ticket: Ticket) -> Sequence[Trajectory]:
-            found = [completion async for completion in answers.generate(ticket.request)]
+            sampling = Sampling(max_tokens=4)
+            request = GenerateRequest(id=ticket.group_id, prompt_token_ids=(1,), seeds=ticket.seeds, sampling=sampling)
+            found = [completion async for completion in answers.generate(request)]
             assert [completion.member for completion in found] == [0, 1]
             await asyncio.sleep(0.05 if ticket.group_id == slow else 0)
             return []

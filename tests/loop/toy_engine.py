@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.engine import EngineHealth
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, StopReason
-from stretto.engine.wire import EngineHealth, UpdateReply, UpdateRequest
+from stretto.engine.wire import UpdateReply, UpdateRequest
 from stretto.processes.heartbeat import begin_role
 
 DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF = 1, 2, 3, 4, 5

@@ -19,7 +19,7 @@ def group(name: str, admitted: int, versions: tuple[int, ...] | None = None) -> 
         stop_reason=StopReason.STOP,
     )
     trajectory = Trajectory(
-        id=f"{name}/0", completion=completion, verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0), text="x"
+        id=f"{name}/0", segments=(completion.segment,), verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0), text="x"
     )
     prompt = Prompt(id=name, token_ids=(1,), text="?", answer="!")
     return Group(id=name, prompt=prompt, admitted_version=admitted, trajectories=(trajectory,))

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import pytest
 
 from stretto.core.records import (
-    Completion,
     Outcome,
     Prompt,
-    Sampling,
+    Segment,
     State,
     StopReason,
     Trajectory,
@@ -34,7 +33,7 @@ def controller(position: Position | None = None, **settings: object) -> tuple[Co
     config = RolloutConfig.model_validate(defaults | settings)
     accounts = Accounts()
     stream = PromptStream(PROMPTS, seed=3, position=position)
-    return Controller(config, stream, accounts, Sampling(max_tokens=4), seed=3), accounts
+    return Controller(config, stream, accounts, seed=3), accounts
 
 
 def admit_all(control: Controller) -> list[Ticket]:
@@ -50,13 +49,13 @@ def answers(
     return [
         Trajectory(
             id=trajectory_id(ticket.group_id, member),
-            completion=Completion(
-                request=ticket.group_id,
-                member=member,
-                token_ids=(1,),
-                behavior_logprobs=(-0.1,),
-                versions=(version,),
-                stop_reason=stops[member] if stops else StopReason.STOP,
+            segments=(
+                Segment(
+                    token_ids=(1,),
+                    behavior_logprobs=(-0.1,),
+                    versions=(version,),
+                    stop_reason=stops[member] if stops else StopReason.STOP,
+                ),
             ),
             verdict=Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout")
             if reward is None
@@ -207,8 +206,8 @@ def test_members_have_seeds_of_their_own_that_depend_on_the_trajectory_alone() -
     first, again = one.admit(), two.admit()
     assert first is not None
     assert again is not None
-    assert first.request.seeds == again.request.seeds
-    assert len(set(first.request.seeds)) == 2
+    assert first.seeds == again.seeds
+    assert len(set(first.seeds)) == 2
 
 
 def test_a_controller_that_is_restored_stands_where_the_other_stood() -> None:
@@ -225,7 +224,7 @@ def test_a_controller_that_is_restored_stands_where_the_other_stood() -> None:
     restored.restore(buffered.id, 0, buffered.trajectories)
     for ticket in control.tickets:
         restored.restore(ticket.group_id, 0, (), standing.failures.get(ticket.group_id, 0))
-    assert [ticket.request for ticket in restored.tickets] == [ticket.request for ticket in control.tickets]
+    assert [ticket.seeds for ticket in restored.tickets] == [ticket.seeds for ticket in control.tickets]
     assert [ticket.draw for ticket in restored.tickets] == [ticket.draw for ticket in control.tickets]
     assert (restored.counted, restored.buffered, restored.admit()) == (control.counted, 1, None)
     assert restored.standing() == standing
@@ -247,4 +246,4 @@ def test_answers_are_kept_in_the_order_of_the_members() -> None:
     ticket = admit_all(control)[0]
     group = control.finish(ticket, list(reversed(answers(ticket, [0.0, 1.0]))))
     assert group is not None
-    assert [t.completion.member for t in group.trajectories] == [0, 1]
+    assert [t.member for t in group.trajectories] == [0, 1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.records import Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.core.records import Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused, success_rate, truncated, zero_variance
 
@@ -24,13 +24,13 @@ def group(rewards: Sequence[float], cut: Sequence[int] = ()) -> Group:
         trajectories=tuple(
             Trajectory(
                 id=f"g/{m}",
-                completion=Completion(
-                    request="g",
-                    member=m,
-                    token_ids=(1,),
-                    behavior_logprobs=(-0.1,),
-                    versions=(0,),
-                    stop_reason=StopReason.LENGTH if m in cut else StopReason.STOP,
+                segments=(
+                    Segment(
+                        token_ids=(1,),
+                        behavior_logprobs=(-0.1,),
+                        versions=(0,),
+                        stop_reason=StopReason.LENGTH if m in cut else StopReason.STOP,
+                    ),
                 ),
                 verdict=Verdict(outcome=Outcome.RIGHT if reward > 0 else Outcome.WRONG, reward=reward),
                 text="",

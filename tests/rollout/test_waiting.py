@@ -13,7 +13,6 @@ from stretto.core.records import (
     Completion,
     Outcome,
     Prompt,
-    Sampling,
     StopReason,
     Trajectory,
     Verdict,
@@ -40,7 +39,7 @@ class Story:
             max_failures_in_a_row=10_000,
         )
         stream = PromptStream(PROMPTS, seed=1)
-        self.control = Controller(config, stream, Accounts(), Sampling(max_tokens=1), seed=1)
+        self.control = Controller(config, stream, Accounts(), seed=1)
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.in_flight: list[Ticket] = []
         self.finished: list[Ticket] = []
@@ -107,7 +106,7 @@ def answer(ticket: Ticket) -> Trajectory:
         stop_reason=StopReason.STOP,
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    return Trajectory(id=trajectory_id(ticket.group_id, 0), completion=completion, verdict=verdict, text="")
+    return Trajectory(id=trajectory_id(ticket.group_id, 0), segments=(completion.segment,), verdict=verdict, text="")
 
 
 EVENTS = [

@@ -9,10 +9,10 @@ import pytest
 
 from stretto.core.records import (
     Batch,
-    Completion,
     Group,
     Outcome,
     Prompt,
+    Segment,
     State,
     StopReason,
     Trajectory,
@@ -29,13 +29,13 @@ def batch(*answers: tuple[int, ...], version: int, oldest_trainable: int = 0) ->
     trajectories = tuple(
         Trajectory(
             id=f"0.1.0/{member}",
-            completion=Completion(
-                request="0.1.0",
-                member=member,
-                token_ids=(0,) * len(versions),
-                behavior_logprobs=(0.0,) * len(versions),
-                versions=versions,
-                stop_reason=StopReason.STOP,
+            segments=(
+                Segment(
+                    token_ids=(0,) * len(versions),
+                    behavior_logprobs=(0.0,) * len(versions),
+                    versions=versions,
+                    stop_reason=StopReason.STOP,
+                ),
             ),
             verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0),
             text="",

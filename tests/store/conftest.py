@@ -40,7 +40,7 @@ class Make:
         )
         outcome = Outcome.RIGHT if right else Outcome.WRONG
         verdict = Verdict(outcome=outcome, reward=1.0 if right else 0.0)
-        return Trajectory(id=trajectory_id(group, member), completion=completion, verdict=verdict, text="11")
+        return Trajectory(id=trajectory_id(group, member), segments=(completion.segment,), verdict=verdict, text="11")
 
     @staticmethod
     def group(name: str, *trajectories: Trajectory, admitted_version: int = 0) -> Group:

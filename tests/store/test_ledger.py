@@ -24,13 +24,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Partial, State, StopReason
+from stretto.core.records import Segment, State, StopReason
 from stretto.store.ledger import ledger as ledger_module
 from stretto.store.ledger import reading
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Balance, Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
-from stretto.store.ledger.rows import PartialRow
 from stretto.store.ledger.schema import FORMAT
 from tests.store.conftest import Make
 
@@ -170,23 +169,23 @@ def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str,
 
 
 def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make: Make) -> None:
-    first = PartialRow(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
-    second = PartialRow(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
-    end = PartialRow(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason="stop")
+    first = Segment(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
+    second = Segment(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
+    end = Segment(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason=StopReason.STOP)
     with closing(Ledger(path, HOLD_BACK)) as ledger:
         ledger.issue("0.1.0", make.prompt, 3, 0)
-        ledger.write_on("0.1.0/1", first)
-        ledger.write_on("0.1.0/2", end)
+        ledger.journal("0.1.0/1", first)
+        ledger.journal("0.1.0/2", end)
     with closing(Ledger(path, HOLD_BACK)) as ledger:
-        ledger.write_on("0.1.0/1", second)
+        ledger.journal("0.1.0/1", second)
         ledger.flush()
         (group,) = read_unfinished(path)
-        assert group.begun == {1: Partial((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)}
+        assert group.prefixes == {1: Segment((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)}
         assert [(c.member, c.token_ids, c.stop_reason) for c in group.completions] == [(2, (2,), StopReason.STOP)]
         ledger.buffer(make.group("0.1.0", *(make.trajectory("0.1.0", member) for member in range(3))))
         ledger.flush()
         (group,) = read_unfinished(path)
-        assert (group.begun, group.completions) == ({}, ())
+        assert (group.prefixes, group.completions) == ({}, ())
         assert group.trajectories == tuple(make.trajectory("0.1.0", member) for member in range(3))
     assert rows(path, "SELECT count(*) FROM partials") == [(0,)]
 

@@ -45,7 +45,7 @@ def _trajectory(
         stop_reason=StopReason.LENGTH,
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=float(rng.randrange(3)))
-    return Trajectory(id=f"{prompt.id}/{member}", completion=completion, verdict=verdict, text="")
+    return Trajectory(id=f"{prompt.id}/{member}", segments=(completion.segment,), verdict=verdict, text="")
 
 
 def row_logprobs(model: PreTrainedModel, row: Sample) -> tuple[Tensor, Tensor]:

@@ -52,9 +52,9 @@ def poisoned(version: int) -> Batch:
     if version != 1:
         return given
     (first, *others), rest = given.groups[0].trajectories, given.groups[1:]
-    logprobs = tuple(-1e4 for _ in first.completion.behavior_logprobs)
-    completion = msgspec.structs.replace(first.completion, behavior_logprobs=logprobs)
-    bad = msgspec.structs.replace(first, completion=completion)
+    (segment,) = first.segments
+    logprobs = tuple(-1e4 for _ in segment.behavior_logprobs)
+    bad = msgspec.structs.replace(first, segments=(msgspec.structs.replace(segment, behavior_logprobs=logprobs),))
     group = msgspec.structs.replace(given.groups[0], trajectories=(bad, *others))
     return msgspec.structs.replace(given, groups=(group, *rest))
 

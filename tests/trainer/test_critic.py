@@ -86,7 +86,7 @@ def test_values_are_those_of_each_answer_alone(build: Build, tokens: int) -> Non
     found = critic.answer_values(given)
     for group in given.groups:
         for t in group.trajectories:
-            ids = group.prompt.token_ids + t.completion.token_ids
+            ids = group.prompt.token_ids + t.token_ids
             expected = plain_values(critic._values.body, critic._values.head, ids)[len(group.prompt.token_ids) - 1 : -1]
             assert found[t.id] == pytest.approx(expected.tolist(), abs=1e-5)
 
@@ -204,8 +204,9 @@ def ended(given: Batch, which: int) -> Batch:
     """The batch, with every answer cut off but those of this number, which end by themselves."""
 
     def member(t: Trajectory) -> Trajectory:
-        ends = msgspec.structs.replace(t.completion, stop_reason=StopReason.STOP)
-        return msgspec.structs.replace(t, completion=ends) if t.completion.member == which else t
+        (segment,) = t.segments
+        ends = msgspec.structs.replace(segment, stop_reason=StopReason.STOP)
+        return msgspec.structs.replace(t, segments=(ends,)) if t.member == which else t
 
     groups = [msgspec.structs.replace(g, trajectories=tuple(map(member, g.trajectories))) for g in given.groups]
     return msgspec.structs.replace(given, groups=tuple(groups))
@@ -220,12 +221,12 @@ def test_only_answers_that_were_cut_off_have_a_value_after_their_last_token(buil
     values = critic.answer_values(given)
     for group in given.groups:
         for t in group.trajectories:
-            ids = group.prompt.token_ids + t.completion.token_ids
+            ids = group.prompt.token_ids + t.token_ids
             alone = plain_values(critic._values.body, critic._values.head, ids)[
                 len(group.prompt.token_ids) - 1 :
             ].tolist()
             assert plain[t.id] == pytest.approx(alone[:-1], abs=1e-5)
-            assert values[t.id] == pytest.approx(alone[:-1] if t.completion.member == 1 else alone, abs=1e-5)
+            assert values[t.id] == pytest.approx(alone[:-1] if t.member == 1 else alone, abs=1e-5)
 
 
 def test_an_answer_that_was_cut_off_bootstraps_from_its_last_state(build: Build) -> None:

@@ -78,7 +78,7 @@ def test_without_a_discount_the_first_token_is_worth_the_whole_answer(costs: lis
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_reference_that_agrees_and_a_weight_of_zero_change_nothing(name: str, estimator: str) -> None:
     given = batch(3)
-    agreeing = {t.id: t.completion.behavior_logprobs for g in given.groups for t in g.trajectories}
+    agreeing = {t.id: t.behavior_logprobs for g in given.groups for t in g.trajectories}
     plain = rows_of(given, AlgorithmConfig.model_validate({"advantages": name}), LONGEST).rows
     rows = rows_of(given, settings(estimator=estimator, advantages=name), LONGEST, reference_logprobs=agreeing).rows
     assert [row.advantages for row in rows] == [pytest.approx(row.advantages) for row in plain]
@@ -142,7 +142,7 @@ def test_a_step_is_one_with_rewards_that_were_lowered_by_hand(build: Build, esti
     said = trainer(build, algorithm)._in_reward.answer_logprobs(given)  # type: ignore[union-attr]
     divergences = {}
     for t in (t for group in given.groups for t in group.trajectories):
-        x = [math.exp(r - b) for r, b in zip(said[t.id], t.completion.behavior_logprobs, strict=True)]
+        x = [math.exp(r - b) for r, b in zip(said[t.id], t.behavior_logprobs, strict=True)]
         divergences[t.id] = [by_hand(estimator, ratio) for ratio in x]
         expected = [t.reward - 0.5 * sum(divergences[t.id][k:]) for k in range(len(x))]
         (row,) = (row for row in rows_of(given, algorithm, LONGEST, reference_logprobs=said).rows if row.id == t.id)

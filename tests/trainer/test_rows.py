@@ -30,7 +30,7 @@ def answer(member: int, reward: float, versions: tuple[int, ...] = (5, 6, 7)) ->
         stop_reason=StopReason.STOP,
     )
     verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
-    return Trajectory(id=f"g/{member}", completion=completion, verdict=verdict, text="")
+    return Trajectory(id=f"g/{member}", segments=(completion.segment,), verdict=verdict, text="")
 
 
 def batch(*answers: Trajectory, oldest_trainable: int = 0) -> Batch:
@@ -68,9 +68,8 @@ def test_a_token_from_the_future_stops_the_run() -> None:
 
 def test_a_token_without_its_log_probability_stops_the_run() -> None:
     whole = answer(0, 1.0)
-    torn = msgspec.structs.replace(
-        whole, completion=msgspec.structs.replace(whole.completion, behavior_logprobs=(-0.1,))
-    )
+    (segment,) = whole.segments
+    torn = msgspec.structs.replace(whole, segments=(msgspec.structs.replace(segment, behavior_logprobs=(-0.1,)),))
     with pytest.raises(BoundViolated, match="lacks its version or log-prob"):
         rows_of(batch(torn), CONFIG, LONGEST)
 

@@ -79,7 +79,7 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded(build: Build) -> None
 def test_the_step_reports_what_it_did(build: Build) -> None:
     model = build()
     update = Trainer(model, CONFIG, ALGORITHM).train(batch(0, model))
-    tokens = sum(len(t.completion.token_ids) for g in batch(0).groups for t in g.trajectories)
+    tokens = sum(len(t.token_ids) for g in batch(0).groups for t in g.trajectories)
     assert (update.step, update.version, update.trained_tokens, update.masked_tokens) == (0, 1, tokens, 0)
     metrics = update.metrics
     assert metrics["behavior_logprob_error"] <= metrics["behavior_logprob_error_max"] < 1e-5  # the model itself sampled
@@ -179,7 +179,7 @@ def test_an_entropy_bonus_raises_the_entropy(build: Build) -> None:
 
 def test_tokens_that_are_too_old_are_context_only(build: Build) -> None:
     update = Trainer(build(), CONFIG, ALGORITHM, version=5).train(batch(5, oldest_trainable=5))
-    versions = [v for g in batch(5).groups for t in g.trajectories for v in t.completion.versions]
+    versions = [v for g in batch(5).groups for t in g.trajectories for v in t.versions]
     assert update.trained_tokens == versions.count(5)
     assert update.masked_tokens == len(versions) - versions.count(5)
 
@@ -234,8 +234,9 @@ def _poison(given: Batch) -> Batch:
 
 
 def _poisoned(t: Trajectory) -> Trajectory:
-    logprobs = tuple(-1e4 for _ in t.completion.behavior_logprobs)
-    return msgspec.structs.replace(t, completion=msgspec.structs.replace(t.completion, behavior_logprobs=logprobs))
+    (segment,) = t.segments
+    logprobs = tuple(-1e4 for _ in segment.behavior_logprobs)
+    return msgspec.structs.replace(t, segments=(msgspec.structs.replace(segment, behavior_logprobs=logprobs),))
 
 
 def test_a_resumed_trainer_goes_on_bit_for_bit(build: Build, tmp_path: Path) -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from stretto.core.deadlines import deadline
+from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest, TornPublication, WireError
 from stretto.core.events import Span
 from stretto.core.frames import Unframer
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.http.connections import Connection, Connections
-from stretto.engine.wire import (
-    AbortRequest,
-    EngineHealth,
-    PartialsRequest,
-    PartialTokens,
-    Refusal,
-    UpdateReply,
-    UpdateRequest,
-)
+from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateReply, UpdateRequest
 
 Message = TypeVar("Message")
 
@@ -102,12 +95,11 @@ class HttpEngine:
         """Give up a request; its `generate` ends with EngineLost, if anyone still listens."""
         await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
 
-    async def written(self, known: dict[str, list[int]]) -> list[PartialTokens]:
-        """How far unfinished answers have come beyond the tokens known of them."""
-        body = await self._exchange(
-            "/written", PartialsRequest(known=known), "the tokens of unfinished answers", self._health_seconds
-        )
-        return decoded(body, list[PartialTokens])
+    async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """What unfinished completions have beyond their known tokens."""
+        message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
+        body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
+        return decoded(body, Partials)
 
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""

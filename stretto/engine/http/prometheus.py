@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stretto.engine.wire import EngineHealth
+from stretto.core.engine import EngineHealth
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -19,9 +19,10 @@ import uvloop
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
-from stretto.core.records import GenerateRequest
+from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.http.asgi import LARGEST_BODY, read_body, reply, when_gone
 from stretto.engine.http.lifecycle import bind, run_app, server_of
 from stretto.engine.native.engine import NativeEngine
@@ -29,9 +30,7 @@ from stretto.engine.native.generation import Generation
 from stretto.engine.wire import (
     MSGPACK,
     AbortRequest,
-    EngineHealth,
     PartialsRequest,
-    PartialTokens,
     Refusal,
     UpdateReply,
     UpdateRequest,
@@ -42,7 +41,7 @@ from stretto.weights.mailbox import Subscriber
 _HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
-_WRITTEN = msgspec.msgpack.Decoder(PartialsRequest)
+_PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
 
 
@@ -85,7 +84,7 @@ class EngineApp:
             Route("/generate", _Streaming(self.generate), methods=["POST"]),
             Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
             Route("/abort", _Exchange(self.abort), methods=["POST"]),
-            Route("/written", _Exchange(self.written), methods=["POST"]),
+            Route("/partials", _Exchange(self.partials), methods=["POST"]),
             Route("/health", _Exchange(self.health)),
             Route("/spans", _Exchange(self.spans)),
         ]
@@ -132,9 +131,12 @@ class EngineApp:
         self._generation.close(_ABORT.decode(body).request)
         return self._generation.engine.health()
 
-    def written(self, body: bytes) -> list[PartialTokens]:
-        """How far the answers have come, for whoever must be able to go on elsewhere."""
-        return self._generation.engine.written_tokens(_WRITTEN.decode(body).known)
+    def partials(self, body: bytes) -> Partials:
+        """What unfinished completions have beyond their known tokens."""
+        found: Partials = {}
+        for progress in self._generation.engine.progress(_PARTIALS.decode(body).known):
+            found.setdefault(progress.request, {})[progress.member] = progress.segment
+        return found
 
     def health(self, _: bytes) -> EngineHealth:
         return self._generation.engine.health()

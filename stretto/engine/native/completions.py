@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from stretto.core.records import Completion, Likeliest, Partial, StopReason
+from stretto.core.records import Completion, Likeliest, Segment, StopReason
 from stretto.engine.native.sampling import Filtered
 from stretto.engine.native.scheduler import Member
 from stretto.engine.native.stops import StopTexts, Watch
 from stretto.engine.native.top_logprobs import likeliest
-from stretto.engine.wire import PartialTokens
 from stretto.model.truncation import Truncation
 
 Ints = npt.NDArray[np.int64]
@@ -31,25 +31,19 @@ _FIRST_WIDTH = 128
 _NO_TOKEN = -1
 
 
-class NewTokens(NamedTuple):
-    """Tokens of an answer that goes on."""
+class Progress(NamedTuple):
+    """What a completion has beyond its known tokens."""
 
     request: str
     member: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    top_logprobs: Sequence[Likeliest]  # empty if not wanted
+    segment: Segment
+    top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
 
 
-def rest_of(completion: Completion, known: int) -> NewTokens:
-    """What a whole answer has beyond its first `known` tokens."""
-    return NewTokens(
-        completion.request,
-        completion.member,
-        completion.token_ids[known:],
-        completion.behavior_logprobs[known:],
-        completion.top_logprobs[known:],
-    )
+def rest_of(completion: Completion, known: int) -> Progress:
+    """What a whole completion has beyond its first `known` tokens."""
+    segment, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
+    return Progress(completion.request, completion.member, segment, likeliest)
 
 
 class Completions:
@@ -100,19 +94,19 @@ class Completions:
         self.interrupted[row] = 0
         self._stops[row] = _NO_TOKEN
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        if member.request.begun:
-            self._go_on(row, member.request.begun[member.index])
+        if member.request.prefixes:
+            self._resume(row, member.request.prefixes[member.index])
 
-    def _go_on(self, row: int, begun: Partial) -> None:
-        """The answer has these tokens already, of another engine or an earlier run."""
-        if not begun.token_ids:
+    def _resume(self, row: int, prefix: Segment) -> None:
+        """The completion continues a segment of another engine, or of an earlier run."""
+        if not prefix.token_ids:
             return
-        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(begun.token_ids)
-        self._history[row, start:end] = begun.token_ids
-        self._logprobs[row, start:end] = begun.behavior_logprobs
-        self._versions[row, start:end] = begun.versions
-        self.newest[row], self.lengths[row] = begun.token_ids[-1], end
-        self.interrupted[row] = begun.interrupted
+        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(prefix.token_ids)
+        self._history[row, start:end] = prefix.token_ids
+        self._logprobs[row, start:end] = prefix.behavior_logprobs
+        self._versions[row, start:end] = prefix.versions
+        self.newest[row], self.lengths[row] = prefix.token_ids[-1], end
+        self.interrupted[row] = prefix.interrupted
         if row in self._watches:
             self._completed_stop(row)  # the watch has seen them then
 
@@ -150,37 +144,26 @@ class Completions:
         ended: Ints = order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
         return ended
 
-    def written(self, row: int, member: Member, known: int) -> NewTokens:
-        """What an answer has beyond its first `known` tokens."""
-        new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
-        tokens, logprobs = self._history[row, new].tolist(), self._logprobs[row, new].tolist()
-        return NewTokens(member.request.id, member.index, tokens, logprobs, self._likeliest.get(row, [])[known:])
+    def progress(self, row: int, member: Member, known: int) -> Progress:
+        """What the completion of a row has beyond its first `known` tokens."""
+        segment, likeliest = self._segment(row, known), self._likeliest.get(row, [])[known:]
+        return Progress(member.request.id, member.index, segment, likeliest)
 
-    def written_tokens(self, row: int, member: Member, known: int) -> PartialTokens:
-        """As `written`, with versions and interruptions."""
+    def close(self, row: int, member: Member) -> Completion:
+        """The completion of a row that has ended."""
+        self._watches.pop(row, None)
+        segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
+        reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH
+        completion = Completion.of(member.request.id, member.index, replace(segment, stop_reason=reason))
+        return replace(completion, top_logprobs=likeliest) if likeliest else completion
+
+    def _segment(self, row: int, known: int) -> Segment:
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
-        return PartialTokens(
-            request=member.request.id,
-            member=member.index,
+        return Segment(
             token_ids=tuple(self._history[row, new].tolist()),
             behavior_logprobs=tuple(self._logprobs[row, new].tolist()),
             versions=tuple(self._versions[row, new].tolist()),
             interrupted=int(self.interrupted[row]),
-        )
-
-    def close(self, row: int, member: Member) -> Completion:
-        """The whole answer of a row that has ended."""
-        answer = slice(int(self.prompts[row]), int(self.lengths[row]))
-        self._watches.pop(row, None)
-        return Completion(
-            request=member.request.id,
-            member=member.index,
-            token_ids=tuple(self._history[row, answer].tolist()),
-            behavior_logprobs=tuple(self._logprobs[row, answer].tolist()),
-            versions=tuple(self._versions[row, answer].tolist()),
-            stop_reason=StopReason.STOP if self._stopped[row] else StopReason.LENGTH,
-            interrupted=int(self.interrupted[row]),
-            top_logprobs=tuple(self._likeliest.pop(row, ())),
         )
 
     def _completed_stop(self, row: int) -> bool:

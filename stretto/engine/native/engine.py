@@ -22,20 +22,20 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stretto.core.engine import EngineHealth
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.capacity import longest_row
-from stretto.engine.native.completions import Completions, NewTokens
+from stretto.engine.native.completions import Completions, Progress
 from stretto.engine.native.detokenize import Detokenizer
 from stretto.engine.native.parameters import Parameters
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
-from stretto.engine.native.validate import check_begun, check_request
-from stretto.engine.wire import EngineHealth, PartialTokens
+from stretto.engine.native.validate import check_prefixes, check_request
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ class NativeEngine:
         layout = self._policy.layout
         self._scheduler = Scheduler(config.slots, config.cache_bytes // layout.bytes_per_token, layout.slot)
         self._stop_texts = StopTexts(detokenizer)
-        self._answers = Completions(config.slots, layout.context_length, self._stop_texts)
+        self._completions = Completions(config.slots, layout.context_length, self._stop_texts)
         self._stretches = BusySpans(name)
         self.name = name
         self.version = version
@@ -119,7 +119,7 @@ class NativeEngine:
         """
         context_length = self._policy.layout.context_length
         check_request(request, self._vocab_size, context_length)
-        check_begun(request, self._vocab_size, context_length, self.version)
+        check_prefixes(request, self._vocab_size, context_length, self.version)
         if request.sampling.stop:
             self._stop_texts.check_served()
         self._scheduler.add(request)
@@ -150,7 +150,7 @@ class NativeEngine:
             BrokenLogits: the model's logits for some answers are not finite. No answer has a new token then; without
                 `give_up` the next step fails again.
         """
-        start, answers = time.monotonic(), self._answers
+        start, answers = time.monotonic(), self._completions
         for row, member in self._scheduler.admit():
             answers.open(row, member)
         self._preempt()
@@ -171,29 +171,19 @@ class NativeEngine:
         self._spend("recompute" if recomputed else "generate", start)
         return completions
 
-    def written(self, known: Mapping[str, Sequence[int]]) -> list[NewTokens]:
-        """What the answers that are running have beyond the tokens that are known.
+    def progress(self, known: Mapping[str, Sequence[int]]) -> list[Progress]:
+        """What unfinished completions have beyond their known tokens, where that is anything.
 
         Args:
-            known: tokens known of each member's answer, by request; answers of other requests are left out.
+            known: tokens known of each member's completion, by request; other requests are left out.
         """
-        rows = ((row, self._scheduler.member(row)) for row in self._scheduler.running)
-        found = (
-            self._answers.written(row, member, known[member.request.id][member.index])
-            for row, member in rows
-            if member.request.id in known
-        )
-        return [written for written in found if written.token_ids]
-
-    def written_tokens(self, known: Mapping[str, Sequence[int]]) -> list[PartialTokens]:
-        """As `written`, with everything that is needed to go on elsewhere: versions and interruptions."""
         rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
         found = (
-            self._answers.written_tokens(row, member, known[member.request.id][member.index])
+            self._completions.progress(row, member, known[member.request.id][member.index])
             for row, member in rows
             if member.request.id in known and member.index < len(known[member.request.id])
         )
-        return [written for written in found if written.token_ids]
+        return [progress for progress in found if progress.segment.token_ids]
 
     def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Interrupt every running answer, load weights, go on with the next step.
@@ -252,13 +242,13 @@ class NativeEngine:
 
     def _preempt(self) -> None:
         """Let the running answers grow; where the cache is full, the newest make room and are computed again later."""
-        for row in self._scheduler.make_room(self._answers.lengths):
+        for row in self._scheduler.make_room(self._completions.lengths):
             self._policy.release(row)
             self._preempted += 1
 
     def _take_contexts(self) -> tuple[list[Context], bool]:
         """What enters the cache in this step, and whether any of it was there before and dropped."""
-        answers, scheduler = self._answers, self._scheduler
+        answers, scheduler = self._completions, self._scheduler
         if not scheduler.has_room(answers.lengths):
             return [], False
         costs: dict[int, int] = {}
@@ -282,10 +272,10 @@ class NativeEngine:
         contexts: list[Context] = []
         lenders: dict[str, int] = {}
         for row in rows:
-            tokens = self._answers.context(row)
+            tokens = self._completions.context(row)
             lender = lenders.setdefault(self._scheduler.member(row).request.id, len(contexts))
             # A context has a token of its own, even one that is nothing but the prompt.
-            shared = min(int(self._answers.prompts[row]), len(tokens) - 1) if lender < len(contexts) else 0
+            shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if lender < len(contexts) else 0
             contexts.append(Context(tokens, (row,), lender, shared))
         return contexts
 
@@ -295,7 +285,7 @@ class NativeEngine:
 
     def _sampled(self, row: int) -> int:
         """Tokens of the row's answer."""
-        return int(self._answers.lengths[row] - self._answers.prompts[row])
+        return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:
         """An abort wastes all answers of a request, those that have ended too: a group is judged whole."""
@@ -310,7 +300,7 @@ class NativeEngine:
 
     def _interrupt(self) -> None:
         rows = self._scheduler.running
-        self._answers.interrupted[rows] += 1
+        self._completions.interrupted[rows] += 1
         self._interrupted += len(rows)
         if self._config.on_update == "recompute":
             self._scheduler.interrupt()

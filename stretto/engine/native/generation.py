@@ -1,7 +1,7 @@
 """The one task that steps an engine, and those who listen to its answers.
 
 open(request) ─► stream ◄─ ended(completion) ◄─ run(): step, step, step ...
-follow(request, listener) ─► listener ◄─ wrote(tokens), ended(completion)
+follow(request, listener) ─► listener ◄─ progressed(tokens), ended(completion)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.frames import frame
 from stretto.core.records import MOST_ANSWERS, Completion, GenerateRequest
-from stretto.engine.native.completions import NewTokens
+from stretto.engine.native.completions import Progress
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import BrokenLogits
 
@@ -40,7 +40,7 @@ class CompletionListener(Protocol):
         """Answers that have not ended."""
         ...
 
-    def wrote(self, written: NewTokens) -> None:
+    def progressed(self, progress: Progress) -> None:
         """An unfinished answer has new tokens. Only those who follow every token are told."""
         ...
 
@@ -66,7 +66,7 @@ class Stream:
     def ready(self) -> bool:
         return bool(self._ready)
 
-    def wrote(self, written: NewTokens) -> None:
+    def progressed(self, progress: Progress) -> None:
         """Nothing: frames hold whole answers."""
 
     def ended(self, completion: Completion) -> None:
@@ -173,9 +173,9 @@ class Generation:
         return self.engine.step()
 
     def _tell(self) -> None:
-        for written in self.engine.written(self._told):
-            self._told[written.request][written.member] += len(written.token_ids)
-            self._listeners[written.request].wrote(written)
+        for progress in self.engine.progress(self._told):
+            self._told[progress.request][progress.member] += len(progress.segment.token_ids)
+            self._listeners[progress.request].progressed(progress)
 
 
 class SharedGeneration(Generation):

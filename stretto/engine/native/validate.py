@@ -14,8 +14,8 @@ from stretto.core.records import (
     MOST_STOP_TOKENS,
     MOST_STOPS,
     GenerateRequest,
-    Partial,
     Sampling,
+    Segment,
 )
 from stretto.engine.native.detokenize import NO_CHARACTER
 
@@ -56,38 +56,38 @@ def _check_counts(request: GenerateRequest) -> None:
         raise RefusedRequest("seeds", f"{answers:,} seeds", f"at most {MOST_ANSWERS:,} answers to one request")
 
 
-def check_begun(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
-    """Refuse beginnings of answers that no engine can have written. `check_request` has passed.
+def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
+    """Refuse prefixes that no engine can have sampled. `check_request` has passed.
 
     Raises:
         RefusedRequest: with the first that is wrong.
     """
     room = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
-    if request.begun and len(request.begun) != len(request.seeds):
+    if request.prefixes and len(request.prefixes) != len(request.seeds):
         allowed = "none, or one for each seed"
-        raise RefusedRequest("begun", f"{len(request.begun)} answers for {len(request.seeds)} seeds", allowed)
-    for begun in request.begun:
-        tokens = len(begun.token_ids)
-        if not tokens == len(begun.behavior_logprobs) == len(begun.versions):
-            raise RefusedRequest("begun", f"{tokens} tokens", "as many log-probabilities and versions")
+        raise RefusedRequest("prefixes", f"{len(request.prefixes)} prefixes for {len(request.seeds)} seeds", allowed)
+    for prefix in request.prefixes:
+        tokens = len(prefix.token_ids)
+        if not tokens == len(prefix.behavior_logprobs) == len(prefix.versions):
+            raise RefusedRequest("prefixes", f"{tokens} tokens", "as many log-probabilities and versions")
         if tokens and tokens >= room:
             allowed = f"fewer than {room}, which max_tokens and the context of {context_length} leave"
-            raise RefusedRequest("begun", f"{tokens} tokens", allowed)
-        if outside := [token for token in begun.token_ids if not 0 <= token < vocab_size]:
-            raise RefusedRequest("begun", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
-        _check_stamps(begun, version)
+            raise RefusedRequest("prefixes", f"{tokens} tokens", allowed)
+        if outside := [token for token in prefix.token_ids if not 0 <= token < vocab_size]:
+            raise RefusedRequest("prefixes", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+        _check_stamps(prefix, version)
 
 
-def _check_stamps(begun: Partial, version: int) -> None:
-    """What stands beside the tokens of a beginning."""
-    if wrong := [logprob for logprob in begun.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
-        raise RefusedRequest("begun.behavior_logprobs", f"{wrong[0]}", "finite numbers")
-    if outside := [stamp for stamp in begun.versions if not 0 <= stamp <= version]:
-        raise RefusedRequest("begun.versions", f"version {outside[0]}", f"0 to {version}, the version in use")
-    if list(begun.versions) != sorted(begun.versions):
-        raise RefusedRequest("begun.versions", "a version after a newer one", "versions that never decrease")
-    if not 0 <= begun.interrupted <= MOST_INTERRUPTIONS:
-        raise RefusedRequest("begun.interrupted", f"{begun.interrupted}", f"0 to {MOST_INTERRUPTIONS:,}")
+def _check_stamps(prefix: Segment, version: int) -> None:
+    """The log-probabilities, versions and interruptions of a prefix."""
+    if wrong := [logprob for logprob in prefix.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
+        raise RefusedRequest("prefixes.behavior_logprobs", f"{wrong[0]}", "finite numbers")
+    if outside := [stamp for stamp in prefix.versions if not 0 <= stamp <= version]:
+        raise RefusedRequest("prefixes.versions", f"version {outside[0]}", f"0 to {version}, the version in use")
+    if list(prefix.versions) != sorted(prefix.versions):
+        raise RefusedRequest("prefixes.versions", "a version after a newer one", "versions that never decrease")
+    if not 0 <= prefix.interrupted <= MOST_INTERRUPTIONS:
+        raise RefusedRequest("prefixes.interrupted", f"{prefix.interrupted}", f"0 to {MOST_INTERRUPTIONS:,}")
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -34,7 +34,7 @@ _JSON = "application/json"
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _RETRY = (b"retry-after", b"1")
 _MODELS, _COMPLETIONS, _CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
-_TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/written", "/spans"})
+_TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
 _KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
 
 Understand = Callable[[bytes, str], Awaitable[TranslatedRequest]]

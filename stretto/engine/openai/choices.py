@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from stretto.core.records import Completion, Likeliest, StopReason
-from stretto.engine.native.completions import NewTokens, rest_of
+from stretto.engine.native.completions import Progress, rest_of
 from stretto.engine.native.detokenize import Detokenizer, RunningText
 from stretto.engine.native.generation import ENDED
 from stretto.engine.native.stops import StopFinder
@@ -59,13 +59,14 @@ class Choice:
         self._text: list[str] = []
         self._tokens: list[Token] = []
 
-    def take(self, written: NewTokens) -> None:
-        """The answer goes on."""
+    def take(self, progress: Progress) -> None:
+        """The completion has new tokens."""
+        new = progress.segment
         if not self._token_by_token:
-            self._push(written.token_ids)
+            self._push(new.token_ids)
             return
-        told = written.top_logprobs or [()] * len(written.token_ids)
-        for token, logprob, likeliest in zip(written.token_ids, written.logprobs, told, strict=True):
+        told = progress.top_logprobs or [()] * len(new.token_ids)
+        for token, logprob, likeliest in zip(new.token_ids, new.behavior_logprobs, told, strict=True):
             self._tokens.append(Token(token, logprob, self._length, likeliest))
             self._push((token,))
 
@@ -153,11 +154,11 @@ class PromptListener:
         self._whole, self._choices = whole, choices
         self._known = [0] * len(choices)  # tokens of each member that its choice has got
 
-    def wrote(self, written: NewTokens) -> None:
-        choice = self._choices[written.member]
+    def progressed(self, progress: Progress) -> None:
+        choice = self._choices[progress.member]
         if choice.finish is None:
-            self._known[written.member] += len(written.token_ids)
-            choice.take(written)
+            self._known[progress.member] += len(progress.segment.token_ids)
+            choice.take(progress)
             self._whole.changed(choice)
 
     def ended(self, completion: Completion) -> None:

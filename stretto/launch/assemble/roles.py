@@ -20,6 +20,7 @@ from stretto.core.tasks import gather_or_cancel
 from stretto.launch.assemble.specs import Endpoints, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.preflight.plan import Plan, digest
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.router import ExclusiveRouter, Router
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
 from stretto.loop.records.recorder import Work
@@ -116,7 +117,7 @@ async def roles(
         folder.logs,
         recipe.deadlines,
         load_interval=recipe.engine.load_interval,
-        alone=in_rounds(recipe),
+        router=ExclusiveRouter() if in_rounds(recipe) else Router(),
         starter=starter,
     )
 

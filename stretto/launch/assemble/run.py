@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.core.records import Update
@@ -16,12 +16,11 @@ from stretto.launch.assemble.roles import Roles, roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
 from stretto.launch.preflight.plan import Plan
-from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
-from stretto.loop.conductor import Components, Conductor
-from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.conductor import Conductor
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.rounds import Rounds
+from stretto.loop.engines.rounds import Rounds, WholeGroups
 from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
 from stretto.loop.learner.recovery import Recovery
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
@@ -30,6 +29,7 @@ from stretto.loop.records.slow_reward import SlowReward
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -133,41 +133,80 @@ async def _train(
     stopped: StopSignal,
 ) -> None:
     recipe = plan.recipe
-    standing = ledger.get(STANDING, ControllerState) or ControllerState()
-    stream = PromptStream(plan.training, recipe.seed, standing.position)
+    state = ledger.get(STANDING, ControllerState) or ControllerState()
     controller = Controller(
-        recipe.rollout, stream, ledger, plan.sampling, recipe.seed, beginning.version, in_rounds(recipe)
+        recipe.rollout,
+        PromptStream(plan.training, recipe.seed, state.position),
+        ledger,
+        recipe.seed,
+        beginning.version,
+        InRounds() if in_rounds(recipe) else Continuous(),
     )
-    begun = restore(controller, standing, read_unfinished(folder.ledger))
+    restored = restore(controller, state, read_unfinished(folder.ledger))
     ledger.watch(STANDING, controller.standing)
-    checkpoints = Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints)
-    keeper = Checkpointing(
-        folder, checkpoints, recipe.trainer, crew.trainer, controller, ledger, recipe.deadlines, beginning.saved_step
+    in_flight, workflow = _generation(plan, crew, controller, ledger, restored)
+    conductor = Conductor(
+        controller=controller,
+        workflow=workflow,
+        engines=crew.fleet,
+        trainer=crew.trainer,
+        in_flight=in_flight,
+        recorder=recorder,
+        checkpointing=_checkpointing(plan, folder, beginning, ledger, crew, controller),
+        evaluation=PeriodicEvaluation(_evaluator(plan, crew, recorder), recorder, recipe.evaluation.every),
+        poll=crew.look,
+        progress=crew.progress,
+        steps=recipe.trainer.steps,
+        deadlines=recipe.deadlines,
     )
-    evaluator = Evaluator(
+    _record_again(folder, crew.trainer.replayed, ledger.last_update(), recorder)
+    try:
+        await _conduct(conductor, crew, stage, stopped)
+    finally:
+        await conductor.evaluation.close()
+        await conductor.checkpointing.close()
+    recorder.conclude()
+
+
+def _generation(
+    plan: Plan, crew: Roles, controller: Controller, ledger: Ledger, restored: Mapping[str, GroupInFlight]
+) -> tuple[InFlight, Workflow]:
+    """What generates and judges a group; in a synchronous run, whose groups begin and leave together, in rounds."""
+    in_flight = InFlight(crew.fleet, ledger, restored)
+    rounds: Rounds | None = None
+    if in_rounds(plan.recipe):
+        rounds = Rounds(crew.fleet.generate, lambda: controller.tickets, plan.recipe.engine.count)
+        in_flight = WholeGroups(rounds, ledger)
+    workflow: Workflow = SingleTurn(in_flight.generate, crew.rewards.score_group, plan.tokenizer.decode, plan.sampling)
+    return in_flight, workflow if rounds is None else rounds.together(workflow)
+
+
+def _checkpointing(
+    plan: Plan, folder: RunFolder, beginning: StartState, ledger: Ledger, crew: Roles, controller: Controller
+) -> Checkpointing:
+    recipe = plan.recipe
+    return Checkpointing(
+        folder,
+        Checkpoints(folder.checkpoints, recipe.store.keep_checkpoints),
+        recipe.trainer,
+        crew.trainer,
+        controller,
+        ledger,
+        recipe.deadlines,
+        beginning.saved_step,
+    )
+
+
+def _evaluator(plan: Plan, crew: Roles, recorder: Recorder) -> Evaluator:
+    return Evaluator(
         plan.held_out,
         plan.sampling,
-        recipe.evaluation.seed,
+        plan.recipe.evaluation.seed,
         crew.fleet.generate,
         crew.rewards.score_group,
         plan.tokenizer.decode,
         recorder.examined,
     )
-    examiner = PeriodicEvaluation(evaluator, recorder, recipe.evaluation.every)
-    rounds = Rounds(crew.fleet, lambda: controller.tickets, recipe.engine.count) if in_rounds(recipe) else None
-    answers = InFlight(rounds or crew.fleet, ledger, begun, whole=rounds is not None)
-    workflow: Workflow = SingleTurn(answers.generate, crew.rewards.score_group, plan.tokenizer.decode)
-    workflow = workflow if rounds is None else rounds.together(workflow)
-    players = Components(
-        controller, workflow, crew.fleet, crew.trainer, crew.look, recorder, keeper, examiner, answers, crew.progress
-    )
-    _record_again(folder, crew.trainer.replayed, ledger.last_update(), recorder)
-    try:
-        await _conduct(recipe, players, crew, stage, stopped)
-    finally:
-        await examiner.close()
-        await keeper.close()
-    recorder.conclude()
 
 
 def _record_again(folder: RunFolder, updates: Sequence[Update], recorded: int, recorder: Recorder) -> None:
@@ -179,34 +218,36 @@ def _record_again(folder: RunFolder, updates: Sequence[Update], recorded: int, r
         recorder.updated(batch, update)
 
 
-async def _conduct(recipe: Recipe, players: Components, crew: Roles, stage: Reporter, stopped: StopSignal) -> None:
+async def _conduct(conductor: Conductor, crew: Roles, stage: Reporter, stopped: StopSignal) -> None:
     """Evaluate, train, save, evaluate."""
-    controller, recorder, keeper, examiner = players.controller, players.recorder, players.keeper, players.examiner
-    conductor = Conductor(players, recipe.trainer.steps, recipe.deadlines)
+    controller, recorder = conductor.controller, conductor.recorder
+    checkpointing, evaluation = conductor.checkpointing, conductor.evaluation
     stopped.call(conductor.request_stop)
     if recorder.initial_accuracy is None:
         stage.say("measuring the held-out accuracy of version 0")
-        await stopped.unless(examiner.examine(controller.published))
+        await stopped.unless(evaluation.examine(controller.published))
     if not stopped.requested:
-        await keeper.save_policy(controller.published)  # a run that was killed may have come as far as its checkpoint
+        await checkpointing.save_policy(
+            controller.published
+        )  # a run that was killed may have come as far as its checkpoint
         recorder.spans(await crew.look_unless(stopped))
         recorder.rl_begins()
         await conductor.run()
     if stopped.requested:
         crew.trainer.retire()  # a stop does not wait for another one to get here
     if crew.trainer.ready or not stopped.requested:
-        await keeper.save_checkpoint()
-        await keeper.save_policy(controller.published)
+        await checkpointing.save_checkpoint()
+        await checkpointing.save_policy(controller.published)
     else:
-        stage.say(f"the trainer did not finish its step in time; --resume goes on from step {keeper.saved_step}")
-    await stopped.unless(examiner.end())
+        stage.say(f"the trainer did not finish its step in time; --resume goes on from step {checkpointing.saved_step}")
+    await stopped.unless(evaluation.end())
     recorder.spans(await crew.look_unless(stopped))
-    recorder.rl_ends(players.answers.unjudged)
+    recorder.rl_ends(conductor.in_flight.unjudged)
     if not stopped.requested:
         stage.say("measuring the held-out accuracy of the last version")
-        await stopped.unless(_examine_last(crew.fleet, examiner, controller.published))
+        await stopped.unless(_examine_last(crew.fleet, evaluation, controller.published))
 
 
-async def _examine_last(fleet: EnginePool, examiner: PeriodicEvaluation, version: int) -> None:
+async def _examine_last(fleet: EnginePool, evaluation: PeriodicEvaluation, version: int) -> None:
     await fleet.reach(version)
-    await examiner.examine(version)
+    await evaluation.examine(version)

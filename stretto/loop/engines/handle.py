@@ -13,13 +13,13 @@ from typing import Self
 import msgspec
 
 from stretto.core.deadlines import deadline
+from stretto.core.engine import Engine, EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
-from stretto.engine.wire import EngineHealth, PartialTokens
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.restarts import RestartBudget
 from stretto.processes.role import RoleProcess
@@ -36,7 +36,7 @@ class EngineHandle:
 
     spec: EngineSpec
     process: RoleProcess
-    client: HttpEngine
+    client: Engine
     deaths: RestartBudget
     version: int | None = None
     loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
@@ -142,15 +142,15 @@ class EngineHandle:
                 while self.open:
                     await asyncio.sleep(_GLANCE_SECONDS)
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> list[PartialTokens]:
-        """How far its answers have come, beyond what is known of them; nothing if it does not reply within `patience`
-        seconds (None: `deadlines.answer`)."""
-        theirs = {id: list(known[id]) for id in self.open if id in known}
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
+        """What its unfinished completions have beyond their known tokens; nothing if it does not reply within
+        `patience` seconds (None: `deadlines.answer`)."""
+        theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
                 async with asyncio.timeout(patience):
-                    return await self.client.written(theirs)
-        return []
+                    return await self.client.partials(theirs)
+        return {}
 
     # ── what it has done ─────────────────────────────────────────────────────────────────────────
 

@@ -1,9 +1,9 @@
-"""Answers that outlive their engine, and their run: what is written of them is journaled, and goes on elsewhere.
+"""Completions that outlive their engine, and their run: their tokens are journaled, and another engine continues them.
 
-engine ─► answers that have ended ─┐
-engine ─► tokens so far, a second ─┴─► ledger (partials) ─► after a crash: `restore`
+engine ─► completions that have ended ─┐
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
                     │
-                    └─► after the loss of an engine: the same group, at another one, behind those tokens
+                    └─► after the loss of an engine: the same request, at another one, behind those tokens
 """
 
 from __future__ import annotations
@@ -16,28 +16,26 @@ from typing import Protocol
 import msgspec
 
 from stretto.core.errors import EngineLost
-from stretto.core.records import Completion, GenerateRequest, Partial, trajectory_id
-from stretto.engine.wire import PartialTokens
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.store.ledger.reading import UnfinishedGroup
-from stretto.store.ledger.rows import PartialRow
 
 #: Engines that one group may lose before its prompt is asked anew: the group may be what they die of.
-_LOSSES = 3
+LOSSES = 3
 
 
-class Generates(Protocol):
-    """Satisfied by `loop.engines.pool.Fleet`."""
+class Engines(Protocol):
+    """Satisfied by `loop.engines.pool.EnginePool`."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]: ...
+    def generate(self, request: GenerateRequest, /) -> AsyncIterator[Completion]: ...
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Sequence[PartialTokens]: ...
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
 
 
-class PartialJournal(Protocol):
+class Journal(Protocol):
     """Satisfied by `store.ledger.ledger.Ledger`."""
 
-    def write_on(self, id: str, partial: PartialRow) -> None: ...
+    def journal(self, id: str, piece: Segment) -> None: ...
 
 
 @dataclass
@@ -45,79 +43,75 @@ class GroupInFlight:
     """What is known of a group in flight, by member of the group."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
-    begun: dict[int, Partial] = field(default_factory=dict)  # what is journaled of members whose end is not
-    journaled: set[int] = field(default_factory=set)  # members that have ended and are journaled whole
-    asked: tuple[int, ...] = ()  # the members that the open request asks for, in its order
-    judging: bool = False  # its last answer has come
-    turn: int = 0  # grows with every request: what comes of an earlier one is refused
+    prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
+    journaled: set[int] = field(default_factory=set)  # members whose end is journaled
+    members: tuple[int, ...] = ()  # that the open request asks for, in its order
+    judging: bool = False  # its last completion has come
+    turn: int = 0  # counts requests: what comes of an earlier one is refused
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
-        """What is still wanted of the group's request."""
+        """What is missing of the group's request."""
         self.turn += 1
-        self.asked = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
-        begun = tuple(self.begun.get(member, Partial()) for member in self.asked)
-        seeds = tuple(of.seeds[member] for member in self.asked)
-        return msgspec.structs.replace(of, seeds=seeds, begun=begun if any(b.token_ids for b in begun) else ())
+        self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
+        prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
+        seeds = tuple(of.seeds[member] for member in self.members)
+        resumed = any(prefix.token_ids for prefix in prefixes)
+        return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
 
-    def known(self) -> list[int]:
-        """How many tokens are journaled of each answer that is asked for."""
-        return [len(self.begun[member].token_ids) if member in self.begun else 0 for member in self.asked]
+    def known(self, member: int) -> int:
+        """Tokens of a member that are journaled."""
+        return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
 
 
 class InFlight:
-    """Generates for the workflow (satisfies `rollout.protocols.Generate`).
+    """Generates for the workflow (satisfies `core.engine.Generate`)."""
 
-    Args:
-        begun: groups that a run which ended had in flight, with what was written of them.
-        whole: a group that was lost is asked again from its first token, so that the numbers of an answer depend on
-            nothing that happened on the way (synchronous runs, which are repeatable bit for bit).
-    """
-
-    def __init__(
-        self, engines: Generates, journal: PartialJournal, begun: Mapping[str, GroupInFlight], whole: bool = False
-    ) -> None:
-        self._engines, self._journal, self._whole = engines, journal, whole
-        self._groups: dict[str, GroupInFlight] = {} if whole else dict(begun)
+    def __init__(self, engines: Engines, journal: Journal, restored: Mapping[str, GroupInFlight]) -> None:
+        """`restored`: the groups that an earlier process of the run had in flight."""
+        self._engines, self._journal = engines, journal
+        self._groups: dict[str, GroupInFlight] = dict(restored)
         self._ending = False
-        self._keeping = asyncio.Lock()  # what two ask for at the same time, both would journal
+        self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """All answers of the group, when the last of them has ended, in the order of the members.
+        """All completions of the group, when the last of them has ended, in the order of the members.
 
         Raises:
-            EngineLost: so many engines were lost with this group that it may be the cause.
+            EngineLost: several engines in a row were lost with this group, so it may be the cause.
             RefusedRequest: an engine will not serve it.
         """
         group = self._groups.setdefault(request.id, GroupInFlight())
         try:
-            for loss in range(_LOSSES + 1):
+            for loss in range(LOSSES + 1):
                 try:
-                    await self._ask(request, group)
+                    await self._request(request, group)
                     break
                 except EngineLost:
                     if self._ending:
                         await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
-                    if loss == _LOSSES:
+                    if loss == LOSSES:
                         raise
-                    if self._whole:
-                        group.ended.clear()
+                    self._lost(group)
         finally:
             group.judging = len(group.ended) == len(request.seeds)
         for _, completion in sorted(group.ended.items()):
             yield completion
 
-    async def _ask(self, request: GenerateRequest, group: GroupInFlight) -> None:
-        wanted = group.request(request)
-        if not wanted.seeds:
+    async def _request(self, request: GenerateRequest, group: GroupInFlight) -> None:
+        missing = group.request(request)
+        if not missing.seeds:
             return
-        async for completion in self._engines.generate(wanted):
-            member = group.asked[completion.member]
+        async for completion in self._engines.generate(missing):
+            member = group.members[completion.member]
             group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
-        if missing := len(request.seeds) - len(group.ended):
-            raise EngineLost("an engine", f"ended {request.id} with {missing} answers missing")
+        if count := len(request.seeds) - len(group.ended):
+            raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
+
+    def _lost(self, group: GroupInFlight) -> None:
+        """An engine was lost with the group: another one continues what is known."""
 
     def end(self) -> None:
-        """The run ends: an engine that gives an answer up now was asked to."""
+        """The run ends: an engine that gives a completion up now was asked to."""
         self._ending = True
 
     def forget(self, id: str) -> None:
@@ -133,65 +127,41 @@ class InFlight:
     async def keep(self, patience: float | None = None) -> None:
         """Journal what is new in the groups in flight. To be called now and then: a crash costs what came since.
 
-        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for an answer.
+        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
         """
-        if self._whole:
-            return
         async with self._keeping:
             for id, group in self._groups.items():
                 for member in group.ended.keys() - group.journaled:
-                    self._keep_ended(id, member, group)
+                    piece = group.ended[member].segment.after(group.known(member))
+                    self._journal.journal(trajectory_id(id, member), piece)
+                    group.journaled.add(member)
             turns = {id: group.turn for id, group in self._groups.items()}
-            known = {id: group.known() for id, group in self._groups.items()}
-            for written in await self._engines.written(known, patience):
-                group_now = self._groups.get(written.request)
-                if group_now is not None and group_now.turn == turns.get(written.request):
-                    self._keep_written(group_now, written)
+            known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
+            for id, pieces in (await self._engines.partials(known, patience)).items():
+                group_now = self._groups.get(id)
+                if group_now is not None and group_now.turn == turns.get(id):
+                    self._keep_pieces(id, group_now, pieces)
 
-    def _keep_ended(self, id: str, member: int, group: GroupInFlight) -> None:
-        completion, known = group.ended[member], len(group.begun.get(member, Partial()).token_ids)
-        partial = PartialRow(
-            token_ids=completion.token_ids[known:],
-            behavior_logprobs=completion.behavior_logprobs[known:],
-            versions=completion.versions[known:],
-            interrupted=completion.interrupted,
-            stop_reason=completion.stop_reason.value,
-        )
-        self._journal.write_on(trajectory_id(id, member), partial)
-        group.journaled.add(member)
-
-    def _keep_written(self, group: GroupInFlight, written: PartialTokens) -> None:
-        member = group.asked[written.member]
-        if member in group.ended:
-            return  # its last tokens have come meanwhile
-        before = group.begun.get(member, Partial())
-        group.begun[member] = Partial(
-            token_ids=before.token_ids + written.token_ids,
-            behavior_logprobs=before.behavior_logprobs + written.behavior_logprobs,
-            versions=before.versions + written.versions,
-            interrupted=written.interrupted,
-        )
-        partial = PartialRow(
-            token_ids=written.token_ids,
-            behavior_logprobs=written.behavior_logprobs,
-            versions=written.versions,
-            interrupted=written.interrupted,
-        )
-        self._journal.write_on(trajectory_id(written.request, member), partial)
+    def _keep_pieces(self, id: str, group: GroupInFlight, pieces: Mapping[int, Segment]) -> None:
+        for place, piece in pieces.items():
+            member = group.members[place]
+            if member not in group.ended:  # else its last tokens have come meanwhile
+                group.prefixes[member] = group.prefixes.get(member, Segment()) + piece
+                self._journal.journal(trajectory_id(id, member), piece)
 
 
 def restore(
-    controller: Controller, standing: ControllerState, unfinished: Sequence[UnfinishedGroup]
+    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
 ) -> dict[str, GroupInFlight]:
-    """Give the controller back the groups that a run which ended had not trained; what was written of those in flight,
-    by group."""
+    """Give the controller back the groups that an earlier process had not trained; what was sampled of those in
+    flight, by group."""
     for group in unfinished:
-        failures = standing.failures.get(group.id, 0)
+        failures = state.failures.get(group.id, 0)
         controller.restore(group.id, group.admitted_version, group.trajectories, failures)
     return {
         group.id: GroupInFlight(
             ended={completion.member: completion for completion in group.completions},
-            begun=dict(group.begun),
+            prefixes=dict(group.prefixes),
             journaled={completion.member for completion in group.completions},
         )
         for group in unfinished

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from stretto.core.deadlines import deadline
+from stretto.core.engine import EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
-from stretto.engine.wire import EngineHealth, PartialTokens
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import RETRY_SECONDS, EngineHandle
 from stretto.loop.engines.router import Router
@@ -41,16 +41,16 @@ class EnginePool:
         deadlines: DeadlinesConfig,
         role: str = ENGINE_ROLE,
         load_interval: float = 0.0,
-        alone: bool = False,
+        router: Router | None = None,
         starter: Spawner = FRESH,
     ) -> None:
-        """`role` is the module that plays an engine; another make of engine has another one. `load_interval` is that of
-        the engine's configuration, in seconds; `alone`: an engine answers nothing but what it was given together."""
+        """`role` is the module of an engine's process. `load_interval` is that of the engine's configuration, in
+        seconds; `router` chooses among the engines that are up (default: the least loaded)."""
         self._engines = [EngineHandle.to(spec, logs, deadlines, role, starter) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
-        self._router = Router([], alone)
+        self._router = router or Router()
         self._joined = asyncio.Event()
         self._published = -1
 
@@ -117,9 +117,11 @@ class EnginePool:
                 await self._joined.wait()
         (engine,) = (engine for engine in self._engines if engine.name == name)
         try:
-            # An engine that takes answers over has to serve what sampled their last token: versions never fall.
-            if written := [version for request in requests for begun in request.begun for version in begun.versions]:
-                await engine.until_it_serves(max(written), self._deadlines.start)
+            # An engine that resumes completions has to serve what sampled their last token: versions never fall.
+            if stamps := [
+                version for request in requests for prefix in request.prefixes for version in prefix.versions
+            ]:
+                await engine.until_it_serves(max(stamps), self._deadlines.start)
             async for completion in engine.generate(*requests):
                 yield completion
         except EngineLost:
@@ -140,11 +142,11 @@ class EnginePool:
         not reply within a second is left alone."""
         await gather_or_cancel(*(engine.give_up() for engine in self._engines))
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> list[PartialTokens]:
-        """How far the answers in flight have come, beyond what is known of them; an engine that does not reply within
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
+        """What the completions in flight have beyond their known tokens; an engine that does not reply within
         `patience` seconds (None: `deadlines.answer`) is left out."""
-        found = await asyncio.gather(*(engine.written(known, patience) for engine in self._engines))
-        return [tokens for theirs in found for tokens in theirs]
+        found = await asyncio.gather(*(engine.partials(known, patience) for engine in self._engines))
+        return {request: members for theirs in found for request, members in theirs.items()}
 
     async def _until_due(self, engine: EngineHandle) -> None:
         """Leave answers under way alone for `engine.load_interval` seconds after the last load."""

@@ -15,25 +15,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Protocol
 
-from stretto.core.records import Completion, GenerateRequest, Trajectory
-from stretto.engine.wire import PartialTokens
+from stretto.core.engine import Generate
+from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
+from stretto.loop.engines.in_flight import Engines, GroupInFlight, InFlight, Journal
 from stretto.rollout.controller import Ticket
 from stretto.worlds.single_turn import Workflow
-
-
-class GeneratesTogether(Protocol):
-    """Answers to requests that begin together (satisfied by `loop.engines.pool.Fleet`)."""
-
-    def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
 
 
 class Portion:
     """Groups that one engine answers together, asked once all those of them have come that are still wanted."""
 
-    def __init__(self, engines: GeneratesTogether, ids: Sequence[str]) -> None:
-        self._engines = engines
+    def __init__(self, generate: Generate, ids: Sequence[str]) -> None:
+        self._generate = generate
         self._requests: dict[str, GenerateRequest | None] = dict.fromkeys(ids)  # in the order of the round
         self._wanted = set(ids)
         self._answers: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of those who have come
@@ -74,7 +68,7 @@ class Portion:
 
     async def _ask(self, requests: Sequence[GenerateRequest]) -> None:
         try:
-            async for completion in self._engines.generate(*requests):
+            async for completion in self._generate(*requests):
                 if completion.request in self._answers:  # else it is known from before an engine was lost
                     self._answers[completion.request].put_nowait(completion)
         except Exception as error:  # whatever it is, it is raised to everyone who waits for the portion
@@ -91,8 +85,8 @@ class Rounds:
         portions: of each round, one for every engine.
     """
 
-    def __init__(self, engines: GeneratesTogether, tickets: Callable[[], Sequence[Ticket]], portions: int) -> None:
-        self._engines, self._tickets, self._count = engines, tickets, portions
+    def __init__(self, generate: Generate, tickets: Callable[[], Sequence[Ticket]], portions: int) -> None:
+        self._generate, self._tickets, self._count = generate, tickets, portions
         self._portions: dict[str, Portion] = {}  # of each group of the round
         self._gates: dict[str, asyncio.Future[None]] = {}  # through which they leave, in the order of the round
         self._missing: set[str] = set()  # groups that are not judged
@@ -116,12 +110,12 @@ class Rounds:
         return until_all_are_judged
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """The answers of one group of the round; as for `Portion`."""
+        """The completions of one group of the round; as for `Portion`."""
         return self._portions[request.id].generate(request)
 
-    async def written(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Sequence[PartialTokens]:
-        """Nothing: a round that was cut short is asked again as a whole."""
-        return ()
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+        """Nothing: a round that was cut short starts again as a whole."""
+        return {}
 
     def _begin(self, id: str) -> None:
         """The first group of a round finds all the others in flight, too: they were admitted in one go."""
@@ -129,7 +123,7 @@ class Rounds:
             return
         ids = [ticket.group_id for ticket in self._tickets()]
         dealt = [ids[k :: self._count] for k in range(self._count)]
-        self._portions = {id: portion for some in dealt for portion in [Portion(self._engines, some)] for id in some}
+        self._portions = {id: portion for some in dealt for portion in [Portion(self._generate, some)] for id in some}
         self._gates = {id: asyncio.get_running_loop().create_future() for id in ids}
         self._missing = set(ids)
 
@@ -148,3 +142,17 @@ class Rounds:
         for gate in self._gates.values():
             if not gate.done():
                 gate.set_result(None)
+
+
+class WholeGroups(InFlight):
+    """A group that was lost starts again from its first token, after a crash as after the loss of an engine: the
+    numbers of a completion depend on nothing that happened on the way."""
+
+    def __init__(self, engines: Engines, journal: Journal) -> None:
+        super().__init__(engines, journal, {})
+
+    def _lost(self, group: GroupInFlight) -> None:
+        group.ended.clear()
+
+    async def keep(self, patience: float | None = None) -> None:
+        """Nothing is kept."""

@@ -1,10 +1,12 @@
-"""Which engine answers the next group: the one with the fewest answers in flight."""
+"""Which engine gets the next group."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Router:
-    """Least-loaded routing over the engines that are up.
+    """The engine with the fewest completions in flight, of those that are up.
 
     >>> router = Router(["engine-0", "engine-1"])
     >>> router.start(8), router.start(8), router.start(8)
@@ -16,11 +18,9 @@ class Router:
     'engine-1'
     """
 
-    def __init__(self, engines: list[str], alone: bool = False) -> None:
-        """`alone`: an engine has nothing but what it was given together."""
-        self._alone = alone
-        self._load = dict.fromkeys(engines, 0)
+    def __init__(self, engines: Iterable[str] = ()) -> None:
         self._up = list(engines)
+        self._load = dict.fromkeys(self._up, 0)
 
     @property
     def up(self) -> frozenset[str]:
@@ -28,23 +28,19 @@ class Router:
         return frozenset(self._up)
 
     def load(self, engine: str) -> int:
-        """Answers that the engine has in flight."""
+        """Completions that the engine has in flight."""
         return self._load.get(engine, 0)
 
-    def start(self, answers: int) -> str | None:
-        """The engine that gets a group of so many answers; None while no engine is up, or free where one is to be
-        alone."""
-        if not self._up:
-            return None
-        engine = min(self._up, key=lambda name: self._load[name])
-        if self._alone and self._load[engine]:
-            return None
-        self._load[engine] += answers
+    def start(self, completions: int) -> str | None:
+        """The engine that gets a group of `completions`; None while there is none."""
+        engine = min(self._free(), key=lambda name: self._load[name], default=None)
+        if engine is not None:
+            self._load[engine] += completions
         return engine
 
-    def finish(self, engine: str, answers: int) -> None:
-        """A group has left the engine, answered or not."""
-        self._load[engine] -= answers
+    def finish(self, engine: str, completions: int) -> None:
+        """A group has left the engine, complete or not."""
+        self._load[engine] -= completions
 
     def leave(self, engine: str) -> None:
         """The engine is down: it gets no more groups."""
@@ -54,3 +50,19 @@ class Router:
         """The engine is up and has the newest version."""
         self._load.setdefault(engine, 0)
         self._up.append(engine)
+
+    def _free(self) -> list[str]:
+        """The engines that may get a group now."""
+        return self._up
+
+
+class ExclusiveRouter(Router):
+    """An engine that has something in flight gets nothing else: what it computes together was given together.
+
+    >>> router = ExclusiveRouter(["engine-0"])
+    >>> router.start(8), router.start(8)
+    ('engine-0', None)
+    """
+
+    def _free(self) -> list[str]:
+        return [engine for engine in self._up if not self._load[engine]]

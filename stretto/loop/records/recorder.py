@@ -163,11 +163,11 @@ class Recorder:
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        lengths = [len(trajectory.completion.token_ids) for trajectory in trajectories]
+        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         ages = [
             batch.version - version
             for trajectory in trajectories
-            for version in trajectory.completion.versions
+            for version in trajectory.versions
             if version >= batch.oldest_trainable
         ]
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]

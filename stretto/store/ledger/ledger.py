@@ -26,15 +26,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Group, Prompt, Record, State, Trajectory, Update, trajectory_id
+from stretto.core.records import Batch, Group, Prompt, Record, Segment, State, Trajectory, Update, trajectory_id
 from stretto.store.files import sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.rows import (
     LiveRow,
-    PartialRow,
-    decode_partial,
-    encode_partial,
+    decode_piece,
     encode_payload,
+    encode_piece,
     step_columns,
     update_columns,
 )
@@ -195,11 +194,11 @@ class Ledger:
 
     # What a crash would need, and what is kept longer.
 
-    def write_on(self, id: str, partial: PartialRow) -> None:
-        """An answer in flight has come further by these tokens: after a crash it goes on behind them."""
+    def journal(self, id: str, piece: Segment) -> None:
+        """These tokens are new of a trajectory in flight: after a crash it resumes behind them."""
         row = self._row(id)
-        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, encode_partial(id, partial))))
-        row.written += len(partial.token_ids)
+        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, encode_piece(id, piece))))
+        row.written += len(piece.token_ids)
 
     def forget(self, step: int) -> None:
         """The run will never go on from before `step` again: what ``store.keep_payloads`` does not keep leaves. Only
@@ -337,7 +336,7 @@ class Ledger:
             if key not in by_key:
                 raise StoreError(f"{self._path}: tokens of an answer that is not in flight (key {key})")
             id, row = by_key[key]
-            row.written = begin + len(decode_partial(id, payload).token_ids)
+            row.written = begin + len(decode_piece(id, payload).token_ids)
 
     def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
         self._pending.setdefault(statement, []).append(parameters)

@@ -19,16 +19,15 @@ from stretto.core.records import (
     Completion,
     Group,
     Outcome,
-    Partial,
     Prompt,
     Record,
+    Segment,
     State,
-    StopReason,
     Trajectory,
     Verdict,
     trajectory_id,
 )
-from stretto.store.ledger.rows import PartialRow, decode_partial, decode_payload
+from stretto.store.ledger.rows import decode_payload, decode_piece
 from stretto.store.ledger.schema import open_for_reading
 from stretto.store.ledger.seals import batch_seal, check, seal
 
@@ -54,8 +53,8 @@ _membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
 class UnfinishedGroup(Record, frozen=True):
     """A group that was not trained and has not left: finished and buffered, or in flight.
 
-    `trajectories` are those of a buffered group. Of one in flight, `completions` are the answers that had ended, and
-    `begun` holds, by member, what was written of the others.
+    `trajectories` are those of a buffered group. Of one in flight, `completions` are those that had ended, and
+    `prefixes` holds, by member, what was sampled of the others.
     """
 
     id: str
@@ -63,7 +62,7 @@ class UnfinishedGroup(Record, frozen=True):
     admitted_version: int
     trajectories: tuple[Trajectory, ...] = ()
     completions: tuple[Completion, ...] = ()
-    begun: Mapping[int, Partial] = {}
+    prefixes: Mapping[int, Segment] = {}
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
@@ -76,13 +75,14 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
     """
     with closing(open_for_reading(path)) as connection:
         try:
+            (number,) = connection.execute("PRAGMA user_version").fetchone()
             rows = connection.execute(_STEPS, (after, until)).fetchall()
             if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
                 raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
             for step, version, oldest_trainable, batch, sealed in rows:
                 groups = tuple(_trained(path, connection, id, members) for id, members in _membership(batch))
                 read = Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
-                check(sealed, batch_seal(read), f"{path}: the batch of step {step}")
+                check(sealed, batch_seal(read, number), f"{path}: the batch of step {step}")
                 yield read
         except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error
@@ -133,26 +133,18 @@ def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Seque
 
 
 def _trajectory(
-    group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
+    group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, sealed: bytes
 ) -> Trajectory:
-    answer = decode_payload(trajectory_id(group, member), (outcome, reward, stop_reason, interrupted), payload)
-    completion = Completion(
-        request=group,
-        member=member,
-        token_ids=answer.token_ids,
-        behavior_logprobs=answer.behavior_logprobs,
-        versions=answer.versions,
-        stop_reason=StopReason(stop_reason),
-        interrupted=interrupted,
-    )
+    id = trajectory_id(group, member)
+    payload = decode_payload(id, (outcome, reward, stop_reason, interrupted), sealed)
     verdict = Verdict(outcome=Outcome(outcome), reward=reward)
-    return Trajectory(id=trajectory_id(group, member), completion=completion, verdict=verdict, text=answer.text)
+    return Trajectory(id=id, segments=payload.segments, verdict=verdict, text=payload.text)
 
 
 def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> UnfinishedGroup:
     id, prompt_id, admitted_version, sealed = rows[0][:4]
     check(sealed, seal(id, prompt_id, admitted_version), f"{path}: group {id}")
-    trajectories, completions, begun = [], [], {}
+    trajectories, completions, prefixes = [], [], {}
     for row in rows:
         member, key, state, *answer = row[4:]
         assert isinstance(member, int)
@@ -161,11 +153,12 @@ def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple
                 raise StoreError(f"{path}: the answer {id}/{member} is buffered and its tokens are missing")
             trajectories.append(_trajectory(str(id), member, *answer))  # type: ignore[arg-type]  # columns of SQLite
             continue
-        pieces = [decode_partial(f"{id}/{member}", piece) for (piece,) in connection.execute(_PARTIALS, (key,))]
-        if pieces and pieces[-1].stop_reason is not None:
-            completions.append(_completion(str(id), member, pieces, StopReason(pieces[-1].stop_reason)))
-        elif pieces:
-            begun[member] = _begun(pieces)
+        pieces = connection.execute(_PARTIALS, (key,))
+        segment = sum((decode_piece(f"{id}/{member}", piece) for (piece,) in pieces), start=Segment())
+        if segment.stop_reason is not None:
+            completions.append(Completion.of(str(id), member, segment))
+        elif segment.token_ids:
+            prefixes[member] = segment
     return msgspec.convert(
         {
             "id": id,
@@ -173,29 +166,7 @@ def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple
             "admitted_version": admitted_version,
             "trajectories": tuple(trajectories),
             "completions": tuple(completions),
-            "begun": begun,
+            "prefixes": prefixes,
         },
         UnfinishedGroup,
-    )
-
-
-def _begun(pieces: Sequence[PartialRow]) -> Partial:
-    return Partial(
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-        behavior_logprobs=tuple(number for piece in pieces for number in piece.behavior_logprobs),
-        versions=tuple(version for piece in pieces for version in piece.versions),
-        interrupted=max(piece.interrupted for piece in pieces),
-    )
-
-
-def _completion(group: str, member: int, pieces: Sequence[PartialRow], stop_reason: StopReason) -> Completion:
-    begun = _begun(pieces)
-    return Completion(
-        request=group,
-        member=member,
-        token_ids=begun.token_ids,
-        behavior_logprobs=begun.behavior_logprobs,
-        versions=begun.versions,
-        stop_reason=stop_reason,
-        interrupted=begun.interrupted,
     )

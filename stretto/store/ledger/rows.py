@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import msgspec
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Batch, Record, State, Trajectory, Update
+from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
+from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
 #: Which state may follow which; the four that are not keys are final.
@@ -19,7 +20,14 @@ ALLOWED: Mapping[State, frozenset[State]] = {
 
 
 class Payload(Record, frozen=True, array_like=True):
-    """What the model wrote: the bulk of a trajectory."""
+    """The bulk of a trajectory."""
+
+    segments: tuple[Segment, ...]
+    text: str
+
+
+class SingleTurnPayload(Record, frozen=True, array_like=True):
+    """A payload of format 2: one segment, whose end is in the row of its trajectory."""
 
     token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
@@ -27,34 +35,22 @@ class Payload(Record, frozen=True, array_like=True):
     text: str
 
 
-class PartialRow(Record, frozen=True, array_like=True):
-    """A piece of an answer in flight; `stop_reason` where it is the last one and the answer waits for its siblings."""
-
-    token_ids: tuple[int, ...]
-    behavior_logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    interrupted: int = 0
-    stop_reason: str | None = None
-
-
-_PAYLOAD_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder()
+_FIELDS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _PAYLOAD_DECODER = msgspec.msgpack.Decoder(Payload)
-_PARTIAL_DECODER = msgspec.msgpack.Decoder(PartialRow)
+_SINGLE_TURN_DECODER = msgspec.msgpack.Decoder(SingleTurnPayload)
+_SEGMENT_DECODER = msgspec.msgpack.Decoder(Segment)
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
     """A seal and what it seals: the payload, and the columns of the answer's row that a run goes on from."""
-    completion, verdict = trajectory.completion, trajectory.verdict
-    body = _PAYLOAD_ENCODER.encode(
-        Payload(
-            token_ids=completion.token_ids,
-            behavior_logprobs=completion.behavior_logprobs,
-            versions=completion.versions,
-            text=trajectory.text,
-        )
-    )
-    columns = (verdict.outcome.value, verdict.reward, completion.stop_reason.value, completion.interrupted)
-    return seal(trajectory.id, columns, body) + body
+    body = _ENCODER.encode(Payload(segments=trajectory.segments, text=trajectory.text))
+    return seal(trajectory.id, _sealed_columns(trajectory), body) + body
+
+
+def _sealed_columns(trajectory: Trajectory) -> tuple[object, ...]:
+    verdict = trajectory.verdict
+    return verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted
 
 
 def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
@@ -64,25 +60,36 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
         StoreError: it is not what was written.
     """
     body = sealed[SIZE:]
-    check(sealed[:SIZE], seal(id, columns, body), f"the answer {id}")
-    return _PAYLOAD_DECODER.decode(body)
+    check(sealed[:SIZE], seal(id, columns, body), f"trajectory {id}")
+    if len(_FIELDS.decode(body)) == len(Payload.__struct_fields__):
+        return _PAYLOAD_DECODER.decode(body)
+    old = _SINGLE_TURN_DECODER.decode(body)
+    _, _, stop_reason, interrupted = columns
+    end = msgspec.convert({"interrupted": interrupted, "stop_reason": stop_reason}, _End)
+    segment = Segment(old.token_ids, old.behavior_logprobs, old.versions, end.interrupted, end.stop_reason)
+    return Payload(segments=(segment,), text=old.text)
 
 
-def encode_partial(id: str, partial: PartialRow) -> bytes:
+class _End(Record, frozen=True):
+    interrupted: int
+    stop_reason: StopReason
+
+
+def encode_piece(id: str, piece: Segment) -> bytes:
     """A seal and what it seals."""
-    body = _PAYLOAD_ENCODER.encode(partial)
+    body = _ENCODER.encode(piece)
     return seal(id, body) + body
 
 
-def decode_partial(id: str, sealed: bytes) -> PartialRow:
-    """A piece of an answer in flight.
+def decode_piece(id: str, sealed: bytes) -> Segment:
+    """What was sampled of a trajectory in flight, in one piece of several; the last one has a stop reason.
 
     Raises:
         StoreError: it is not what was written.
     """
     body = sealed[SIZE:]
-    check(sealed[:SIZE], seal(id, body), f"a piece of the answer {id}")
-    return _PARTIAL_DECODER.decode(body)
+    check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
+    return _SEGMENT_DECODER.decode(body)
 
 
 class LiveRow:
@@ -120,17 +127,16 @@ class LiveRow:
 
     def finish(self, trajectory: Trajectory) -> None:
         """Note the answer and its verdict."""
-        completion, verdict = trajectory.completion, trajectory.verdict
-        versions = completion.versions
+        verdict, versions = trajectory.verdict, trajectory.versions
         self.finished = True
         self._answer = (
             verdict.outcome.value,
             verdict.reward,
-            completion.stop_reason.value,
-            len(completion.token_ids),
+            trajectory.stop_reason,
+            len(versions),
             versions[0] if versions else None,
             versions[-1] if versions else None,
-            completion.interrupted,
+            trajectory.interrupted,
         )
 
     def columns(self) -> tuple[object, ...]:
@@ -161,11 +167,11 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     by_version: Counter[int] = Counter()
     for group in batch.groups:
         for trajectory in group.trajectories:
-            by_version.update(trajectory.completion.versions)
+            by_version.update(trajectory.versions)
     staleness = {batch.version - version: count for version, count in sorted(by_version.items()) if version >= oldest}
     if any(age < 0 for age in staleness):
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
-    membership = [(group.id, [t.completion.member for t in group.trajectories]) for group in batch.groups]
+    membership = [(group.id, [t.member for t in group.trajectories]) for group in batch.groups]
     trained = sum(staleness.values())
     return (
         batch.step,
@@ -179,7 +185,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
         committed,
         None,
         None,
-        batch_seal(batch),
+        batch_seal(batch, FORMAT),
     )
 
 

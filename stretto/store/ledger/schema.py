@@ -19,7 +19,8 @@ from stretto.core.errors import StoreError
 from stretto.store import lock
 from stretto.store.ledger.wal import check_log, log_of
 
-FORMAT = 2
+FORMAT = 3
+_OLDEST = 2  # that can be read
 
 _TABLES = """
 CREATE TABLE groups (
@@ -133,6 +134,6 @@ def _address(path: Path) -> str:
 
 def _check_format(path: Path, connection: sqlite3.Connection) -> None:
     found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found != FORMAT:
+    if not _OLDEST <= found <= FORMAT:
         connection.close()
         raise StoreError(f"{path}: has format {found}, this version of stretto reads format {FORMAT}")

@@ -6,7 +6,7 @@ import msgspec
 import xxhash
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch
+from stretto.core.records import Batch, Completion, Trajectory
 
 SIZE = 8  #: bytes of a seal
 
@@ -18,17 +18,22 @@ def seal(*content: object) -> bytes:
     return xxhash.xxh3_64_digest(_encode(content))
 
 
-def batch_seal(batch: Batch) -> bytes:
-    """The seal of everything that a batch does to the weights: tokens, numbers, versions, rewards, and their order."""
-    answers = [
-        (
-            group.id,
-            group.prompt.token_ids,
-            [(t.completion, t.verdict.outcome, t.verdict.reward) for t in group.trajectories],
-        )
+def batch_seal(batch: Batch, number: int) -> bytes:
+    """The seal of everything that a batch does to the weights: tokens, numbers, versions, rewards, and their order, in
+    a ledger of format `number`."""
+    groups = [
+        (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
         for group in batch.groups
     ]
-    return seal(batch.step, batch.version, batch.oldest_trainable, answers)
+    return seal(batch.step, batch.version, batch.oldest_trainable, groups)
+
+
+def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ...]:
+    verdict = trajectory.verdict
+    if number > 2:
+        return trajectory.id, trajectory.segments, verdict.outcome, verdict.reward
+    (segment,) = trajectory.segments
+    return Completion.of(group, trajectory.member, segment), verdict.outcome, verdict.reward
 
 
 def check(found: object, expected: bytes, what: str) -> None:

@@ -1,7 +1,8 @@
-"""From a batch of groups to rows that can be trained on: one row per answer, with everything known about its tokens.
+"""From a batch of groups to samples: one for each trajectory, with everything known about its tokens.
 
-A row is prompt + answer. Its loss tokens are the answer's tokens that are young enough to be trained on
-(``Batch.oldest_trainable``); the others stay in the row as context. An answer without loss tokens makes no row.
+A sample is the prompt and the segments behind it. Its loss tokens are the sampled tokens that are young enough to be
+trained on (``Batch.oldest_trainable``); all others, given ones too, stay as context. A trajectory without loss tokens
+makes no sample.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from stretto.core.errors import BoundViolated
-from stretto.core.records import Batch, Completion, Prompt, Trajectory
+from stretto.core.records import Batch, Prompt, Trajectory
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import GAE, Estimator, RewardedCompletion, advantages_of, generalised
 from stretto.trainer.objective.shaping import shaped
@@ -94,35 +95,37 @@ def _divergences(batch: Batch, config: AlgorithmConfig, reference_logprobs: Said
     estimator = config.divergence("reward")
     if estimator is None:
         return NOTHING
-    completions = {t.id: t.completion for group in batch.groups for t in group.trajectories}
     return {
-        name: estimator(torch.tensor(completion.behavior_logprobs), torch.tensor(reference_logprobs[name])).tolist()
-        for name, completion in completions.items()
+        t.id: estimator(torch.tensor(t.behavior_logprobs), torch.tensor(reference_logprobs[t.id])).tolist()
+        for group in batch.groups
+        for t in group.trajectories
     }
 
 
 def _answer(
     trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int, values: Said, divergences: Said
 ) -> RewardedCompletion:
-    tokens = len(trajectory.completion.token_ids)
+    tokens = len(trajectory.versions)
     weight = config.reference.weight if config.reference is not None else 0.0
     return RewardedCompletion(
         reward=shaped(trajectory.reward, tokens, longest, config.shaping),
         tokens=tokens,
-        trained=_trainable(trajectory.completion, batch),
+        trained=_trainable(trajectory, batch),
         values=values.get(trajectory.id, ()),
         penalties=[weight * divergence for divergence in divergences.get(trajectory.id, ())],
     )
 
 
-def _trainable(completion: Completion, batch: Batch) -> tuple[int, ...]:
-    """Positions within the answer whose tokens may be trained on."""
-    versions, tokens = completion.versions, len(completion.token_ids)
-    if not tokens == len(versions) == len(completion.behavior_logprobs):
-        raise BoundViolated(f"answer {completion.request}/{completion.member}: a token lacks its version or log-prob")
+def _trainable(trajectory: Trajectory, batch: Batch) -> tuple[int, ...]:
+    """Which of the sampled tokens may be trained on."""
+    versions = trajectory.versions
+    tokens = len(versions)
+    for segment in trajectory.segments:
+        if not len(segment.versions) == len(segment.behavior_logprobs) in (0, len(segment.token_ids)):
+            raise BoundViolated(f"trajectory {trajectory.id}: a token lacks its version or log-prob")
     if versions and max(versions) > batch.version:
         raise BoundViolated(
-            f"answer {completion.request}/{completion.member} has tokens of version {max(versions)}, "
+            f"trajectory {trajectory.id} has tokens of version {max(versions)}, "
             f"but version {batch.version} is being trained"
         )
     if not versions or min(versions) >= batch.oldest_trainable:
@@ -138,15 +141,16 @@ def _row(
     version: int,
     estimator: Estimator,
 ) -> Sample:
-    completion, inside, start = trajectory.completion, answer.trained, len(prompt.token_ids)
-    logprobs, versions = completion.behavior_logprobs, completion.versions
+    inside, start, places = answer.trained, len(prompt.token_ids), trajectory.sampled_places
+    logprobs, versions = trajectory.behavior_logprobs, trajectory.versions
     if len(inside) < answer.tokens:
         logprobs, versions = tuple(logprobs[t] for t in inside), tuple(versions[t] for t in inside)
+        places = tuple(places[t] for t in inside)
     return Sample(
         id=trajectory.id,
-        token_ids=prompt.token_ids + completion.token_ids,
+        token_ids=prompt.token_ids + trajectory.token_ids,
         prompt_tokens=start,
-        loss_positions=tuple([start + t for t in inside]),
+        loss_positions=tuple([start + place for place in places]),
         behavior_logprobs=logprobs,
         staleness=tuple([version - one for one in versions]),
         advantages=tuple(scores),

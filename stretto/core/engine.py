@@ -1,0 +1,82 @@
+"""What the loop asks of an engine, whichever make it is.
+
+Satisfied by the HTTP client of the native engine (`engine.http.client`), and by the client of any other make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest, Partials, Record
+
+
+class EngineHealth(Record, frozen=True):
+    """How an engine is. Counters count from its start.
+
+    Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
+    interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
+    """
+
+    version: int  # policy version of the weights in the model
+    running: int  # answers in a slot
+    waiting: int  # answers that wait for a slot
+    generated: int  # tokens sampled
+    prefilled: int  # prompt tokens computed, once per group that enters together
+    recomputed: int  # tokens computed again because an update, or a full cache, dropped their keys and values
+    interrupted: int  # answers stopped in mid-sentence by an update, counted at each update
+    preempted: int  # answers that lost their keys and values because the cache was full, counted each time
+    wasted: int  # tokens sampled for requests that were aborted, those of answers that had ended included
+    updates: int  # versions loaded
+    busy_seconds: float  # time spent in steps and in loading
+    unfinished: int = 0  # tokens sampled for requests that are open, those of answers that have ended included
+
+
+class Generate(Protocol):
+    """Completions as they end, in no order; requests that are given together begin in the same step."""
+
+    def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
+
+
+class Engine(Protocol):
+    """One engine. Calls may overlap, and each has a deadline of its own."""
+
+    def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
+
+        Raises:
+            RefusedRequest: the engine will not serve one of them, and so none.
+            EngineLost: it cannot be reached, is stopping, or ended before the last completion.
+            DeadlineExceeded: no completion ended in time.
+        """
+        ...
+
+    async def update(self, version: int) -> int:
+        """Load a published version; returns the version that samples the next token.
+
+        Raises:
+            TornPublication: the publication is not whole, or not of this model; the engine goes on as it was.
+            EngineLost, DeadlineExceeded: as for `generate`.
+        """
+        ...
+
+    async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """What unfinished completions have beyond their known tokens, counted by request for each member."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Give up a request; its `generate` ends with EngineLost."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Version, queue and counters."""
+        ...
+
+    async def spans(self) -> list[Span]:
+        """What it did since the last call."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
