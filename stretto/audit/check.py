@@ -19,10 +19,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """What each law found: nothing, where it was kept. `balance` counts trajectories by state."""
+    """What each law found: nothing, where it was kept. `balance` counts trajectories by state; `notes` say what could
+    not be judged."""
 
     breaches: Mapping[str, tuple[str, ...]]
     balance: Mapping[str, int]
+    notes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> bool:
@@ -33,14 +35,15 @@ def check_run(folder: str | Path) -> Findings:
     """Hold every law against a run: running, finished or dead.
 
     Raises:
-        StoreError: there is no ledger, or it, or its log, or the recipe, cannot be read at all.
+        RunFolderError: there is no run.
+        StoreError: the ledger, or its log, or the recipe, cannot be read at all.
     """
     check_resting_log(Path(folder) / "ledger.sqlite")
     history = read_history(Path(folder))
     breaches = {law.__name__.replace("_", " "): tuple(law(history)) for law in LAWS}
     states = Counter(answer.state for answer in history.answers)
     issued = sum(group.members for group in history.groups)
-    return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}})
+    return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}}, history.notes)
 
 
 def print_findings(findings: Findings) -> int:
@@ -49,6 +52,8 @@ def print_findings(findings: Findings) -> int:
         print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
         for breach in breaches[:_SHOWN]:
             print(f"        {breach}")
+    for note in findings.notes:
+        print(f"note    {note}")
     return 0 if findings.kept else 1
 
 

@@ -2,20 +2,26 @@
 
 A checksum is XXH3 (64 bits) of MessagePack, of
 
-    groups      [id, prompt, admitted version]
+    groups      [key, id, prompt, members, admitted version, prompt tokens]; in format 2 [id, prompt, admitted version]
     payloads    [answer, [outcome, reward, stop reason, interruptions], body]    and stands before the body
     partials    [answer, body]                                                   likewise
     steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]
-
-where a trajectory is [id, segments, outcome, reward]; in format 2 it is [completion, outcome, reward].
     meta        [name, value]
+
+where a trajectory is [id, segments, outcome, reward]; in format 2 it is [completion, outcome, reward];
+
+and since format 3 of whole rows, in the order of their columns:
+
+    trajectories    all of them
+    steps           all but published_version and metrics, which come later; the batch's checksum is the last
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import xxhash
@@ -23,7 +29,17 @@ import xxhash
 CHECKSUM_BYTES = 8
 FIELDS = 2  # of a payload: segments and text; in format 2 these were four
 
-_GROUPS = "SELECT id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
+_GROUPS = "SELECT id, key, id, prompt_id, members, admitted_version, prompt_token_ids, seal FROM groups ORDER BY key"
+_OLD_GROUPS = "SELECT id, id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
+_TRAJECTORIES = """
+    SELECT id || '/' || member, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
+    ORDER BY trajectories.key
+"""
+_STEP_ROWS = """
+    SELECT step, step, version, oldest_trainable, trajectories, trained_tokens, masked_tokens, staleness, batch,
+        committed, seal, row_seal
+    FROM steps ORDER BY step
+"""
 _ANSWERS = """
     SELECT id || '/' || member, state, verdict, reward, stop_reason, interrupted, payload
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads ON payloads.key = trajectories.key
@@ -43,15 +59,13 @@ _TRAINED_ANSWERS = """
 """  # an answer's key is its group's and its number
 
 
-def broken_checksums(connection: sqlite3.Connection) -> Iterator[str]:
-    """A sentence for everything whose checksum does not fit.
+def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[str]:
+    """A sentence for everything whose checksum does not fit, in a ledger of format `number`.
 
     The checksum of a step is over the tokens it trained on: a step whose tokens were not kept (`store.keep_payloads`)
     cannot be judged.
     """
-    for group, prompt, admitted, found in connection.execute(_GROUPS):
-        if found != _checksum(group, prompt, admitted):
-            yield _does_not_fit(f"group {group}")
+    yield from _broken_rows(connection, _OLD_GROUPS if number == 2 else _GROUPS, "group")
     for answer, state, *columns, payload in connection.execute(_ANSWERS):
         if payload is None:
             yield f"the answer {answer} is {state} and its tokens are missing"
@@ -66,6 +80,23 @@ def broken_checksums(connection: sqlite3.Connection) -> Iterator[str]:
     for name, value, found in connection.execute(_META):
         if found != _checksum(name, value):
             yield _does_not_fit(f"the fact {name!r}")
+    if number > 2:
+        yield from _broken_rows(connection, _TRAJECTORIES, "the row of the answer")
+        yield from _broken_rows(connection, _STEP_ROWS, "the row of step")
+
+
+def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, object]]]) -> Iterator[str]:
+    """A sentence for every file of a run's start that is not what it was: `start` has, by folder and by file, the size
+    and the XXH3 checksum of 128 bits."""
+    for name, files in start.items():
+        for file, seal in files.items():
+            path = folder / name / file
+            if not path.is_file():
+                yield f"{path} is missing"
+            elif (size := path.stat().st_size) != seal["size"]:
+                yield f"{path} has {size} bytes, and had {seal['size']} when the run started"
+            elif (found := _file_checksum(path)) != seal["xxh3"]:
+                yield f"{path} has checksum {found}, and had {seal['xxh3']} when the run started"
 
 
 def payload_fits(answer: str, columns: Sequence[object], payload: bytes) -> bool:
@@ -109,6 +140,20 @@ def _trained(
         "top_logprobs": (),
     }
     return completion, outcome, reward
+
+
+def _broken_rows(connection: sqlite3.Connection, statement: str, what: str) -> Iterator[str]:
+    for name, *content, found in connection.execute(statement):
+        if found != _checksum(*content):
+            yield _does_not_fit(f"{what} {name}")
+
+
+def _file_checksum(path: Path) -> str:
+    checksum = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _checksum(*content: object) -> bytes:

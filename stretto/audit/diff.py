@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Record
 from stretto.store.folder.policies import same_weights
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import last_step, read_batches
-from stretto.store.ledger.schema import open_for_reading
+from stretto.store.ledger.schema import reading
 
 #: Measurements of time differ between any two runs.
 _TIMES = "seconds"
@@ -65,11 +62,8 @@ class _Step(Record, frozen=True):
 
 
 def _steps(folder: RunFolder) -> Iterator[_Step]:
-    try:
-        with closing(open_for_reading(folder.ledger)) as connection:
-            metrics = dict(connection.execute("SELECT step, metrics FROM steps").fetchall())
-    except sqlite3.Error as error:
-        raise StoreError(f"{folder.ledger}: cannot be read: {error}") from error
+    with reading(folder.ledger) as connection:
+        metrics = dict(connection.execute("SELECT step, metrics FROM steps").fetchall())
     for batch in read_batches(folder.ledger, 0, last_step(folder.ledger)):
         text = metrics[batch.step]
         found = msgspec.json.decode(text, type=dict[str, float | None]) if text else {}

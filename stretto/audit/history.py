@@ -7,16 +7,23 @@ import math
 import os
 import sqlite3
 import tomllib
+from collections.abc import Iterator, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, payload_fits
-from stretto.core.errors import StoreError
+from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, broken_files, payload_fits
+from stretto.core.errors import Problem, RunFolderError, StoreError
 
-READABLE_FORMATS = (2, 3)
+FORMATS = (2, 3)  #: that can be checked
+_FIRST_SEALED = 3
+
+#: What a run may change when it is resumed: sections, and keys of sections.
+MAY_CHANGE = frozenset({"evaluation", "deadlines", "store"})
+MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "keep_versions", "checkpoint_every"})}
 
 _ANSWERS = """
     SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
@@ -101,6 +108,9 @@ class History:
     policies: tuple[int, ...]
     damage: tuple[str, ...]  # what SQLite says of the file, if it is not whole
     broken_checksums: tuple[str, ...]
+    broken_start: tuple[str, ...]  # files that the run starts from, and are not what they were
+    edited: tuple[str, ...]  # keys of the recipe that are not what is on record
+    notes: tuple[str, ...]  # what cannot be judged
 
     @property
     def answers(self) -> tuple[RecordedTrajectory, ...]:
@@ -111,20 +121,23 @@ def read_history(folder: Path) -> History:
     """Read a run folder.
 
     Raises:
-        StoreError: there is no ledger, it is of another format, or it, or the recipe, cannot be read at all.
+        RunFolderError: there is no run.
+        StoreError: the ledger is of another format, or it, or the recipe, cannot be read at all.
     """
     path = folder / "ledger.sqlite"
     if not path.is_file():
-        raise StoreError(f"{path}: does not exist")
+        found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
+        raise RunFolderError([Problem(str(folder), found, "give a run folder")])
     policies = _policies(folder)  # before the ledger: a run that goes on writes the batch down first
     bounds = _bounds(folder / "recipe.toml")
     try:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
-            if found not in READABLE_FORMATS:
-                raise StoreError(f"{path}: has format {found}, this version of stretto checks formats 2 and 3")
+            if found not in FORMATS:
+                can = " and ".join(map(str, FORMATS))
+                raise StoreError(f"{path}: has format {found}, this version of stretto checks formats {can}")
             connection.execute("BEGIN")
-            return _history(connection, bounds, policies)
+            return _history(connection, found, folder, bounds, policies)
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
     except (KeyError, TypeError) as error:
@@ -146,10 +159,12 @@ def _policies(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(int(version) for version in kept if version.isdecimal()))
 
 
-def _history(connection: sqlite3.Connection, bounds: Bounds, policies: tuple[int, ...]) -> History:
+def _history(
+    connection: sqlite3.Connection, number: int, folder: Path, bounds: Bounds, policies: tuple[int, ...]
+) -> History:
     damage = tuple(text for (text,) in connection.execute("PRAGMA integrity_check").fetchall() if text != "ok")
-    found = connection.execute("SELECT value FROM meta WHERE name = 'standing'").fetchone()
-    position = json.loads(found[0])["position"] if found else None
+    facts = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM meta")}
+    position = facts["standing"]["position"] if "standing" in facts else None
     given_back = position["given_back"] if position else []
     return History(
         groups=_groups(connection),
@@ -159,8 +174,44 @@ def _history(connection: sqlite3.Connection, bounds: Bounds, policies: tuple[int
         position=(position["epoch"], position["index"]) if position else None,
         policies=policies,
         damage=damage,
-        broken_checksums=tuple(broken_checksums(connection)),
+        broken_checksums=tuple(broken_checksums(connection, number)),
+        broken_start=tuple(broken_files(folder, _kept(folder, facts.get("start", {})))),
+        edited=tuple(_edited(folder, facts.get("recipe"))),
+        notes=tuple(_not_judged(folder, number, facts)),
     )
+
+
+def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The folders of a run's start that are there: a run that has just begun has no policy yet, and a reference may lie
+    on another machine."""
+    return {name: files for name, files in start.items() if (folder / name).exists()}
+
+
+def _not_judged(folder: Path, number: int, facts: Mapping[str, Any]) -> Iterator[str]:
+    if number < _FIRST_SEALED:
+        yield f"the ledger has format {number}: nothing of its recipe and of the policy that it starts from was sealed"
+    elif missing := {"recipe", "start"} - facts.keys():
+        yield f"{' and '.join(sorted(missing))}: not on record, nothing was sealed"
+    start = facts.get("start", {})
+    yield from (f"{folder / name} is not there, and not judged" for name in start.keys() - _kept(folder, start).keys())
+
+
+def _edited(folder: Path, recorded: str | None) -> Iterator[str]:
+    """A sentence for each key of the recipe that a resumed run may not change and that differs from what is on
+    record."""
+    if recorded is None:
+        return
+    before, after = tomllib.loads(recorded), tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    for section in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+        yield from _differing(section, before.get(section), after.get(section), MAY_CHANGE_OF.get(section, frozenset()))
+
+
+def _differing(name: str, before: object, after: object, ignored: Set[str] = frozenset()) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted((before.keys() | after.keys()) - ignored):
+            yield from _differing(f"{name}.{key}", before.get(key), after.get(key))
+    elif before != after:
+        yield f"{name} is {after!r}, on record is {before!r}"
 
 
 def _groups(connection: sqlite3.Connection) -> tuple[RecordedGroup, ...]:

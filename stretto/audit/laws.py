@@ -26,6 +26,16 @@ def every_checksum_fits(history: History) -> Iterator[str]:
     yield from history.broken_checksums
 
 
+def the_start_is_what_it_was(history: History) -> Iterator[str]:
+    """Every file of the policy that the run starts from, and of its reference, is the one that it started from."""
+    yield from history.broken_start
+
+
+def the_recipe_is_the_one_on_record(history: History) -> Iterator[str]:
+    """Nothing was changed in the run's recipe that a resumed run may not change."""
+    yield from history.edited
+
+
 def everything_issued_has_one_state(history: History) -> Iterator[str]:
     """Each answer that was wanted has exactly one row, one state of the six, and a reason if it ended untrained."""
     for group in history.groups:
@@ -220,6 +230,8 @@ def _trained(history: History) -> Iterator[tuple[RecordedStep, RecordedTrajector
 LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     the_file_is_whole,
     every_checksum_fits,
+    the_start_is_what_it_was,
+    the_recipe_is_the_one_on_record,
     everything_issued_has_one_state,
     nothing_is_trained_twice,
     versions_grow_by_one,

@@ -203,6 +203,8 @@ class Verdict(Record, frozen=True):
     def __post_init__(self) -> None:
         if (self.reward is None) != (self.outcome is Outcome.UNDECIDED):
             raise ValueError(f"a verdict has a reward unless it is undecided: {self.outcome}, {self.reward}")
+        if self.reward == 0:  # SQLite keeps no negative zero, and what is sealed must be what can be read
+            msgspec.structs.force_setattr(self, "reward", 0.0)
 
 
 class Trajectory(Record, frozen=True):

@@ -60,7 +60,7 @@ class Checkpointing:
         """
         if self._folder.policy(version).exists():  # which appears whole
             return
-        if not self._folder.policies.is_dir():
+        if not (self._folder.is_ours() and self._folder.policies.is_dir()):
             raise StoreError(f"{self._folder.policies}: is not there any more")
         await self._trainer.save_policy(self._folder.policy(version))
         if self._config.keep_versions != "all":

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record, Segment, trajectory_id
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.rows import Payload
-from stretto.store.ledger.schema import open_for_reading
-from stretto.store.ledger.seals import SIZE
+from stretto.store.ledger.rows import Payload, decode_payload
+from stretto.store.ledger.schema import reading
+from stretto.store.ledger.seals import check_rows
 
 _ROWS = """
-    SELECT groups.id, prompt_id, member, prompt_token_ids, payload, reward, verdict, state, reason,
+    SELECT groups.id, prompt_id, member, prompt_token_ids, payload, interrupted, reward, verdict, state, reason,
            admitted_version, trained_step, stop_reason
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     ORDER BY trajectories.key
@@ -54,20 +52,17 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: its ledger cannot be read.
+        StoreError: its ledger cannot be read, or is not what was written.
     """
     folder = RunFolder.open(path)
-    payloads = msgspec.msgpack.Decoder(Payload)
     prompts = msgspec.msgpack.Decoder(tuple[int, ...])
-    try:
-        with closing(open_for_reading(folder.ledger)) as connection:
-            for group, prompt_id, member, prompt, payload, *rest in connection.execute(_ROWS):
-                answer = _NOTHING if payload is None else payloads.decode(payload[SIZE:])
-                yield _exported(
-                    group, prompt_id, member, () if prompt is None else prompts.decode(prompt), answer, rest
-                )
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
-        raise StoreError(f"{folder.ledger}: cannot be read: {error}") from error
+    with reading(folder.ledger) as connection:
+        check_rows(connection, folder.ledger)
+        for group, prompt_id, member, prompt, payload, interrupted, *rest in connection.execute(_ROWS):
+            reward, verdict, *_, stop_reason = rest
+            columns = (verdict, reward, stop_reason, interrupted)
+            answer = _NOTHING if payload is None else decode_payload(trajectory_id(group, member), columns, payload)
+            yield _exported(group, prompt_id, member, () if prompt is None else prompts.decode(prompt), answer, rest)
 
 
 def export_run(path: str | Path, file: str | Path) -> int:
@@ -75,7 +70,7 @@ def export_run(path: str | Path, file: str | Path) -> int:
 
     Raises:
         RunFolderError: there is no run, or `file` cannot be written.
-        StoreError: the ledger cannot be read.
+        StoreError: the ledger cannot be read, or is not what was written.
     """
     target = Path(file)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")

@@ -20,6 +20,15 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which file or folder stands at a path, whatever it is called; None: none does, or it cannot be told."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def sync_folder(path: Path) -> None:
     """Force a folder's list of names to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

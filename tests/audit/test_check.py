@@ -16,14 +16,19 @@ import pytest
 
 from stretto.audit import check, checksums, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
-from stretto.core.errors import StoreError
+from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
+from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
+from stretto.store.export import export_run
+from stretto.store.folder.checkpoints import seal_files
+from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from tests.store.conftest import as_format_2
 
 RECIPE = """
 [rollout]
@@ -234,8 +239,13 @@ SEALED = {
     "a step": ("UPDATE steps SET oldest_trainable = -1 WHERE step = 2", "the batch of step 2"),
     "the tokens of a prompt": (
         "UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2",
-        "the batch of step 1",
+        r"group 0\.p\.\d\.\d",
     ),
+    "the tokens of an answer that ended untrained": (
+        "UPDATE trajectories SET tokens = 9 WHERE state = 'failed'",
+        r"the row of the answer 0\.p\.\d\.0/0",
+    ),
+    "a count of a step": ("UPDATE steps SET committed = 5 WHERE step = 2", "the row of step 2"),
     "a fact": ("UPDATE meta SET value = json_set(value, '$.other', 1)", "the fact 'standing'"),
 }
 
@@ -311,8 +321,76 @@ def test_a_file_that_is_damaged_is_found_or_refused(run_dir: Path) -> None:
 def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match="has format 1, this version of stretto checks format 2"):
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 and 3"):
         check_run(run_dir)
+
+
+def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run_dir: Path, tmp_path: Path) -> None:
+    before, shown = export_run(run_dir, tmp_path / "before.jsonl"), inspect_run(run_dir)
+    as_format_2(run_dir / "ledger.sqlite")
+    findings = check_run(run_dir)
+    assert findings.kept, findings
+    assert findings.notes == (
+        "the ledger has format 2: nothing of its recipe and of the policy that it starts from was sealed",
+    )
+    assert export_run(run_dir, tmp_path / "after.jsonl") == before
+    assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
+    assert inspect_run(run_dir) == shown
+    with pytest.raises(StoreError, match="has format 2, this version of stretto goes on with format 3"):
+        Ledger(run_dir / "ledger.sqlite", StoreConfig())
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
+        connection.commit()
+    assert check_run(run_dir).breaches["every checksum fits"]
+
+
+def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir: Path) -> None:
+    policy = run_dir / "policy" / "v000000"
+    policy.mkdir(parents=True)
+    weights = policy / "model.safetensors"
+    weights.write_bytes(b"weights")
+    (policy / "config.json").write_text("{}")
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger.put("start", {"policy/v000000": seal_files(policy), "/elsewhere/reference": {}})
+    findings = check_run(run_dir)
+    assert findings.kept
+    assert findings.notes == (
+        "recipe: not on record, nothing was sealed",
+        "/elsewhere/reference is not there, and not judged",
+    )
+    weights.write_bytes(b"weighus")
+    (policy / "config.json").unlink()
+    first, second = check_run(run_dir).breaches["the start is what it was"]
+    assert first == f"{policy / 'config.json'} is missing"
+    assert re.fullmatch(rf"{weights} has checksum \w+, and had \w+ when the run started", second)
+
+
+def test_a_recipe_that_was_edited_is_found_by_its_law_unless_a_resume_might_change_the_key(run_dir: Path) -> None:
+    recipe = RECIPE + "[trainer]\nsteps = 3\nlearning_rate = 0.1\n[store]\nkeep_checkpoints = 2\n"
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger.put("recipe", recipe)
+    (run_dir / "recipe.toml").write_text(recipe.replace("steps = 3", "steps = 9").replace("checkpoints = 2", "n = 2"))
+    assert check_run(run_dir).kept
+    (run_dir / "recipe.toml").write_text(recipe.replace("0.1", "0.2") + "[sampling]\ntop_k = 5\n")
+    breaches = check_run(run_dir).breaches
+    assert breaches["the recipe is the one on record"] == (
+        "sampling is {'top_k': 5}, on record is None",
+        "trainer.learning_rate is 0.2, on record is 0.1",
+    )
+
+
+def test_the_checker_ignores_what_a_resume_may_change_and_nothing_else() -> None:
+    of = [f"{section}.{key}" for section, keys in history.MAY_CHANGE_OF.items() for key in keys]
+    assert {*history.MAY_CHANGE, *of} == set(_MAY_CHANGE)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, there: bool) -> None:
+    folder = tmp_path / "nosuch"
+    if there:
+        folder.mkdir()
+    with pytest.raises(RunFolderError, match=r"nosuch: (does not exist|holds no run)"):
+        check_run(folder)
 
 
 @pytest.mark.parametrize("module", [check, checksums, history, laws])
@@ -320,7 +398,7 @@ def test_the_checker_shares_only_the_check_of_the_log_with_the_writers(module: o
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
-    theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.dashboard.")}
-    assert theirs <= {"stretto.core.errors.StoreError"} | (
+    theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.audit.")}
+    assert theirs <= {f"stretto.core.errors.{name}" for name in ("StoreError", "RunFolderError", "Problem")} | (
         {"stretto.store.ledger.schema.check_resting_log"} if module is check else set()
     )

@@ -85,7 +85,7 @@ def train_once(ledger: Ledger) -> None:
     ledger.issue("0.1.0", prompt, 1, 0)
     ledger.buffer(group)
     ledger.commit_batch(Batch(step=1, version=3, groups=(group,)))
-    ledger.record_update(Update(step=1, version=4, trained_tokens=2, masked_tokens=0, metrics={}))
+    ledger.record_update(Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={}))
 
 
 @pytest.mark.parametrize("bound", [1.0, None])

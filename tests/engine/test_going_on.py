@@ -134,10 +134,10 @@ def test_a_beginning_that_no_engine_can_have_written_is_refused(
 def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
     ours = engine(folder)
     ours.version = 3
-    going_back = replace(REQUEST, seeds=(1,), begun=(Segment((4, 4), (-0.5, -0.5), (2, 1)),))
+    going_back = replace(REQUEST, seeds=(1,), prefixes=(Segment((4, 4), (-0.5, -0.5), (2, 1)),))
     with pytest.raises(RefusedRequest, match=r"prefixes\.versions: a version after a newer one; versions that never"):
         ours.add(going_back)
-    forward = replace(going_back, begun=(Segment((4, 4), (-0.5, -0.5), (1, 2)),))
+    forward = replace(going_back, prefixes=(Segment((4, 4), (-0.5, -0.5), (1, 2)),))
     assert finished(ours, forward)[0].versions[:3] == (1, 2, 3)
 
 
@@ -145,7 +145,7 @@ def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_pla
     ours, long = engine(folder), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
 
     def begun(tokens: int) -> GenerateRequest:
-        return replace(long, begun=(Segment((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
+        return replace(long, prefixes=(Segment((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
 
     for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
         with pytest.raises(RefusedRequest, match=f"prefixes: {tokens} tokens; fewer than 189, .* the context of 192"):

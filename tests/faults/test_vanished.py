@@ -21,16 +21,17 @@ def sweep(run_dir: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("taken", ["run", "policy", "weights"])
+@pytest.mark.parametrize("taken", ["run", "ledger", "policy", "weights"])
 def test_what_vanishes_ends_the_run_with_its_name(laboratory: Laboratory, tmp_path: Path, taken: str) -> None:
     run_dir, gone = tmp_path / "run", tmp_path / "gone"
-    place = {"run": run_dir, "policy": run_dir / "policy", "weights": Path("/dev/shm")}[taken]
+    in_run = {"ledger": run_dir / "ledger.sqlite", "policy": run_dir / "policy"}
+    place = {"run": run_dir, "weights": Path("/dev/shm"), **in_run}[taken]
     with laboratory.train(run_dir, "trainer.steps=100000", "trainer.checkpoint_every=3") as command:
         wait_for_step(command, 4)
         if taken == "weights":
             wait_until(lambda: sweep(run_dir) and command.process.poll() is not None, "the end")
         else:
-            os.rename(place, gone)
+            os.rename(place, gone)  # a second or two later it is noticed
         ended = command.end(30)
         assert ended.code == 1, ended.out + ended.err
         assert str(place) in ended.err.splitlines()[-1], ended.err  # before it, a line for each log that went, too

@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import main
-from stretto.launch.preflight.plan import digest
+from stretto.launch.assemble.roles import mailbox_name
+from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,8 @@ def with_no_fuss(pid: int) -> None:
 
 def shared_files(run_dir: Path) -> Iterator[Path]:
     """What a run has in shared memory."""
-    return Path("/dev/shm").glob(f"stretto-{digest(run_dir.resolve())}-*")
+    if run_dir.exists():
+        yield from Path("/dev/shm").glob(f"stretto-{mailbox_name(RunFolder(run_dir))}-*")
 
 
 def children() -> list[int]:

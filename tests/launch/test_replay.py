@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import RoleError, StoreError
+from stretto.core.errors import RoleError, RunFolderError, StoreError
 from stretto.launch.commands.replay import replay
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.loop.learner.recovery import seal_start
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from tests.launch import test_train
-from tests.launch.test_train import begin, record
+from tests.launch.test_train import begin, flip_a_bit, record
+from tests.store.conftest import as_format_2
 
 recipe = test_train.recipe
 
@@ -23,12 +29,28 @@ recipe = test_train.recipe
 def test_a_trainer_that_fails_leaves_its_log_where_the_message_says(recipe: Path) -> None:
     run_dir, said = begin(recipe), list[str]()
     record(run_dir, 1)
-    (run_dir / "policy" / "v000000" / "model.safetensors").write_bytes(b"no weights")
+    policy = RunFolder(run_dir).policy(0)
+    (policy / "model.safetensors").write_bytes(b"no weights")
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        seal_start(ledger, load_recipe(recipe), policy)
     log = run_dir / "branches" / "001" / "trainer.txt"
     with pytest.raises(RoleError):
         replay(run_dir, 0, [], None, say=said.append)
     assert said == [f"what the trainer said is in {log}"]
     assert list(log.parent.iterdir()) == [log]
+
+
+def test_a_replay_from_what_the_run_did_not_have_is_refused_and_leaves_nothing(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    record(run_dir, 1)
+    weights, own = run_dir / "policy" / "v000000" / "model.safetensors", run_dir / "recipe.toml"
+    flip_a_bit(weights)
+    with pytest.raises(StoreError, match=f"{weights}: has checksum"):
+        replay(run_dir, 0, [], None)
+    own.write_text(own.read_text().replace("learning_rate = 2e-05", "learning_rate = 0.5"))
+    with pytest.raises(RunFolderError, match=f"^{own}: trainer.learning_rate: was 2e-05 and is 0.5; bring"):
+        replay(run_dir, 0, ["trainer.learning_rate=0.5"], None)
+    assert not (run_dir / "branches").exists()
 
 
 def test_a_replay_without_its_batches_leaves_nothing(recipe: Path) -> None:
@@ -44,6 +66,7 @@ def test_a_replay_without_its_batches_leaves_nothing(recipe: Path) -> None:
 def test_a_replay_of_a_run_without_its_last_policy_says_that_nothing_was_compared(recipe: Path) -> None:
     run_dir, said = begin(recipe), list[str]()
     record(run_dir, 1)
+    as_format_2(run_dir / "ledger.sqlite")  # a run of the format before can be replayed as well
     replayed = replay(run_dir, 0, [], None, say=said.append)
     assert replayed.equal is None
     policy = run_dir / "policy" / "v000001"

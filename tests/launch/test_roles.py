@@ -1,18 +1,30 @@
 """The end of all roles: each is waited for, and what goes wrong at it is said. What a killed run has left goes with the
-next; what no role has made stays, whatever the run folder says of it."""
+next; what no role has made stays, whatever the run folder says of it, and so do the sockets of a living run."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import socket
 import tempfile
+from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from stretto.core.errors import DeadlineExceeded
+from stretto.core.events import Span
+from stretto.launch.assemble.roles import _in_turn as in_turn
 from stretto.launch.assemble.roles import _sweep as sweep
-from stretto.launch.assemble.roles import end_all
+from stretto.launch.assemble.roles import end_all, mailbox_name
+from stretto.loop.records.log import RunLog
+from stretto.loop.records.reporter import SilentReporter
+from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.spans import SpanLog
 
 
 def test_who_does_not_end_is_told_and_the_others_end() -> None:
@@ -45,3 +57,59 @@ def test_of_a_folder_that_a_run_names_only_what_roles_make_is_removed(tmp_path: 
         (Path(place) / "thesis.tex").write_text("years of work")
         sweep(run, "mailbox")
         assert sorted(path.name for path in Path(place).iterdir()) == ["engine-1.sock", "thesis.tex"]
+
+
+def test_the_sockets_of_a_running_run_are_left_to_it_by_a_copy_of_its_folder(tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="stretto-", dir="/tmp", ignore_cleanup_errors=True) as place,
+        RunFolder.create(tmp_path / "run") as run,
+        closing(socket.socket(socket.AF_UNIX)) as engine,
+    ):
+        run.write(".sockets", f"{place}\n")
+        engine.bind(f"{place}/engine-0.sock")
+        (run.path / "ledger.sqlite").touch()
+        owner = lock.acquire(Path(place))
+        shutil.copytree(run.path, tmp_path / "copy")
+        with RunFolder.resume(tmp_path / "copy") as copy:
+            assert mailbox_name(copy) != mailbox_name(run)
+            sweep(copy, mailbox_name(copy))
+            assert sorted(path.name for path in Path(place).iterdir()) == ["engine-0.sock", "lock"]
+            os.close(owner)
+            sweep(copy, mailbox_name(copy))
+            assert not Path(place).exists(), "nobody is left whose they are"
+
+
+def test_a_run_that_was_moved_away_and_its_successor_share_no_name_and_no_file(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as moved:
+        book, lines, name = RunLog(moved.log, SilentReporter()), SpanLog(moved.spans), mailbox_name(moved)
+        book.note("before")
+        moved.path.rename(tmp_path / "elsewhere")
+        assert mailbox_name(RunFolder(tmp_path / "elsewhere")) == name
+        with RunFolder.create(tmp_path / "run") as successor:
+            assert mailbox_name(successor) != name
+            assert (successor.is_ours(), moved.is_ours()) == (True, False)
+            book.note("after")
+            lines.append([Span(role="trainer", name="update", start=0.0, end=1.0)])
+            with pytest.raises(FileNotFoundError, match="the run folder was taken away"):
+                moved.write(".sockets", "")
+            assert sorted(path.name for path in successor.path.iterdir() if path.is_file()) == ["lock"]
+    assert (tmp_path / "elsewhere" / "log.txt").read_text().endswith("before\n")
+
+
+def test_who_comes_second_is_not_begun_when_the_first_fails() -> None:
+    """Nor is it made: a coroutine that nobody awaits is a warning on the screen."""
+    begun = list[str]()
+
+    async def fails() -> None:
+        raise DeadlineExceeded("conductor", "trainer to be ready", 5)
+
+    async def second() -> None:
+        raise AssertionError("not begun")
+
+    def make_second() -> Coroutine[Any, Any, None]:
+        begun.append("second")
+        return second()
+
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(in_turn(fails, make_second))
+    assert begun == []

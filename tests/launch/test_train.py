@@ -2,6 +2,7 @@
 
 - A folder belongs to one run, one recipe and one set of questions.
 - A run is gone on with by its folder alone.
+- What the run started from, and its recipe, are what they were, or the run is refused with the file or the key.
 - A broken checkpoint is passed over for the one before; steps are done again as they were done.
 - A run that was killed before it had begun can be begun, or gone on with.
 """
@@ -9,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from stretto.core.errors import RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState
 from stretto.launch.assemble.warm_start import copy_policy
 from stretto.launch.commands.train import Prepared, prepare
+from stretto.loop.learner.recovery import seal_start
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
@@ -52,8 +56,18 @@ def begin(recipe: Path) -> Path:
     run_dir = recipe.parent / "run"
     prepared = prepare(recipe, [], run_dir, resume=False)
     prepared.folder.release()
-    copy_policy(recipe.parent / "policy", prepared.folder.policy(0))
+    with closing(Ledger(prepared.folder.ledger, StoreConfig())) as ledger:
+        settings = prepared.plan.recipe
+        copy_policy(
+            recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, settings, part)
+        )
     return run_dir
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def go_on(recipe: Path, run_dir: Path, *overrides: str) -> Prepared:
@@ -117,6 +131,48 @@ def test_a_run_without_any_whole_checkpoint_is_refused_and_named(recipe: Path) -
     (checkpoint(run_dir, 2) / "manifest.json").unlink()
     with pytest.raises(StoreError, match=r"no whole checkpoint is left: .*step-000002"):
         go_on(recipe, run_dir)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_start_that_is_not_what_it_was_is_refused_by_name(recipe: Path, steps: int) -> None:
+    reference = recipe.parent / "reference"
+    shutil.copytree(recipe.parent / "policy", reference)
+    recipe.write_text(recipe.read_text() + '[algorithm.reference]\npath = "reference"\n')
+    run_dir = begin(recipe)
+    if steps:
+        checkpoint(run_dir, steps)
+    for file in (run_dir / "policy" / "v000000" / "model.safetensors", reference / "config.json"):
+        whole = file.read_bytes()
+        flip_a_bit(file)
+        with pytest.raises(StoreError, match=rf"{file}: has checksum \w+, the ledger says \w+; bring the file back"):
+            StartState.of(RunFolder.open(run_dir), 2)
+        file.write_bytes(whole)
+    assert go_on(recipe, run_dir).beginning.version == steps
+
+
+def test_a_start_that_was_lost_is_refused_once_there_are_steps_and_made_again_before(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    shutil.rmtree(run_dir / "policy" / "v000000")
+    assert go_on(recipe, run_dir).beginning == StartState()
+    record(run_dir, 1)
+    with pytest.raises(StoreError, match=r"policy/v000000/[\w.]+: is missing; bring the file back"):
+        go_on(recipe, run_dir)
+
+
+def test_a_recipe_edited_in_the_run_folder_is_refused_with_every_difference(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    own = run_dir / "recipe.toml"
+    whole = own.read_text()
+    own.write_text(whole.replace("learning_rate = 2e-05", "learning_rate = 0.5").replace("steps = 9", "steps = 12"))
+    with pytest.raises(RunFolderError) as caught:
+        prepare(run_dir, [], None, resume=True)
+    assert str(caught.value).startswith(
+        f"{run_dir}: trainer.learning_rate: was 2e-05 and is 0.5; a resumed run may change"
+    )
+    assert len(caught.value.problems) == 1
+    go_on(recipe, run_dir, "trainer.steps=12")  # the recipe as it was, and a change that is allowed
+    assert own.read_text() == whole.replace("steps = 9", "steps = 12")
+    assert go_on(own, run_dir).steps == 12, "it is on record now"
 
 
 def test_a_resumed_run_writes_down_what_was_changed(recipe: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,7 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
+from stretto.store.ledger.seals import seal
 
 PROMPT = Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")
 
@@ -54,6 +58,17 @@ class Make:
     @staticmethod
     def update(step: int) -> Update:
         return Update(step=step, version=step, trained_tokens=4, masked_tokens=0, metrics={"loss": 0.5})
+
+
+def as_format_2(ledger: Path) -> None:
+    """The ledger as it was written before rows, prompts and the start of a run were sealed."""
+    with closing(sqlite3.connect(ledger)) as connection:
+        connection.create_function("seal", -1, seal)
+        connection.executescript(
+            "ALTER TABLE trajectories DROP COLUMN seal; ALTER TABLE steps DROP COLUMN row_seal;"
+            "UPDATE groups SET seal = seal(id, prompt_id, admitted_version);"
+            "DELETE FROM meta WHERE name IN ('recipe', 'start'); PRAGMA user_version = 2;"
+        )
 
 
 @pytest.fixture

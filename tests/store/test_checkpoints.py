@@ -2,7 +2,7 @@
 
 Promises: a checkpoint is whole or absent, wherever writing it is cut off; a flipped bit, a missing byte and a missing
 file, or one that cannot be read, are found and named; the newest whole one is used and the broken ones are named; old
-ones go.
+ones go. Whatever happens to a manifest, the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import StoreError
 from stretto.store.folder.checkpoints import Checkpoints, verify
+
+FLIPS = [*(1 << bit for bit in range(8)), 0xFF]
 
 
 def fill(folder: Path) -> None:
@@ -106,6 +110,39 @@ def test_a_disk_that_does_not_give_it_back_is_named_and_stepped_over(tmp_path: P
     (told,) = newest.broken
     assert told.startswith(f"{file}: cannot be read: ")
     assert "Input/output error" in told
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Checkpoints of steps 5 and 10; of the latter, files whose names differ by one bit."""
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("checkpoints"), keep=3)
+    checkpoints.save(5, fill)
+
+    def twins(folder: Path) -> None:
+        for name in ("shard-0", "shard-1"):
+            (folder / name).write_bytes(name.encode())
+
+    checkpoints.save(10, twins)
+    return checkpoints
+
+
+@given(st.data())
+def test_any_damage_of_a_manifest_leads_to_the_older_checkpoint(two: Checkpoints, data: st.DataObject) -> None:
+    manifest = two.path(10) / "manifest.json"
+    whole = manifest.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    damaged = data.draw(
+        st.sampled_from([whole[:at], *(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :] for flip in FLIPS)])
+        | st.sampled_from([b"[]", b"null", b'{"step": "10", "files": {}}', b'{"step": 10, "files": [1]}'])
+    )
+    try:
+        manifest.write_bytes(damaged)
+        newest = two.latest()
+    finally:
+        manifest.write_bytes(whole)
+    assert newest is not None
+    assert newest.step == 5
+    assert newest.broken[0].startswith(f"{two.path(10)}")
 
 
 def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path: Path) -> None:

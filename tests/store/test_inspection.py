@@ -1,22 +1,26 @@
 """What a run came to, and its export.
 
 Promises: the JSON has exactly the fields that others rely on; trajectories add up; staleness is over trained tokens; an
-unbounded run says null; an export has every trajectory once, with the log-probabilities bit by bit.
+unbounded run says null; an export has every trajectory once, with the log-probabilities bit by bit. Of a ledger with
+a flipped bit both say what was written, or refuse it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import State
-from stretto.store.export import export_run
+from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals, inspect_run
 from stretto.store.ledger.config import StoreConfig
@@ -154,6 +158,47 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None
     assert lines[3]["prompt_token_ids"] == [5, 12, 8, 13]
+
+
+@pytest.fixture(scope="module")
+def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("flipped")
+    small_run(path, Make())
+    return path, (path / "ledger.sqlite").read_bytes()
+
+
+def damaged(folder: Path, ledger: bytes) -> None:
+    for leftover in ("-wal", "-shm"):
+        (folder / f"ledger.sqlite{leftover}").unlink(missing_ok=True)
+    (folder / "ledger.sqlite").write_bytes(ledger)
+
+
+@given(st.data())
+def test_a_flipped_bit_of_a_ledger_changes_neither_its_export_nor_its_inspection(
+    flipped: tuple[Path, bytes], data: st.DataObject
+) -> None:
+    folder, whole = flipped
+    damaged(folder, whole)
+    readers: tuple[Callable[[], object], ...] = (lambda: list(read_trajectories(folder)), lambda: [inspect_run(folder)])
+    expected = [reader() for reader in readers]
+    at = data.draw(st.sampled_from([place for place, byte in enumerate(whole) if byte]))
+    damaged(folder, whole[:at] + bytes([whole[at] ^ 1 << data.draw(st.integers(0, 7))]) + whole[at + 1 :])
+    for reader, wanted in zip(readers, expected, strict=True):
+        try:
+            found = reader()
+        except StoreError:
+            continue
+        assert found == wanted
+
+
+def test_a_page_of_zeros_is_refused_by_name(flipped: tuple[Path, bytes]) -> None:
+    folder, whole = flipped
+    for page in range(1, len(whole) // 4096):
+        damaged(folder, whole[: page * 4096] + bytes(4096) + whole[(page + 1) * 4096 :])
+        with pytest.raises(StoreError, match=r"ledger\.sqlite: "):
+            inspect_run(folder)
+        with pytest.raises(StoreError, match=r"ledger\.sqlite: "):
+            list(read_trajectories(folder))
 
 
 def test_an_export_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, make: Make) -> None:

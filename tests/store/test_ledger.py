@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Segment, State, StopReason
+from stretto.core.records import Outcome, Segment, State, StopReason, Verdict
 from stretto.store.ledger import ledger as ledger_module
 from stretto.store.ledger import reading
 from stretto.store.ledger.config import StoreConfig
@@ -246,11 +246,50 @@ def test_facts_are_kept_and_read_back(path: Path, make: Make) -> None:
     assert rows(path, "SELECT name, detail FROM events") == [("engine lost", "engine-1")]
 
 
+def test_a_reward_of_minus_nothing_is_read_as_it_was_sealed(path: Path, make: Make) -> None:
+    """SQLite keeps no sign of a zero."""
+    answer = make.trajectory("0.1.0")
+    group = make.group("0.1.0", replace(answer, verdict=Verdict(outcome=Outcome.WRONG, reward=-0.0)))
+    with closing(Ledger(path, KEEP_ALL)) as ledger:
+        ledger.issue("0.1.0", make.prompt, 1, 0)
+        ledger.buffer(group)
+        ledger.flush()
+        assert read_unfinished(path)[0].trajectories == group.trajectories
+        ledger.commit_batch(make.batch(1, group))
+    (batch,) = read_batches(path, 0, 1)
+    assert batch.groups[0].trajectories == group.trajectories
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_ledger_that_is_taken_away_ends_the_writing_and_another_one_in_its_place_is_left_alone(
+    path: Path, make: Make, successor: bool
+) -> None:
+    ledger = Ledger(path, KEEP_ALL)
+    ledger.flush()
+    folder = path.parent
+    folder.rename(folder.with_name(f"{folder.name}-moved"))
+    other = None
+    if successor:
+        folder.mkdir()
+        other = Ledger(path, KEEP_ALL)
+        other.issue("0.9.0", make.prompt, 1, 0)
+        other.flush()
+    for attempt in (ledger.flush, lambda: ledger.issue("0.1.0", make.prompt, 1, 0), ledger.sync):
+        with pytest.raises(StoreError, match=f"{path}: was taken away while the run wrote to it"):
+            attempt()
+    ledger.close()
+    if other is not None:
+        assert rows(path, "SELECT id FROM groups") == [("0.9.0",)], "its log is still there"
+        other.issue("0.10.0", make.prompt, 1, 0)
+        other.close()
+        assert rows(path, "SELECT id FROM groups ORDER BY key") == [("0.9.0",), ("0.10.0",)]
+
+
 def test_another_format_is_refused_with_both_numbers(path: Path) -> None:
     Ledger(path, KEEP_ALL).close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {FORMAT + 1}")
-    with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto reads format {FORMAT}"):
+    with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto goes on with format {FORMAT}"):
         Ledger(path, KEEP_ALL)
 
 

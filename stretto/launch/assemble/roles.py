@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +29,8 @@ from stretto.loop.records.recorder import Work
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rewards.pool import RewardPool
+from stretto.store import lock
+from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.shared_memory import SHARED, remove, shared_folder
 
@@ -103,9 +107,10 @@ async def roles(
             end as it should.
     """
     recipe = plan.recipe
-    mailbox = digest(folder.path.resolve())  # the folder's lock lets one run at a time use it
+    mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     sockets = socket_folder()
+    owned = lock.acquire(sockets)  # until this process ends: whoever finds the name elsewhere leaves them to us
     folder.write(_SOCKETS, f"{sockets}\n")
     mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
     meeting = Endpoints(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets)
@@ -132,8 +137,9 @@ async def roles(
     trainer.report_to(report)
     fleet.report_to(report)
     # Steps that are done again may take longer than an engine waits for its first weights.
-    weights, engines = trainer.start(trainer_spec(plan, model, meeting), version), fleet.start(version)
-    ways = (weights, engines) if version == saved_step else (_in_turn(weights, engines),)
+    weights = partial(trainer.start, trainer_spec(plan, model, meeting), version)
+    engines = partial(fleet.start, version)
+    ways = (weights(), engines()) if version == saved_step else (_in_turn(weights, engines),)
     try:
         await stopped.unless(gather_or_cancel(rewards.start(), *ways))
         record_facts(folder, rewards.facts)
@@ -144,20 +150,33 @@ async def roles(
         finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
             remove(meeting.mailbox, meeting.mailbox_folder)
             shutil.rmtree(sockets, ignore_errors=True)
-            (folder.path / _SOCKETS).unlink(missing_ok=True)
+            os.close(owned)
+            if folder.is_ours():
+                (folder.path / _SOCKETS).unlink(missing_ok=True)
 
 
 def _sweep(folder: RunFolder, mailbox: str) -> None:
     """Put away what a run that was killed has left outside of its folder: what roles make there, and nothing else,
-    wherever the file says that it lies."""
+    wherever the file says that it lies. In a copy of a run folder the file names the sockets of the original: if that
+    is running, they stay."""
     remove(mailbox, SHARED)
     with contextlib.suppress(OSError):  # there is nothing, or it is not ours: the next run has a place of its own
         sockets = Path((folder.path / _SOCKETS).read_text().strip())
+        if lock.is_held(sockets):
+            return
         remove(mailbox, sockets)
         for path in sockets.glob("engine-*.sock"):
             if path.is_socket():
                 path.unlink()
+        if [path.name for path in sockets.iterdir()] == [lock.NAME]:
+            (sockets / lock.NAME).unlink()
         sockets.rmdir()
+
+
+def mailbox_name(folder: RunFolder) -> str:
+    """Under which a run publishes in shared memory: that of its folder's lock, which no other living run has, wherever
+    the folder is moved or copied to."""
+    return digest(identity(folder.path / lock.NAME))
 
 
 def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
@@ -173,6 +192,6 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
             report(f"while the roles were ended: {end}")
 
 
-async def _in_turn(*coroutines: Coroutine[Any, Any, None]) -> None:
-    for coroutine in coroutines:
-        await coroutine
+async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    for start in starts:
+        await start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from stretto.core.records import Update
@@ -22,7 +23,7 @@ from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.rounds import Rounds, WholeGroups
 from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
-from stretto.loop.learner.recovery import Recovery
+from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.slow_reward import SlowReward
@@ -84,7 +85,8 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
         source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning, starter))
         if source is None:
             return stopped.exit_code
-        copy_policy(source, folder.policy(0))
+        with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, plan.recipe, policy))
     ledger = Ledger(folder.ledger, plan.recipe.store)
     try:
         for sentence in beginning.told():

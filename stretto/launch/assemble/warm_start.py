@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -81,9 +81,10 @@ def sft(
     train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, starter))
 
 
-def copy_policy(source: Path, target: Path) -> None:
-    """A policy folder, copied whole or not at all."""
+def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
+    """A policy folder, copied whole or not at all; `copied` is given the copy before it gets its name."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
+    copied(part)
     part.rename(target)

@@ -27,12 +27,12 @@ from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderErr
 from stretto.core.records import Record, Update
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.learner.recovery import Recovery
+from stretto.loop.learner.recovery import RECIPE, START, Recovery, check_start, recorded_recipe
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.store.folder.policies import same_weights, why_incomparable
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.reading import last_step, read_batches
+from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns
 from stretto.store.ledger.schema import open_for_reading
 from stretto.store.series.metrics import MetricsLog, read_metrics
@@ -93,13 +93,16 @@ def replay(
     if not 0 <= first_step < until:
         found = f"{first_step}, and the run has steps 1 to {until} on record"
         raise RunFolderError([Problem("--from", found, f"0 to {until - 1}")])
-    before, after = load_recipe(folder.recipe), load_recipe(folder.recipe, overrides)
+    before = recorded_recipe(folder, read_fact(folder.ledger, RECIPE, str))
+    _refuse_edited(folder, before)
+    after = load_recipe(folder.recipe, overrides)
     refused = differences(before, after, _MAY_CHANGE)
     if refused:
         raise RunFolderError(
             Problem(f"--set {key}", found, f"a replay may change {' and '.join(_MAY_CHANGE)}") for key, found in refused
         )
     changes = dict(differences(before, after))
+    check_start(folder)
     target = _branch_folder(folder, out)
     branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
     try:
@@ -117,6 +120,13 @@ def replay(
         return Replayed(target, branch, None)
     equal = same_weights(ours, theirs)
     return Replayed(target, branch, equal, why_incomparable(ours, theirs) if equal is None else "")
+
+
+def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
+    """Raises RunFolderError when recipe.toml is not the recipe that the run had."""
+    if edited := differences(recorded, load_recipe(folder.recipe)):
+        remedy = "bring the run's own recipe back; --set changes what a replay may change"
+        raise RunFolderError(Problem(f"{folder.recipe}: {key}", found, remedy) for key, found in edited)
 
 
 async def _train(
@@ -223,6 +233,9 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, upd
                 copy.execute(
                     "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(update)
                 )
+            copy.execute(
+                "DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START)
+            )  # they are the run's, not the branch's
             copy.commit()
     except sqlite3.Error as error:
         raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error

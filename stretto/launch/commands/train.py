@@ -15,6 +15,7 @@ from stretto.launch.assemble.run import StartState, run
 from stretto.launch.preflight.plan import Plan, digest, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.preflight.trainable import check_checkpoint
 from stretto.launch.recipe.recipe import differences, load_recipe, to_toml
+from stretto.loop.learner.recovery import RECIPE, record_recipe, recorded_recipe
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import Reporter
 from stretto.processes.spawn import FRESH, Spawner
@@ -85,6 +86,8 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
     folder = RunFolder.resume(path)
     try:
         prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
+        with closing(Ledger(folder.ledger, recipe.store)) as ledger:
+            record_recipe(ledger, recipe)
         folder.write("recipe.toml", to_toml(recipe))
     except BaseException:
         folder.release()
@@ -138,6 +141,7 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     folder.write("recipe.toml", to_toml(plan.recipe))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, _fingerprint(plan))
+        record_recipe(ledger, plan.recipe)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
     return folder
@@ -160,7 +164,8 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
-    recipe, before = plan.recipe, load_recipe(folder.recipe)
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
     changes = differences(before, recipe, _MAY_CHANGE)
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.loop.records.reporter import Reporter, SilentReporter
+from stretto.store.files import identity
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.trainer.messages import SupervisedProgress
 
@@ -19,6 +20,7 @@ class RunLog:
 
     def __init__(self, path: Path, stage: Reporter) -> None:
         self._path, self._stage = path, stage
+        self._folder = identity(path.parent)
 
     def say(self, text: str) -> None:
         self.note(text)
@@ -47,7 +49,9 @@ class RunLog:
             self._stage = SilentReporter()
 
     def note(self, text: str) -> None:
-        """Write it down without showing it."""
+        """Write it down without showing it; not in the folder of another run, if ours was moved away."""
+        if self._folder not in (None, identity(self._path.parent)):
+            return
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")

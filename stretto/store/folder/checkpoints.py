@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,37 +135,56 @@ def verify(path: Path) -> Manifest:
     """Compare a checkpoint with its manifest, byte for byte.
 
     Raises:
-        StoreError: a file is missing, cannot be read, has another size or another checksum; names it.
+        StoreError: the manifest cannot be read, or is of another step or of other files; a file is missing, cannot be
+            read, has another size or another checksum; names it.
     """
     try:
         manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, and what msgspec raises
         raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
-    for name, seal in manifest.files.items():
-        try:
-            _verify_file(path / name, seal)
-        except OSError as error:  # a disk that cannot give it back, a folder that must not be looked into
-            raise StoreError(f"{path / name}: cannot be read: {error.strerror or error}") from error
+    if path.name != f"step-{manifest.step:06d}":
+        raise StoreError(f"{path / _MANIFEST}: is of step {manifest.step}")
+    verify_files(path, manifest.files, "the manifest")
+    written = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    if unknown := sorted(written - manifest.files.keys() - {_MANIFEST}):
+        raise StoreError(f"{path / unknown[0]}: the manifest does not know it")
     return manifest
 
 
-def _verify_file(file: Path, seal: FileSeal) -> None:
+def verify_files(folder: Path, files: Mapping[str, FileSeal], source: str) -> None:
+    """Compare the files of a folder with their seals, byte for byte; `source` is where these are on record.
+
+    Raises:
+        StoreError: a file is missing, cannot be read, has another size or another checksum; names it.
+    """
+    for name, seal in files.items():
+        try:
+            _verify_file(folder / name, seal, source)
+        except (OSError, ValueError) as error:  # a disk that cannot give it back; a damaged name that is no path
+            raise StoreError(f"{folder / name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _verify_file(file: Path, seal: FileSeal, source: str) -> None:
     if not file.is_file():
         raise StoreError(f"{file}: is missing")
     if (size := file.stat().st_size) != seal.size:
-        raise StoreError(f"{file}: has {size} bytes, the manifest says {seal.size}")
+        raise StoreError(f"{file}: has {size} bytes, {source} says {seal.size}")
     if (found := _checksum(file)) != seal.xxh3:
-        raise StoreError(f"{file}: has checksum {found}, the manifest says {seal.xxh3}")
+        raise StoreError(f"{file}: has checksum {found}, {source} says {seal.xxh3}")
+
+
+def seal_files(folder: Path) -> dict[str, FileSeal]:
+    """The seals of all files of a folder and its folders, by their paths in it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(file.relative_to(folder)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
 
 
 def _seal(step: int, part: Path) -> None:
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    for file in files:
+    for file in (path for path in part.rglob("*") if path.is_file()):
         sync_file(file)
     for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
         sync_folder(folder)  # of the top one, the manifest's own writing takes care
-    seals = {str(file.relative_to(part)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
-    manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seals)))
+    manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
     write_atomically(part / _MANIFEST, manifest)
 
 

@@ -12,6 +12,7 @@ lock                                        who writes here now
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Self
 
 from stretto.core.errors import Problem, RunFolderError
 from stretto.store import lock
-from stretto.store.files import write_atomically
+from stretto.store.files import identity, write_atomically
 from stretto.store.folder.leftovers import sweep
 
 _INNER = ("logs", "policy", "checkpoints", "plots")
@@ -91,6 +92,14 @@ class RunFolder:
             raise _refused(folder, "holds no run (no ledger.sqlite)", "give a folder that 'stretto train' made")
         return cls(folder)
 
+    def is_ours(self) -> bool:
+        """Whether the folder at this path is the one whose lock we hold: ours may have been moved away, and another run
+        may be where it was."""
+        if self._lock is None:
+            return False
+        held = os.fstat(self._lock)
+        return identity(self.path / lock.NAME) == (held.st_dev, held.st_ino)
+
     def release(self) -> None:
         """Let other writers in."""
         if self._lock is not None:
@@ -98,7 +107,13 @@ class RunFolder:
             self._lock = None
 
     def write(self, name: str, text: str) -> None:
-        """Write one small file of the folder, whole or not at all."""
+        """Write one small file of the folder, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written, or the folder is not ours any more.
+        """
+        if not self.is_ours():
+            raise FileNotFoundError(errno.ENOENT, "the run folder was taken away", str(self.path))
         write_atomically(self.path / name, text.encode())
 
     def __enter__(self) -> Self:

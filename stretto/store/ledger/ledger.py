@@ -27,7 +27,7 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Record, Segment, State, Trajectory, Update, trajectory_id
-from stretto.store.files import sync_file
+from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.rows import (
     LiveRow,
@@ -45,14 +45,14 @@ Value = TypeVar("Value")
 
 _INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
 _UPSERT_TRAJECTORY = """
-    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
         trained_step = excluded.trained_step, verdict = excluded.verdict, reward = excluded.reward,
         stop_reason = excluded.stop_reason, tokens = excluded.tokens, oldest_version = excluded.oldest_version,
-        newest_version = excluded.newest_version, interrupted = excluded.interrupted
+        newest_version = excluded.newest_version, interrupted = excluded.interrupted, seal = excluded.seal
 """
 _INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
-_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE_STEP = "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?"
 _UPSERT_META = """
     INSERT INTO meta VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value, seal = excluded.seal
@@ -73,7 +73,8 @@ _FORGET_TRAINED = """
     DELETE FROM payloads WHERE key IN (SELECT key FROM trajectories WHERE key >= ? AND trained_step <= ?)
 """
 _FORGET_PROMPTS = """
-    UPDATE groups SET prompt_token_ids = NULL WHERE key >= ? AND NOT EXISTS (
+    UPDATE groups SET prompt_token_ids = NULL, seal = seal(key, id, prompt_id, members, admitted_version, NULL)
+    WHERE key >= ? AND NOT EXISTS (
         SELECT 1 FROM trajectories WHERE key >= groups.key AND key < groups.key + members
             AND (state IN ('in_flight', 'buffered') OR trained_step > ?))
 """
@@ -112,8 +113,8 @@ class Ledger:
         ledger.commit_batch(Batch(step=9, version=8, groups=(group,)))                 # 1 trained,   1 failed
 
     Raises (from every method):
-        StoreError: a change that the states above do not allow, or a file that cannot be written. After the latter the
-            ledger refuses everything: a run whose truth cannot be recorded must end.
+        StoreError: a change that the states above do not allow, or a file that is gone or cannot be written. After the
+            latter the ledger refuses everything: a run whose truth cannot be recorded must end.
     """
 
     def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,9 +128,10 @@ class Ledger:
         self._dirty: dict[int, LiveRow] = {}
         self._live: dict[str, LiveRow] = {}
         self._flushed = self._clock()
+        self._file = identity(path)
         try:
             self._read_back()
-        except (sqlite3.Error, msgspec.MsgspecError, ValueError, AssertionError) as error:
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
     def _read_back(self) -> None:
@@ -153,8 +155,8 @@ class Ledger:
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
         tokens = msgspec.msgpack.encode(prompt.token_ids)
-        group_seal = seal(group_id, prompt.id, admitted_version)
-        self._note(_INSERT_GROUP, (key, group_id, prompt.id, members, admitted_version, tokens, group_seal))
+        columns = (key, group_id, prompt.id, members, admitted_version, tokens)
+        self._note(_INSERT_GROUP, (*columns, seal(*columns)))
         for member in range(members):
             row = LiveRow(key + member, key, member)
             self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
@@ -241,12 +243,11 @@ class Ledger:
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """The value kept under `name`, or None."""
         self.flush()
-        found = self._query("SELECT value, seal FROM meta WHERE name = ?", (name,))
-        if not found:
-            return None
-        [(value, sealed)] = found
-        check(sealed, seal(name, value), f"{self._path}: {name}")
-        return msgspec.json.decode(value, type=kind)
+        facts = dict[str, str]()
+        for known, value, sealed in self._query("SELECT name, value, seal FROM meta"):  # one may have lost its name
+            check(sealed, seal(known, value), f"{self._path}: {known}")
+            facts[known] = value
+        return msgspec.json.decode(facts[name], type=kind) if name in facts else None
 
     def watch(self, name: str, source: Callable[[], object]) -> None:
         """Keep, under a name, what `source` says whenever something is written: a value that belongs to the states."""
@@ -278,6 +279,11 @@ class Ledger:
         if self._broken is not None:
             raise self._broken
         self._flushed = self._clock()
+        if identity(self._path) != self._file:
+            self._broken = StoreError(
+                f"{self._path}: was taken away while the run wrote to it, with its folder or alone"
+            )
+            raise self._broken
         if not (self._dirty or self._pending or self._partials or self._facts):
             return
         rows = [row.columns() for row in self._dirty.values()]

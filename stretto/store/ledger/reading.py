@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.store.ledger.rows import decode_payload, decode_piece
-from stretto.store.ledger.schema import open_for_reading
+from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import batch_seal, check, seal
 
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
@@ -39,12 +39,15 @@ _ANSWERS = """
     WHERE trajectories.key >= ? AND trajectories.key < ?
 """
 _LIVE = """
-    SELECT groups.id, prompt_id, admitted_version, seal, member, trajectories.key, state,
+    SELECT groups.id, prompt_id, admitted_version, groups.key, members, prompt_token_ids, groups.seal,
+        member, trajectories.key, state,
         verdict, reward, stop_reason, interrupted, payload
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
 _PARTIALS = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
+
+Value = TypeVar("Value")
 
 _tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 _membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
@@ -73,19 +76,16 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
     Raises:
         StoreError: a step is missing, or the payload of an answer is (``store.keep_payloads``), or the file is broken.
     """
-    with closing(open_for_reading(path)) as connection:
-        try:
-            (number,) = connection.execute("PRAGMA user_version").fetchone()
-            rows = connection.execute(_STEPS, (after, until)).fetchall()
-            if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
-                raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
-            for step, version, oldest_trainable, batch, sealed in rows:
-                groups = tuple(_trained(path, connection, id, members) for id, members in _membership(batch))
-                read = Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
-                check(sealed, batch_seal(read, number), f"{path}: the batch of step {step}")
-                yield read
-        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-            raise StoreError(f"{path}: cannot be read: {error}") from error
+    with reading(path) as connection:
+        (number,) = connection.execute("PRAGMA user_version").fetchone()
+        rows = connection.execute(_STEPS, (after, until)).fetchall()
+        if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
+            raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
+        for step, version, oldest_trainable, batch, sealed in rows:
+            groups = tuple(_trained(path, connection, id, members) for id, members in _membership(batch))
+            read = Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
+            check(sealed, batch_seal(read, number), f"{path}: the batch of step {step}")
+            yield read
 
 
 def read_unfinished(path: Path) -> list[UnfinishedGroup]:
@@ -94,12 +94,9 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
     Raises:
         StoreError: the payload of a buffered answer is missing, or the file is broken.
     """
-    with closing(open_for_reading(path)) as connection:
-        try:
-            rows = connection.execute(_LIVE).fetchall()
-            return [_unfinished(path, connection, list(group)) for _, group in groupby(rows, key=lambda row: row[0])]
-        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-            raise StoreError(f"{path}: cannot be read: {error}") from error
+    with reading(path) as connection:
+        rows = connection.execute(_LIVE).fetchall()
+        return [_unfinished(path, connection, list(group)) for _, group in groupby(rows, key=lambda row: row[0])]
 
 
 def last_step(path: Path) -> int:
@@ -108,12 +105,25 @@ def last_step(path: Path) -> int:
     Raises:
         StoreError: the ledger cannot be read.
     """
-    try:
-        with closing(open_for_reading(path)) as connection:
-            found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
-            return found
-    except sqlite3.Error as error:
-        raise StoreError(f"{path}: cannot be read: {error}") from error
+    with reading(path) as connection:
+        found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
+        return found
+
+
+def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
+    """The value that `Ledger.put` keeps under `name`, or None.
+
+    Raises:
+        StoreError: it is not what was written, or the file is broken.
+    """
+    with reading(path) as connection:
+        facts = dict[str, str]()
+        for known, value, sealed in connection.execute(
+            "SELECT name, value, seal FROM meta"
+        ):  # one may have lost its name
+            check(sealed, seal(known, value), f"{path}: {known}")
+            facts[known] = value
+        return msgspec.json.decode(facts[name], type=kind) if name in facts else None
 
 
 def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Sequence[int]) -> Group:
@@ -142,11 +152,11 @@ def _trajectory(
 
 
 def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> UnfinishedGroup:
-    id, prompt_id, admitted_version, sealed = rows[0][:4]
-    check(sealed, seal(id, prompt_id, admitted_version), f"{path}: group {id}")
+    id, prompt_id, admitted_version, group_key, members, tokens, sealed = rows[0][:7]
+    check(sealed, seal(group_key, id, prompt_id, members, admitted_version, tokens), f"{path}: group {id}")
     trajectories, completions, prefixes = [], [], {}
     for row in rows:
-        member, key, state, *answer = row[4:]
+        member, key, state, *answer = row[7:]
         assert isinstance(member, int)
         if state == State.BUFFERED.value:
             if answer[-1] is None:

@@ -142,12 +142,18 @@ class LiveRow:
     def columns(self) -> tuple[object, ...]:
         """In the order of the table ``trajectories``."""
         head = (self.key, self.group_key, self.member, self.state.value, self.reason, self.trained_step)
-        return head + self._answer
+        columns = head + self._answer
+        return (*columns, seal(*columns))
 
     @classmethod
     def restored(cls, columns: tuple[object, ...]) -> LiveRow:
-        """The row that `columns` came from."""
-        key, group_key, member, state, reason, _, *answer = columns
+        """The row that `columns` came from.
+
+        Raises:
+            StoreError: they are not what was written.
+        """
+        key, group_key, member, state, reason, _, *answer, sealed = columns
+        check(sealed, seal(*columns[:-1]), f"row {key} of trajectories")
         assert isinstance(key, int)
         assert isinstance(group_key, int)
         assert isinstance(member, int)
@@ -173,7 +179,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
     membership = [(group.id, [t.member for t in group.trajectories]) for group in batch.groups]
     trained = sum(staleness.values())
-    return (
+    columns = (
         batch.step,
         batch.version,
         oldest,
@@ -183,10 +189,9 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
         msgspec.json.encode(staleness).decode(),
         msgspec.json.encode(membership).decode(),
         committed,
-        None,
-        None,
-        batch_seal(batch, FORMAT),
     )
+    sealed = batch_seal(batch, FORMAT)
+    return (*columns, None, None, sealed, seal(*columns, sealed))
 
 
 def update_columns(update: Update) -> tuple[object, ...]:

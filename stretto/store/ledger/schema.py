@@ -5,22 +5,28 @@
 
 A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
 The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it. Partials are
-the tokens of an answer that is still in flight, piece by piece; they leave when it ends. What a run goes on from is
-sealed with a checksum (`store.ledger.seals`).
+the tokens of an answer that is still in flight, piece by piece; they leave when it ends. Every row but an event's is
+sealed with a checksum (`store.ledger.seals`); of a step, `seal` is over its batch and `row_seal` over what its row says
+of it.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+
+import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.store import lock
+from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
 
 FORMAT = 3
-_OLDEST = 2  # that can be read
+_OLDEST = 2  # can be read: neither its trajectories, steps and prompts nor what the run starts from are sealed
 
 _TABLES = """
 CREATE TABLE groups (
@@ -45,7 +51,8 @@ CREATE TABLE trajectories (
     tokens INTEGER NOT NULL,
     oldest_version INTEGER,
     newest_version INTEGER,
-    interrupted INTEGER NOT NULL
+    interrupted INTEGER NOT NULL,
+    seal BLOB NOT NULL
 ) STRICT;
 CREATE TABLE payloads (
     key INTEGER PRIMARY KEY REFERENCES trajectories (key),
@@ -69,7 +76,8 @@ CREATE TABLE steps (
     committed REAL NOT NULL,
     published_version INTEGER,
     metrics TEXT,
-    seal BLOB NOT NULL
+    seal BLOB NOT NULL,
+    row_seal BLOB NOT NULL
 ) STRICT;
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, seal BLOB NOT NULL) STRICT;
 CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
@@ -89,7 +97,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = NORMAL")
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
-        _check_format(path, connection)
+        connection.create_function("seal", -1, seal, deterministic=True)
+        _check_format(path, connection, FORMAT)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
     return connection
@@ -107,10 +116,25 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     check_resting_log(path)
     try:
         connection = sqlite3.connect(_address(path), isolation_level=None, uri=True)
-        _check_format(path, connection)
+        _check_format(path, connection, _OLDEST)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
     return connection
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """`open_for_reading`, until the block ends.
+
+    Raises:
+        StoreError: as `open_for_reading`, or what was read cannot be what was written.
+    """
+    try:
+        with closing(open_for_reading(path)) as connection:
+            yield connection
+    # A damaged page gives values of any kind where others are expected, and texts that are none.
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
 def check_resting_log(path: Path) -> None:
@@ -132,8 +156,9 @@ def _address(path: Path) -> str:
     return f"{path.absolute().as_uri()}?{how}"
 
 
-def _check_format(path: Path, connection: sqlite3.Connection) -> None:
+def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> None:
     found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if not _OLDEST <= found <= FORMAT:
+    if not oldest <= found <= FORMAT:
         connection.close()
-        raise StoreError(f"{path}: has format {found}, this version of stretto reads format {FORMAT}")
+        can = f"goes on with format {FORMAT}" if oldest == FORMAT else f"reads formats {oldest} to {FORMAT}"
+        raise StoreError(f"{path}: has format {found}, this version of stretto {can}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
+
 import msgspec
 import xxhash
 
@@ -11,6 +14,17 @@ from stretto.core.records import Batch, Completion, Trajectory
 SIZE = 8  #: bytes of a seal
 
 _encode = msgspec.msgpack.Encoder().encode
+
+_META = "SELECT name, value, seal FROM meta"
+_OLD_ROWS = {"groups": "SELECT id, prompt_id, admitted_version, seal FROM groups", "meta": _META}
+#: By table, the columns that are sealed, and the seal.
+_ROWS = {
+    "groups": "SELECT * FROM groups",
+    "trajectories": "SELECT * FROM trajectories",
+    "steps": "SELECT step, version, oldest_trainable, trajectories, trained_tokens, masked_tokens, staleness, batch,"
+    " committed, seal, row_seal FROM steps",
+    "meta": _META,
+}
 
 
 def seal(*content: object) -> bytes:
@@ -40,3 +54,29 @@ def check(found: object, expected: bytes, what: str) -> None:
     """Raises StoreError when what was read is not what was written."""
     if found != expected:
         raise StoreError(f"{what} is not what was written: its checksum does not fit")
+
+
+def check_rows(connection: sqlite3.Connection, path: Path) -> None:
+    """Return if every row is what was written and none is missing; the tokens of answers have seals of their own. All
+    later questions on the connection see the ledger as it was checked, though the run goes on.
+
+    Raises:
+        StoreError: names the first row that is not.
+    """
+    connection.execute("BEGIN")
+    for (found,) in connection.execute("PRAGMA integrity_check(1)"):
+        if found != "ok":
+            raise StoreError(f"{path}: is damaged: {found}")
+    for table, row, *_ in connection.execute("PRAGMA foreign_key_check"):
+        raise StoreError(f"{path}: row {row} of {table} belongs to a row that is missing")
+    (number,) = connection.execute("PRAGMA user_version").fetchone()
+    for table, statement in (_OLD_ROWS if number == 2 else _ROWS).items():
+        for *content, found in connection.execute(statement):
+            check(found, seal(*content), f"{path}: row {content[0]} of {table}")
+    for (step,) in connection.execute("SELECT step FROM steps WHERE published_version != step"):
+        raise StoreError(f"{path}: step {step} did not publish version {step}")
+    issued, known = connection.execute(
+        "SELECT (SELECT coalesce(sum(members), 0) FROM groups), (SELECT count(*) FROM trajectories)"
+    ).fetchone()
+    if issued != known:
+        raise StoreError(f"{path}: the ledger issued {issued} trajectories and knows the state of {known}")

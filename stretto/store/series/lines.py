@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stretto.core.errors import StoreError
-from stretto.store.files import write_atomically
+from stretto.store.files import identity, write_atomically
 
 Line = TypeVar("Line")
 
@@ -28,6 +29,7 @@ class LineWriter(Generic[Line]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
+        self._folder = identity(path.parent)
         self._attempt(self._cut_torn_line, lines=0)
 
     def append(self, lines: Iterable[Line]) -> None:
@@ -45,6 +47,8 @@ class LineWriter(Generic[Line]):
             self.lost += lines
 
     def _write(self, data: bytes) -> None:
+        if self._folder not in (None, identity(self.path.parent)):
+            raise OSError(errno.ENOENT, "its folder was taken away")
         with self.path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             if file.write(data) != len(data):  # the disk filled up in the middle of a line
