@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -26,7 +27,7 @@ from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal, gather_or_cancel
 from stretto.rewards.pool import RewardPool
 from stretto.store.folder.run_folder import RunFolder
-from stretto.weights.shared_memory import SHARED, remove, shared_folder
+from stretto.weights.shared_memory import SHARED, own, remove, remove_abandoned, shared_folder
 
 _SOCKETS = ".sockets"  # names the folder that the roles of a run meet in
 _STOP_GRACE = 1.0
@@ -103,6 +104,7 @@ async def roles(
     recipe = plan.recipe
     mailbox = digest(folder.path.resolve())  # the folder's lock lets one run at a time use it
     _sweep(folder, mailbox)
+    remove_abandoned(SHARED)
     sockets = socket_folder()
     folder.write(_SOCKETS, f"{sockets}\n")
     mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
@@ -126,9 +128,10 @@ async def roles(
         except OSError as error:  # whoever reads it later should know; the run goes on without it
             report(f"not recorded: {described(error)}")
 
-    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed)
+    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed, hung=recipe.deadlines.hung)
     trainer.report_to(report)
     fleet.report_to(report)
+    owned = own(mailbox, mailbox_folder)
     # Steps that are done again may take longer than an engine waits for its first weights.
     weights, engines = trainer.start(trainer_spec(plan, model, meeting), version), fleet.start(version)
     ways = (weights, engines) if version == saved_step else (_in_turn(weights, engines),)
@@ -141,6 +144,7 @@ async def roles(
             await end_all(report, fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
         finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
             remove(meeting.mailbox, meeting.mailbox_folder)
+            os.close(owned)
             shutil.rmtree(sockets, ignore_errors=True)
             (folder.path / _SOCKETS).unlink(missing_ok=True)
 

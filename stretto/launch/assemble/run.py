@@ -80,7 +80,9 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
     """
     stopped, began = StopSignal(), time.monotonic()
     if not folder.policy(0).exists():
-        source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning, starter))
+        source = await stopped.unless(
+            warm_start(plan, folder.role_log("warm-start"), stage.learning, starter, stage.say)
+        )
         if source is None:
             return stopped.exit_code
         copy_policy(source, folder.policy(0))
