@@ -1,11 +1,13 @@
-"""Random kills: real runs whose roles, or all of them at once, are killed at random times; does any law break?
+"""Random faults: real runs whose processes are killed or stopped at random times; does any law break?
 
-    python -m benchmarks.faults                           the campaign: 200 kills, and 5 undisturbed runs
+    python -m benchmarks.faults                           the campaign: 300 faults, and 5 undisturbed runs
     python -m benchmarks.faults --kills 5 --undisturbed 1 a short slice
     python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
 
-A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, an engine, a reward worker,
-or the nursery, with which the kernel ends trainer and engine. The run has to go on by itself, unless its roles were
+A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, one of two engines, a reward
+worker, the warm start, or the fork server, with which the kernel ends trainer and engines. A stop (SIGSTOP, for good) hits
+one of the same but the conductor: it is to be noticed within `deadlines.hung`. The reward fails for one answer in five,
+at random. The run has to go on by itself, unless its roles were
 starting: then it may end with an error that names the role, and is resumed. Kills come at any time: while the roles
 start, while another kill is being recovered from, in the middle of a step. A *hang* is a run that does no further step
 within 100 seconds. Whenever the conductor is gone, and at the end, the checker decides from the records. The runs are
@@ -15,12 +17,15 @@ short ones of the arithmetic recipe; those that nobody disturbs say how accurate
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +36,23 @@ from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
 from stretto.audit.check import check_run
 from stretto.launch.preflight.plan import cache_folder
+from stretto.rewards.functions import final_answer
 from stretto.store.inspection import inspect_run
-from tests.launch.running import Command, Laboratory, said, steps_done, wait_until, with_no_fuss
+from tests.launch.running import MODULES, Command, Laboratory, said, steps_done, wait_until
 
-FAULTS = ("conductor", "trainer", "engine", "rewards", "nursery", "all")
+ROLES = ("trainer", "engine", "rewards", "fork server", "supervised")
+FAULTS = ("conductor", *ROLES[:-1], "all", "supervised", *(f"{role} stopped" for role in ROLES))
 KILLS = 8  # of one run, at most: it may come to its end before
 SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
 SETTINGS = (
     "trainer.steps=250",
     "trainer.checkpoint_every=30",
-    "warm_start.threads=1",
     "deadlines.trainer_restarts=100",
     "deadlines.engine_restarts=100",
     "deadlines.hung=5",
+    "engine.count=2",
+    "rewards.function=benchmarks.faults:flaky",
+    "rewards.max_consecutive_undecided=100000",
 )
 HANG = 100.0  # seconds
 _AFTER_START = 20.0  # seconds: the first kill of a conductor's life comes within them, often before it is up
@@ -95,9 +104,11 @@ class Blow:
 class Disturbed:
     """One run, its killer and its checker."""
 
-    def __init__(self, laboratory: Laboratory, run_dir: Path, seed: int, chance: random.Random) -> None:
-        self._laboratory, self._run_dir = laboratory, run_dir
-        self._settings, self._chance = (*SETTINGS, f"seed={seed}"), chance
+    def __init__(
+        self, laboratory: Laboratory, run_dir: Path, settings: Sequence[str], chance: random.Random, recipe: Path
+    ) -> None:
+        self._laboratory, self._run_dir, self._recipe = laboratory, run_dir, recipe
+        self._settings, self._chance = settings, chance
         self._open: list[Blow] = []
         self.kills: list[Kill] = []
         self.checks = 0
@@ -108,7 +119,7 @@ class Disturbed:
         over = False
         while not over:
             resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
-            with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=RECIPE) as command:
+            with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=self._recipe) as command:
                 over = self._disturb(command, kills)
                 wait_until(lambda: not command.processes(), "the end of all roles")
             self._check()
@@ -132,10 +143,12 @@ class Disturbed:
                 due = time.monotonic() + self._chance.random() * _AFTER_KILL
             if time.monotonic() < due or len(self.kills) + len(self._open) >= kills:
                 continue
-            if not (pids := victims(command, fault)):  # it has not been started yet
+            if not (pids := victims(command, fault, self._chance)):  # it has not been started yet, or is not needed
+                fault = self._chance.choice(FAULTS)
                 continue
             for pid in pids:
-                with_no_fuss(pid)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(pid, signal.SIGSTOP if fault.endswith("stopped") else signal.SIGKILL)
             done = steps_done(self._run_dir)
             for blow in self._open:
                 blow.since = time.monotonic()
@@ -172,19 +185,27 @@ class Disturbed:
             self.broken += [f"{law}: {found[0]}" for law, found in check_run(self._run_dir).breaches.items() if found]
 
 
-def victims(command: Command, fault: str) -> list[int]:
-    """The processes that a fault hits."""
-    match fault:
+def flaky(prompt: str, completion: str, answer: str) -> bool:
+    """`final_answer`, which cannot judge one answer in five."""
+    if random.random() < 0.2:
+        raise TimeoutError("the judge does not answer")
+    return final_answer(prompt, completion, answer)
+
+
+def victims(command: Command, fault: str, chance: random.Random) -> list[int]:
+    """The processes that a fault hits; one of those that play the role, whatever it does at the moment."""
+    role = fault.removesuffix(" stopped")
+    match role:
         case "conductor":
             return [command.process.pid]
-        case "rewards":
-            return command.processes("stretto.rewards.worker")[:1]
         case "all":
             return command.processes()
-    return command.processes(f"stretto.launch.{fault}_role")[:1]
+        case _:
+            found = command.processes(MODULES[role])
+    return [chance.choice(found)] if found else []
 
 
-def one_run(records: Path, number: int, kills: int) -> Record:
+def one_run(records: Path, number: int, kills: int, recipe: Path, settings: Sequence[str]) -> Record:
     """Run number `number`; its record, which is kept in the folder of records."""
     path = _path(records, number, kills)
     if path.exists():
@@ -192,7 +213,8 @@ def one_run(records: Path, number: int, kills: int) -> Record:
     run_dir = path.with_suffix("")
     shutil.rmtree(run_dir, ignore_errors=True)
     seed, began = 1 + number % SEEDS, time.monotonic()
-    run = Disturbed(Laboratory(records, cache_folder()), run_dir, seed, random.Random(f"kills {number}"))
+    laboratory, chance = Laboratory(records, cache_folder()), random.Random(f"kills {number}")
+    run = Disturbed(laboratory, run_dir, (*settings, f"seed={seed}"), chance, recipe)
     accuracy = run.play(kills)
     seconds = round(time.monotonic() - began, 1)
     record = Record(number, seed, tuple(run.kills), run.checks, tuple(run.broken), accuracy, seconds)
@@ -260,7 +282,9 @@ def _spread(records: Iterable[Record]) -> str:
     return f"{statistics.mean(found):.3f} ± {deviation:.3f} ({len(found)} runs)" if found else "unknown"
 
 
-def campaign(records: Path, kills: int, undisturbed: int, most: int) -> tuple[list[Record], list[Record], bool]:
+def campaign(
+    records: Path, kills: int, undisturbed: int, most: int, recipe: Path, settings: Sequence[str]
+) -> tuple[list[Record], list[Record], bool]:
     """Disturbed and undisturbed runs, at most so many of them new ones, and whether these are all that are wanted."""
     calm, hit = list[Record](), list[Record]()
     while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
@@ -269,25 +293,35 @@ def campaign(records: Path, kills: int, undisturbed: int, most: int) -> tuple[li
             if most == 0:
                 return hit, calm, False
             most -= 1
-        found.append(one_run(records, len(found), kind))
+        found.append(one_run(records, len(found), kind, recipe, settings))
     return hit, calm, True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help=f"in runs with up to {KILLS} each")
+    parser.add_argument("--kills", type=int, default=300, help=f"in runs with up to {KILLS} each")
     parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
     parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="which run it is; another has other settings, too")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting of the run")
     parser.add_argument("--most", type=int, default=10_000, help="new runs before it leaves off")
     parser.add_argument("--note", action="append", default=[], help="what a reader of the result has to know")
     arguments = parser.parse_args()
+    settings = (*SETTINGS, *(["warm_start.threads=1"] if arguments.recipe == RECIPE else []), *arguments.set)
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as temporary:
         records = arguments.records or Path(temporary)
         records.mkdir(parents=True, exist_ok=True)
-        disturbed, undisturbed, all_of_them = campaign(records, arguments.kills, arguments.undisturbed, arguments.most)
+        disturbed, undisturbed, all_of_them = campaign(
+            records, arguments.kills, arguments.undisturbed, arguments.most, arguments.recipe.resolve(), settings
+        )
     show(disturbed, undisturbed)
     if all_of_them:
-        found = {"settings": SETTINGS, "disturbed": disturbed, "undisturbed": undisturbed}
+        found = {
+            "recipe": arguments.recipe.name,
+            "settings": settings,
+            "disturbed": disturbed,
+            "undisturbed": undisturbed,
+        }
         save("faults", found | {"notes": arguments.note})
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Going:
         self._laboratory, self._run_dir = laboratory, run_dir
         self._command: Command | None = None
         self._stack = contextlib.ExitStack()
+        self._chance = random.Random(0)
 
     def __enter__(self) -> Going:
         self._start()
@@ -66,7 +68,7 @@ class Going:
         """Kill; a run whose conductor is gone is resumed."""
         command = self._command
         assert command is not None
-        for pid in victims(command, fault):
+        for pid in victims(command, fault, self._chance):
             with_no_fuss(pid)
         if fault in ("conductor", "all"):
             wait_until(lambda: not command.processes(), "the end of all roles")

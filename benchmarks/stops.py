@@ -28,7 +28,7 @@ from benchmarks.report import RESULTS, Table, save
 from stretto.audit.check import check_run
 from stretto.core.errors import RunFolderError
 from stretto.store.folder.run_folder import RunFolder
-from tests.launch.running import Command, Laboratory, said, shared_files, steps_done, wait_until
+from tests.launch.running import MODULES, Command, Laboratory, said, shared_files, steps_done, wait_until
 
 IN_TIME = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,7 +85,7 @@ def _wait(command: Command, run_dir: Path, after: str, step: int, known: int) ->
         case "log":
             wait_until(lambda: len(said(run_dir)) > known, "its log", command)
         case "engine":
-            wait_until(lambda: bool(command.processes("engine_role")), "an engine's process", command)
+            wait_until(lambda: bool(command.processes(MODULES["engine"])), "an engine's process", command)
         case "step":
             wait_until(lambda: steps_done(run_dir) >= step, f"step {step}", command)
         case "last evaluation":

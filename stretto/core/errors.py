@@ -26,9 +26,12 @@ Errors cross process boundaries, so each one is rebuilt from its arguments alone
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class StrettoError(Exception):
@@ -202,9 +205,25 @@ class BoundViolated(StrettoError):
 
 
 def described(error: OSError) -> str:
-    """One line: the file, if there is one, and what the system says of it."""
+    """One line: the file, if there is one, and what the system says of it; else the function of stretto that asked."""
     place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror or error}"
+    ours = [
+        f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith("stretto.")
+    ]
+    asked = f" (asked for by {ours[-1]})" if ours and not place else ""
+    return f"{place}{error.strerror or error}{asked}"
+
+
+@contextlib.contextmanager
+def naming(place: Path) -> Iterator[None]:
+    """Let an OSError of the block name `place` where the system has named no file: it names none that is open."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(place)
+        raise
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

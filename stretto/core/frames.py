@@ -28,8 +28,8 @@ class Unframer:
     ([], [b'ok'])
     """
 
-    def __init__(self) -> None:
-        self._rest = bytearray()
+    def __init__(self, largest: int = LARGEST_FRAME) -> None:
+        self._rest, self._largest = bytearray(), largest
 
     def feed(self, data: bytes) -> list[bytes]:
         """The bodies that are whole now.
@@ -41,8 +41,8 @@ class Unframer:
         at, bodies = 0, []
         while len(self._rest) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._rest, at)
-            if length > LARGEST_FRAME:
-                raise WireError(f"a frame of {length:,} bytes; at most {LARGEST_FRAME:,} are allowed")
+            if length > self._largest:
+                raise WireError(f"a frame of {length:,} bytes; at most {self._largest:,} are allowed")
             end = at + LENGTH.size + length
             if end > len(self._rest):
                 break

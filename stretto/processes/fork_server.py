@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded
 from stretto.core.records import Record
-from stretto.processes.heartbeat import PARENT
+from stretto.processes.heartbeat import PARENT, cpu_ticks
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner, environment
 
 #: What is imported ahead: what these modules import.
@@ -37,6 +37,8 @@ ROOM = 8192
 LONGEST_MESSAGE = 1 << 18
 _READY_SECONDS = 60.0
 _ANSWER_SECONDS = 10.0  # once it has imported everything
+_STILL_SECONDS = 5.0  # without any computing, while it should
+_LOOK_SECONDS = 0.5
 _WORD_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -143,13 +145,23 @@ class ForkServer:
         self._asked.append(asked)
         try:
             async with deadline("conductor", "the nursery to start a process", self._patience):
-                child = await asked
-        except asyncio.CancelledError:
-            if asked.done() and not asked.cancelled() and asked.exception() is None:
+                child = await self._unless_it_hangs(asked)
+        except (asyncio.CancelledError, DeadlineExceeded):
+            if not asked.cancel() and not asked.cancelled() and asked.exception() is None:
                 asked.result().kill()
             raise
         self._patience = _ANSWER_SECONDS
         return child
+
+    async def _unless_it_hangs(self, asked: asyncio.Future[ForkedProcess]) -> ForkedProcess:
+        """The child; a nursery that does not even compute is not waited for any longer."""
+        stillness, ticks = StallTimer(_LOOK_SECONDS), 0
+        while not asked.done():
+            await asyncio.wait([asked], timeout=_LOOK_SECONDS)
+            before, ticks = ticks, cpu_ticks(self.pid)
+            if stillness.look(moved=ticks != before) > _STILL_SECONDS:
+                raise DeadlineExceeded("conductor", "the nursery to start a process", _STILL_SECONDS)
+        return await asked
 
     def _hear(self) -> None:
         """All that it has said: two ends may lie there at once."""

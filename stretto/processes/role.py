@@ -14,12 +14,13 @@ import msgspec
 
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
-from stretto.processes.heartbeat import HEARTBEAT
+from stretto.processes.heartbeat import HEARTBEAT, cpu_ticks
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner
 
 _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
 _LISTEN_SECONDS = 0.5
+_IMPORT_SECONDS = 10.0
 _LONGEST_LISTENING = 1.0
 _READ_BYTES = 4096
 
@@ -32,7 +33,8 @@ class RoleProcess:
     """
 
     def __init__(self, name: str, module: str, log: Path, hung: float = math.inf, starter: Spawner = FRESH) -> None:
-        """`hung`: seconds without a sign of life after which it is killed; counted from its first one."""
+        """`hung`: seconds without a sign of life after which it is killed. The first sign comes when it has imported
+        what it needs; before it those seconds count in which it does not even compute, and ten are allowed."""
         self.name = name
         self.log = log
         self._module = module
@@ -76,7 +78,8 @@ class RoleProcess:
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
-                if (silence := pulse.silence()) > self._hung:
+                silence = pulse.silence(cpu_ticks(process.pid))
+                if silence > (self._hung if pulse.begun else max(self._hung, _IMPORT_SECONDS)):
                     self.kill()
                     await end
                     return f"gave no sign of life for {silence:.0f} s and was killed"
@@ -102,11 +105,7 @@ class RoleProcess:
 
     def cpu_seconds(self) -> float:
         """Seconds for which it has computed, or the kernel for it; 0 once it has ended."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
 
     async def ended(self) -> str:
         """Wait until it ends, and say how. The owner of this wait is whoever supervises the role: it has no end
@@ -154,15 +153,18 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._near, self.far = os.pipe()
-        self._begun = self._beaten = False
+        self.begun = self._beaten = False
+        self._ticks = 0
         self._stillness = StallTimer(_LONGEST_LISTENING)
         os.set_blocking(self._near, False)
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 
-    def silence(self) -> float:
-        """Seconds since the last sign of life, 0 before the first; to be asked about twice a second."""
-        beaten, self._beaten = self._beaten or not self._begun, False
-        return self._stillness.look(moved=beaten)
+    def silence(self, ticks: int) -> float:
+        """Seconds since the last sign of life; before the first, since `ticks` of computing have changed last. To be
+        asked about twice a second."""
+        moved = self._beaten or (not self.begun and ticks != self._ticks)
+        self._beaten, self._ticks = False, ticks
+        return self._stillness.look(moved=moved)
 
     def let_go_of_far(self) -> None:
         """The role has it."""
@@ -178,6 +180,6 @@ class Heartbeat:
 
     def _hear(self) -> None:
         if os.read(self._near, _READ_BYTES):
-            self._begun = self._beaten = True
+            self.begun = self._beaten = True
         else:  # the role has ended; its end is waited for elsewhere
             asyncio.get_running_loop().remove_reader(self._near)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from stretto.rewards.built_in import timeout_of
 from stretto.rewards.code_config import CodeConfig
+from stretto.rewards.wire import LARGEST_REWARD
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
 
@@ -29,8 +30,20 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         description="Seconds one answer may take; then its worker is killed. Left out: the reward's own limit, 1 s "
         "for most.",
     )
-    right: float = Field(default=1.0, allow_inf_nan=False, description="Reward of a right answer.")
-    wrong: float = Field(default=0.0, allow_inf_nan=False, description="Reward of a wrong answer.")
+    memory_gib: float = Field(
+        default=16.0,
+        ge=0.25,
+        allow_inf_nan=False,
+        description="GiB of memory of one worker, and of each process that the reward starts: beyond it the reward "
+        "gets a MemoryError. Importing torch takes 0.25.",
+    )
+    right: float = Field(
+        default=1.0,
+        ge=-LARGEST_REWARD,
+        le=LARGEST_REWARD,
+        description="Reward of a right answer. A reward beyond ±1e6 is no verdict: the answer is undecided.",
+    )
+    wrong: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="Reward of a wrong answer.")
     max_consecutive_undecided: int = Field(
         default=256, ge=1, description="So many undecided answers in a row end the run: the reward is broken."
     )

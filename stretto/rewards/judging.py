@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.functions import RewardFunction, Undecided
-from stretto.rewards.wire import ScoreItem, Worth
+from stretto.rewards.wire import LARGEST_REWARD, ScoreItem, Worth
 
 _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
@@ -14,7 +15,7 @@ _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
     """Call `function` on one answer; everything that is no verdict is undecided, with the reason."""
     try:
-        value: object = function(item.prompt, item.completion, item.answer)
+        value = _plain(function(item.prompt, item.completion, item.answer))
     except Undecided as error:
         return undecided(str(error))
     # User code: not even SystemExit or KeyboardInterrupt raised in it may end the worker.
@@ -35,7 +36,14 @@ def verdict_of(value: object, worth: Worth) -> Verdict:
         return undecided("the reward returned an integer beyond any float")
     if not math.isfinite(reward):
         return undecided(f"the reward returned {reward}")
+    if abs(reward) > LARGEST_REWARD:
+        return undecided(f"the reward returned {reward:g}; it must lie between ±{LARGEST_REWARD:g}")
     return Verdict(outcome=Outcome.RIGHT if reward > worth.threshold else Outcome.WRONG, reward=reward)
+
+
+def _plain(value: Any) -> object:
+    """A scalar of numpy or torch, or an array of no dimensions, as Python's own number."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def undecided(reason: str) -> Verdict:

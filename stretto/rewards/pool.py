@@ -11,6 +11,8 @@ slot always comes back, and the answer that was the cause is undecided: with a r
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -19,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RewardFunctionError, RoleDied, RoleError, described
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, described
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
@@ -35,6 +37,8 @@ TIMED_OUT, DIED = "timeout after", "worker died"  # how the reasons of verdicts 
 _DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
 _LOSSES = 2  # workers that one answer may bring down before it is undecided
 _START_TRIES = 3
+_LOG_BYTES = 8 << 20  # of what the rewards print; beyond them the newer half is dropped
+_LOOK_SECONDS = 0.25
 _SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the timeline
 
 
@@ -53,8 +57,11 @@ class RewardPool:
         *,
         log: Path | None = None,
         on_change: Callable[[str], None] = lambda sentence: None,
+        hung: float = 10.0,
     ) -> None:
-        """`on_change` is told when a worker comes back with other `facts` than those on record."""
+        """`on_change` is told when a worker comes back with other `facts` than those on record, or gave no sign of life
+        for `hung` seconds and is replaced."""
+        self._hung = hung
         self.busy_seconds = 0.0  # seconds of all workers together
         self._facts, self._on_change = Facts(), on_change
         self._config, self._log = config, log
@@ -84,12 +91,12 @@ class RewardPool:
             RewardFunctionError: the reward cannot be used; the message says why.
             RoleDied, DeadlineExceeded: a worker does not start.
         """
+        self._spawn(self._watch())
         try:
             await asyncio.gather(*[self._start(slot) for slot in self._slots])
         except BaseException:
             await self.close()
             raise
-        self._spawn(self._watch())
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         """One verdict per item, in order.
@@ -146,6 +153,18 @@ class RewardPool:
     # Workers: start, watch, lose, start again.
 
     async def _start(self, slot: _Slot) -> None:
+        for tries_left in reversed(range(_START_TRIES)):
+            try:
+                return await self._start_once(slot)
+            except (RoleDied, OSError) as error:  # OSError: no room for another process, for the moment
+                if not tries_left and isinstance(error, OSError):
+                    raise RoleDied(ROLE, f"cannot be started: {described(error)}", str(self._log or "")) from error
+                if not tries_left:
+                    raise
+                await asyncio.sleep(0.2)
+        return None
+
+    async def _start_once(self, slot: _Slot) -> None:
         slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
         assert slot.process is not None
         await slot.process.start(self._config, self._log)
@@ -155,15 +174,33 @@ class RewardPool:
         self._dispatch()
 
     async def _watch(self) -> None:
-        """Kill a worker whose counter stood still for the timeout in the middle of an answer."""
+        """Kill a worker that judges one answer for longer than the timeout, or that does not move when it should."""
         timeout = self._config.seconds_per_answer
+        pause = min(_LOOK_SECONDS, timeout / 10)
         while True:
-            await asyncio.sleep(min(0.25, timeout / 10))
-            now = time.monotonic()
+            await asyncio.sleep(pause)
             for slot in self._slots:
-                if slot.ready and slot.process is not None and slot.stuck_for(now) >= timeout:
+                if slot.process is None:
+                    continue
+                still = slot.still_for(4 * pause)
+                if slot.ready and slot.process.ended:
+                    slot.process.give_up("")
+                elif slot.ready and slot.is_judging and still >= timeout:
                     slot.condemned = slot.seen
                     slot.process.kill()
+                elif not slot.is_judging and still >= self._hung:
+                    silent = "did not reply" if slot.ready and slot.outstanding else "gave no sign of life"
+                    slot.process.give_up(how := f"{silent} for {still:.0f} s")
+                    self._on_change(f"{slot.name} {how}: a new one is started")
+            self._cut_log()
+
+    def _cut_log(self) -> None:
+        """A reward that prints without end must not fill the disk: the beginning stays, and what came last."""
+        with contextlib.suppress(OSError):  # a worker that cannot write to it is told of where it is started
+            if self._log is not None and self._log.stat().st_size > _LOG_BYTES:
+                os.truncate(self._log, _LOG_BYTES // 2)
+                with self._log.open("a") as log:
+                    log.write(f"\n[output cut after {_LOG_BYTES >> 21} MiB]\n")
 
     def _lost(self, slot: _Slot) -> None:
         if slot.ready and self._failure is None:
@@ -183,24 +220,12 @@ class RewardPool:
             else:
                 self._ask_again([lost.culprit], how)
         self._dispatch()
-        await self._start_again(slot)
+        await self._start(slot)
 
     async def _recycle(self, slot: _Slot) -> None:
         assert slot.process is not None
         await slot.process.end()
-        await self._start_again(slot)
-
-    async def _start_again(self, slot: _Slot) -> None:
-        for tries_left in reversed(range(_START_TRIES)):
-            try:
-                return await self._start(slot)
-            except RewardFunctionError as error:
-                return self._fail(error)
-            except (RoleError, OSError) as error:  # OSError: no room for another process, for the moment
-                if not tries_left:
-                    return self._fail(error)
-                await asyncio.sleep(0.2)
-        return None
+        await self._start(slot)
 
     # Chunks: out, back, out again.
 
@@ -274,8 +299,6 @@ class RewardPool:
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, OSError):
-            error = RoleDied(ROLE, f"cannot be started: {described(error)}", str(self._log or ""))
         self._failure = self._failure or error
         for call in self._calls:
             if not call.done.done():
@@ -303,18 +326,30 @@ class _Slot:
         self.outstanding: deque[Chunk] = deque()
         self.answered = 0
         self.condemned: int | None = None  # the counter at which the worker was killed for being stuck
-        self.seen, self._since = 0, 0.0
+        self.seen = 0
+        self._signs: object = None
+        self._looked, self._still = time.monotonic(), 0.0
 
     def begin(self, process: WorkerProcess) -> None:
         self.process, self.answered, self.condemned, self.seen = process, 0, None, 0
+        self._signs, self._still = None, 0.0
 
-    def stuck_for(self, now: float) -> float:
-        """Seconds for which the worker is known to have been judging one and the same answer."""
+    @property
+    def is_judging(self) -> bool:
+        """As it was looked at last."""
+        return self.seen % 2 == 1
+
+    def still_for(self, longest: float) -> float:
+        """Seconds for which its counter has not moved; while it owes nothing, or starts, a beat is a movement too.
+
+        Of the time since the last look at most `longest` seconds count: a machine that slept is nobody's fault."""
         assert self.process is not None
-        if (progress := self.process.progress) != self.seen:
-            self.seen, self._since = progress, now
-            return 0.0
-        return now - self._since if progress % 2 else 0.0
+        now, progress, signs = time.monotonic(), self.process.progress, self.process.signs
+        elapsed, self._looked = min(now - self._looked, longest), now
+        moved = progress != self.seen or (not self.outstanding and signs != self._signs)
+        self.seen, self._signs = progress, signs
+        self._still = 0.0 if moved else self._still + elapsed
+        return self._still
 
 
 async def check_reward(config: RewardsConfig) -> None:

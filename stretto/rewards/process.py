@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,9 +19,20 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
+from stretto.processes.heartbeat import cpu_ticks
 from stretto.rewards.cgroups import remove_groups_of
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.wire import FromWorker, JudgingCounter, Ready, Refused, Reply, Request, WorkerSettings, Worth
+from stretto.rewards.wire import (
+    LARGEST_REPLY,
+    FromWorker,
+    JudgingCounter,
+    Ready,
+    Refused,
+    Reply,
+    Request,
+    WorkerSettings,
+    Worth,
+)
 
 _REAP_SECONDS = 5.0
 
@@ -37,11 +49,12 @@ class WorkerProcess:
     def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
         self.name = name
         self.facts: dict[str, str] = {}
-        self._wire = _Wire(self._received, self._lost)
+        self._wire = _Wire(self._received, self._lost, self.give_up)
         self._on_reply, self._on_lost = on_reply, on_lost
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._progress: JudgingCounter | None = None
+        self._why = ""  # the pool gave it up
 
     async def start(self, config: RewardsConfig, log: Path | None) -> None:
         ours, theirs = socket.socketpair()
@@ -54,6 +67,7 @@ class WorkerProcess:
                 socket=theirs.fileno(),
                 progress=descriptor,
                 parent=os.getpid(),
+                memory=int(config.memory_gib * (1 << 30)),
             )
             self._process = _spawn(settings, log)
         except OSError:
@@ -78,6 +92,28 @@ class WorkerProcess:
         """Twice the answers judged since the start, plus one while an answer is being judged."""
         return self._progress.count if self._progress is not None else 0
 
+    @property
+    def signs(self) -> object:
+        """Changes while it lives and waits, or starts; before its first beat, while it computes."""
+        if self._process is None or self._progress is None:
+            return None
+        return self._progress.beats or cpu_ticks(self._process.pid)
+
+    @property
+    def ended(self) -> bool:
+        """Is it gone? Its socket does not say so as long as a process that it forked holds that open."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        process = self._process
+        return (
+            process is not None and process.returncode is None and os.waitid(os.P_PID, process.pid, options) is not None
+        )
+
+    def give_up(self, why: str) -> None:
+        """Kill it; `why` is how it is said to have ended."""
+        self._why = self._why or why
+        self.kill()
+        self._wire.close()
+
     def send(self, request: Request) -> None:
         """Hand over one request.
 
@@ -87,12 +123,12 @@ class WorkerProcess:
         self._wire.write(frame(request))
 
     def kill(self) -> None:
-        """SIGKILL to the worker and to whatever it started."""
+        """SIGKILL to the worker and to whatever it started, in sessions of its own too."""
         if self._process is not None and self._process.returncode is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._process.kill()
+            for pid in (*_descendants(self._process.pid), self._process.pid):
+                for send in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        send(pid, signal.SIGKILL)
 
     async def end(self) -> str:
         """Kill, wait until the kernel has let go of it, and say how it ended: ``signal 9``, ``exit status 3``."""
@@ -107,6 +143,8 @@ class WorkerProcess:
             self._progress = None
         if code is None:
             return f"still there {_REAP_SECONDS:g} s after SIGKILL"
+        if self._why:
+            return self._why
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     async def _exit_code(self) -> int | None:
@@ -140,6 +178,16 @@ class _LostWhileStarting(Exception):
     pass
 
 
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process has started, those that these have started, and so on."""
+    found = list[int]()
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
 def _spawn(settings: WorkerSettings, log: Path | None) -> subprocess.Popen[bytes]:
     """Its own session, so that Ctrl-C in the terminal reaches the conductor alone; prints go to the log."""
     arguments = [sys.executable, "-m", "stretto.rewards.worker", msgspec.json.encode(settings).decode()]
@@ -162,11 +210,13 @@ def _spawn(settings: WorkerSettings, log: Path | None) -> subprocess.Popen[bytes
 class _Wire(asyncio.Protocol):
     """The pool's end of one socket."""
 
-    def __init__(self, received: Callable[[FromWorker], None], lost: Callable[[], None]) -> None:
-        self._received, self._lost = received, lost
+    def __init__(
+        self, received: Callable[[FromWorker], None], lost: Callable[[], None], distrust: Callable[[str], None]
+    ) -> None:
+        self._received, self._lost, self._distrust = received, lost, distrust
         self._transport: asyncio.Transport | None = None
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
-        self._unframer = Unframer()
+        self._unframer = Unframer(LARGEST_REPLY)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -177,7 +227,7 @@ class _Wire(asyncio.Protocol):
             for body in self._unframer.feed(data):
                 self._received(self._decoder.decode(body))
         except (WireError, msgspec.DecodeError):
-            self.close()  # user code wrote to a descriptor that is not its own: this worker cannot be trusted
+            self._distrust("something wrote into its replies")  # user code, to a descriptor that is not its own
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()

@@ -77,15 +77,14 @@ def blame(outstanding: Sequence[Chunk], answered: int, progress: int) -> Blame:
         answered: how many answers of earlier chunks the worker had replied to.
         progress: the worker's counter (`wire.JudgingCounter`): odd while an answer was being judged.
     """
-    if progress % 2 == 0:
-        again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]
-        return Blame(None, (*again, *outstanding[1:]))
     at = progress // 2 - answered
-    for position, chunk in enumerate(outstanding):
+    for position, chunk in enumerate(outstanding if progress % 2 and at >= 0 else ()):
         if at < len(chunk.indices):
             culprit = Chunk(chunk.call, (chunk.indices[at],), chunk.losses + 1)
             others = chunk.indices[:at] + chunk.indices[at + 1 :]
             rest = [Chunk(chunk.call, others)] if others else []
             return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
         at -= len(chunk.indices)
-    return Blame(None, tuple(outstanding))
+    # It was between two answers, or a reward has written over the counter.
+    again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]
+    return Blame(None, (*again, *outstanding[1:]))

@@ -18,7 +18,13 @@ import msgspec
 
 from stretto.core.records import Outcome, Record, Verdict
 
-_COUNTER = struct.Struct("<q")
+_COUNTERS = struct.Struct("<qq")
+
+#: No reward is larger than this, above or below zero: sums over a batch stay far from what a float cannot hold.
+LARGEST_REWARD = 1e6
+
+#: Bytes of what a worker may send at once: 64 verdicts with their reasons take a tenth of it.
+LARGEST_REPLY = 1 << 20
 
 
 class ScoreItem(Record, frozen=True, array_like=True):
@@ -53,7 +59,7 @@ class Worth(Record, frozen=True):
 
 class WorkerSettings(Record, frozen=True):
     """What a worker is started with, as JSON on its command line: the reward, its own settings (JSON again), what its
-    verdicts are worth, and two inherited descriptors."""
+    verdicts are worth, two inherited descriptors, and the bytes of memory that it may have."""
 
     function: str
     settings: str
@@ -61,6 +67,7 @@ class WorkerSettings(Record, frozen=True):
     socket: int
     progress: int
     parent: int
+    memory: int
 
 
 class Request(Record, frozen=True, array_like=True):
@@ -97,9 +104,10 @@ FromWorker = Ready | Refused | Reply
 
 
 class JudgingCounter:
-    """A counter that the worker writes and the pool reads: odd while an answer is being judged, even between two.
+    """Two counters that the worker writes and the pool reads. `count` is odd while an answer is being judged, even
+    between two; `beats` grows every second or so while the worker starts or waits.
 
-    The pool reads it after the worker was killed, too: ``count // 2`` answers were finished since the worker started.
+    The pool reads them after the worker was killed, too: ``count // 2`` answers were finished since the worker started.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -114,12 +122,24 @@ class JudgingCounter:
 
     @property
     def count(self) -> int:
-        count: int = _COUNTER.unpack_from(self._page)[0]
-        return count
+        return self._read()[0]
 
     @count.setter
     def count(self, value: int) -> None:
-        _COUNTER.pack_into(self._page, 0, value)
+        _COUNTERS.pack_into(self._page, 0, value, self.beats)
+
+    @property
+    def beats(self) -> int:
+        return self._read()[1]
+
+    def beat(self) -> None:
+        """Say that the worker lives; only the thread that judges may, or one while nothing is judged."""
+        count, beats = self._read()
+        _COUNTERS.pack_into(self._page, 0, count, beats + 1)
+
+    def _read(self) -> tuple[int, int]:
+        count, beats = _COUNTERS.unpack_from(self._page)
+        return count, beats
 
     def close(self) -> None:
         self._page.close()

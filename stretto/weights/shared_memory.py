@@ -10,6 +10,8 @@ Whoever dies in the middle leaves at most a ``.partial`` file, which nobody load
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -22,13 +24,14 @@ import msgspec
 import xxhash
 from torch import Tensor
 
-from stretto.core.errors import TornPublication, WireError
+from stretto.core.errors import TornPublication, WireError, naming
 from stretto.weights import publication
 from stretto.weights.mailbox import Gather, as_it_is
 
 SHARED = Path("/dev/shm")
 _KEPT = 2
 _RUN = re.compile(r"[A-Za-z0-9_.]+")
+_OWNED = "owned"
 
 
 def shared_folder(needed: int, fallback: Path) -> Path:
@@ -39,6 +42,26 @@ def shared_folder(needed: int, fallback: Path) -> Path:
     if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > (_KEPT + 2) * needed:
         return SHARED
     return fallback
+
+
+def own(run: str, folder: Path) -> int:
+    """A descriptor that holds the files of `run` in `folder`; the kernel lets go of them when its owner dies."""
+    path = folder / f"{_prefix(run)}{_OWNED}"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # another run looks at it for an instant
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)  # that other one took it for a dead run's
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Unlink what runs have left in `folder` that were killed; what is not ours to look at stays."""
+    for path in folder.glob(f"stretto-*-v{_OWNED}"):
+        with contextlib.suppress(OSError), path.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _unlink(folder.glob(f"{path.name.removesuffix(_OWNED)}*"))
 
 
 def remove(run: str, folder: Path) -> int:
@@ -149,12 +172,10 @@ def _sealed(manifest: publication.WeightsManifest, checksum: bytes) -> publicati
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
-    """Raises OSError with the path, which the system does not name when it refuses to write to an open file."""
-    try:
+    """Raises OSError with the path."""
+    with naming(Path(str(file.name))):
         while data:
             data = data[os.write(file.fileno(), data) :]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 def _private(path: str, flags: int) -> int:
@@ -167,7 +188,7 @@ def _check(path: Path, version: int) -> None:
 
 
 def _map(path: Path) -> memoryview:
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise TornPublication(f"{path.name} is empty")

@@ -44,4 +44,7 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
             told = f"{name} gave no sign of life for"
             seconds = seconds_until(lambda told=told: told in said(run_dir), told, command)  # type: ignore[misc]
             assert HUNG - 1 < seconds < HUNG + SURE  # its last beat was up to a second before
+        (worker,) = command.processes(WORKER)
+        os.kill(worker, signal.SIGSTOP)
+        assert seconds_until(lambda: command.processes(WORKER) not in ([], [worker]), "a new worker", command) < 5
         wait_for_step(command, steps_done(run_dir) + 1)

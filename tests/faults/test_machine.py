@@ -1,17 +1,20 @@
 """A machine that is poor or slow: a run goes on, slower, or ends with the name of what is missing.
 
 - A disk on which every fsync takes a third of a second slows a run down, and that is all.
+- A disk that fills during a checkpoint, the one with the logs, ends the run at once, with the path.
 - Too few file descriptors, at whatever moment they run out: one message, no traceback, nothing is left behind.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.faults.test_files import STRACE
-from tests.launch.running import Laboratory, assert_the_law, said
+from tests.launch.running import Laboratory, assert_the_law, said, steps_done, wait_until
 
 SLOW_DISK: tuple[str, ...] = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=fsync,fdatasync")
 SLOW_DISK += ("-e", "inject=fsync,fdatasync:delay_exit=300000")
@@ -28,6 +31,31 @@ def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path:
     assert "(DELAYED)" in calls.read_text(), "the disk was as quick as ever"
     assert_the_law(run_dir)
     assert "a new one is started" not in said(run_dir)
+
+
+#: A command on a small disk of its own, which is gone when the command is.
+SMALL_DISK = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"')
+
+
+def small_disk_works(tmp_path: Path) -> bool:
+    return subprocess.run([*SMALL_DISK, str(tmp_path), "true"], check=False, capture_output=True).returncode == 0
+
+
+def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: Laboratory, tmp_path: Path) -> None:
+    if not small_disk_works(tmp_path):
+        pytest.skip("no disk can be mounted here: not tested")
+    settings = ("trainer.steps=100000", "trainer.checkpoint_every=8", "trainer.keep_versions=1")
+    larger = ("model.build.hidden_size=128", "model.build.intermediate_size=256")  # a checkpoint of 2 MB
+    before = (*SMALL_DISK, str(tmp_path))
+    with laboratory.train(tmp_path / "run", *settings, *larger, before=before) as command:
+        disk = Path(f"/proc/{command.process.pid}/root{tmp_path}")
+        wait_until(lambda: steps_done(disk / "run") >= 2, "step 2", command)
+        free = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(bytes(free - (1 << 20)))
+        ended = command.end(30)
+        assert ended.code == 1, ended.out + ended.err
+        ended.says(str(tmp_path / "run" / "checkpoints"), "No space left on device")
+        command.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("descriptors", [8, 11, 14, 17, 20])

@@ -32,6 +32,14 @@ from stretto.store.inspection import Inspection, inspect_run
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
+#: The module that runs in the process of a role.
+MODULES = {
+    "engine": "stretto.engine.role",
+    "trainer": "stretto.trainer.roles.trainer",
+    "supervised": "stretto.trainer.roles.supervised",
+    "fork server": "stretto.processes.fork_server_role",
+    "rewards": "stretto.rewards.worker",
+}
 _MARK = "STRETTO_TEST_MARK"
 _PATIENCE = 100.0
 
@@ -70,8 +78,8 @@ class Command:
         return [pid for pid in _marked(self.mark) if module in _command_line(pid)]
 
     def role(self, name: str) -> int:
-        """The process that plays a role: ``trainer``, ``engine``, ``supervised``."""
-        (pid,) = self.processes(f"stretto.launch.{name}_role")
+        """The process that plays a role: one of `MODULES`."""
+        (pid,) = self.processes(MODULES[name])
         return pid
 
     def end(self, seconds: float = _PATIENCE) -> Ended:

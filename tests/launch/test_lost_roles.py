@@ -68,7 +68,7 @@ def test_roles_that_die_with_the_nursery_are_replaced_without_it(laboratory: Lab
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, "trainer.steps=20", "trainer.keep_versions=1") as command:
         wait_for_step(command, 2)
-        os.kill(command.role("nursery"), signal.SIGKILL)
+        os.kill(command.role("fork server"), signal.SIGKILL)
         ended = command.end()
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()

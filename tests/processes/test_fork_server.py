@@ -182,8 +182,11 @@ def test_the_end_of_a_role_is_noticed_under_a_nursery_that_hangs_and_the_others_
     assert 1.5 < nursed(work) < 5
 
 
-def test_a_nursery_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_READY_SECONDS", 0.2)
+@pytest.mark.parametrize("limit", ["_READY_SECONDS", "_STILL_SECONDS"])
+def test_a_nursery_that_does_not_answer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(module, limit, 0.2)
 
     async def work(opened: ForkServer) -> None:
         os.kill(opened.pid, signal.SIGSTOP)

@@ -96,6 +96,20 @@ def test_a_role_that_hangs_is_killed_whether_or_not_anybody_waits_for_its_end(tm
     assert played(tmp_path, StubbornSpec(beats=True), hang, hung=1.5) == "gave no sign of life for 2 s and was killed"
 
 
+def test_a_role_that_is_stopped_before_its_first_sign_of_life_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.processes.role._IMPORT_SECONDS", 1.0)
+
+    async def main() -> str:
+        role = RoleProcess("stubborn", "tests.processes.stubborn_role", tmp_path / "log.txt", hung=1.0)
+        await role.start(StubbornSpec(beats=True), threads=1)
+        os.kill(role.pid, signal.SIGSTOP)
+        return await role.ended()
+
+    assert asyncio.run(main()).startswith("gave no sign of life for ")
+
+
 def test_a_pause_of_the_conductor_is_not_held_against_a_role(tmp_path: Path) -> None:
     async def pause_of_all(role: RoleProcess) -> str:
         supervision = asyncio.create_task(role.ended())

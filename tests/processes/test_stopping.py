@@ -16,6 +16,7 @@ from pathlib import Path
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step
 from tests.launch.running import (
+    MODULES,
     TINY,
     Laboratory,
     assert_the_law,
@@ -122,7 +123,7 @@ def test_a_run_killed_before_its_first_checkpoint_loses_nothing(laboratory: Labo
 def test_a_stop_while_the_roles_start_leaves_a_run_that_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, "trainer.steps=1") as command:
-        wait_until(lambda: bool(command.processes("engine_role")), "an engine's process", command)
+        wait_until(lambda: bool(command.processes(MODULES["engine"])), "an engine's process", command)
         ended, seconds = command.stop(signal.SIGINT)
         assert ended.code == 130, ended.err
         assert seconds < 10

@@ -1,7 +1,8 @@
 """Rewards as they should not be, one row each.
 
 Promises: what a reward returns instead of a number is named and is no verdict; what it raises is no verdict either;
-what it writes, or does to what it was given, harms nobody; numbers of numpy that are floats are numbers.
+what it writes, or does to what it was given, harms nobody; numbers of numpy are numbers, and arrays of no dimensions
+too; beyond a million a number is no reward.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ NO_VERDICT: dict[str, tuple[Callable[[], Any], str]] = {
     "a dict": (lambda: {"reward": 1.0}, "returned dict"),
     "a complex number": (lambda: 1j, "returned complex"),
     "an array": (lambda: np.array([1.0]), "returned ndarray"),
-    "a small float of numpy": (lambda: np.float32(1.0), "returned float32"),
-    "a bool of numpy": (lambda: np.bool_(True), "returned bool"),
+    "a text of numpy": (lambda: np.str_("1"), "returned str"),
+    "a number that overflows sums": (lambda: 1e308, "returned 1e+308; it must lie between ±1e+06"),
+    "a small number that overflows sums": (lambda: -1_000_001, "returned -1e+06; it must lie between ±1e+06"),
     "a NaN of numpy": (lambda: np.float64("nan"), "returned nan"),
     "a tensor with a gradient": (LikeATensor, "returned LikeATensor"),
     "a generator": (lambda: (number for number in (1.0,)), "returned generator"),
@@ -81,7 +83,20 @@ def test_what_is_no_number_is_no_verdict_and_says_why(name: str) -> None:
     assert reason in verdict.reason
 
 
-@pytest.mark.parametrize(("value", "worth"), [(np.float64(0.75), 0.75), (True, 1.0), (0, 0.0), (-3, -3.0)])
+NUMBERS: list[tuple[Any, float]] = [
+    (np.float64(0.75), 0.75),
+    (np.float32(0.75), 0.75),
+    (np.int64(-3), -3.0),
+    (np.bool_(True), 1.0),
+    (np.array(0.75), 0.75),
+    (True, 1.0),
+    (0, 0.0),
+    (-3, -3.0),
+    (1e6, 1e6),
+]
+
+
+@pytest.mark.parametrize(("value", "worth"), NUMBERS)
 def test_what_is_a_number_is_the_reward(value: Any, worth: float) -> None:
     assert judge(lambda prompt, completion, answer: value, ITEM, WORTH).reward == worth
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -26,7 +26,7 @@ from stretto.rewards.pool import RewardPool, check_reward
 from stretto.rewards.wire import ScoreItem
 
 _MODULE = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 leaked = []
 def leaks(prompt, completion, answer):
     leaked.append(open(os.devnull))
@@ -46,9 +46,21 @@ def reward(prompt, completion, answer):
     return completion == answer
 def garbage(prompt, completion, answer):
     for fd in (int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2):
-        try: os.write(fd, b"\\xff" * 64)
+        try: answer in os.readlink(f"/proc/self/fd/{fd}") and os.write(fd, bytes.fromhex(completion))
         except OSError: pass
     return True
+def child(prompt, completion, answer):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=completion == "hang").pid
+    with open(answer, "a") as file: file.write(f" {child}")
+    if not os.fork(): time.sleep(600)
+    if completion == "exit": os._exit(3)
+    time.sleep(600)
+def floods(prompt, completion, answer):
+    for _ in range(64): os.write(1, b"x" * (1 << 20))
+    print("last", time.sleep(1))
+    return True
+def greedy(prompt, completion, answer):
+    return len(bytearray(1 << 30)) > 0
 """
 
 Result = TypeVar("Result")
@@ -95,9 +107,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rew
 Make = Callable[..., RewardsConfig]
 
 
-def scored(config: RewardsConfig, work: Callable[[RewardPool], Awaitable[Result]]) -> Result:
+def scored(config: RewardsConfig, work: Callable[[RewardPool], Awaitable[Result]], **settings: Any) -> Result:
     async def main() -> Result:
-        async with RewardPool(config) as pool:
+        async with RewardPool(config, **settings) as pool:
             return await work(pool)
 
     return run(main())
@@ -183,9 +195,59 @@ def test_an_idle_worker_that_is_killed_comes_back(config: Make) -> None:
     assert outcomes(scored(config(), work)) == ["right", "right"]
 
 
-def test_a_reward_that_writes_to_the_wire_is_undecided(config: Make) -> None:
-    [verdict] = scored(config("pool_rewards:garbage"), lambda pool: pool.score(items("x")))
-    assert verdict.outcome is Outcome.UNDECIDED
+@pytest.mark.parametrize(
+    ("written", "to", "how"),
+    [
+        ("ff" * 64, "", "something wrote into its replies"),
+        ("00000005", "socket", "something wrote into its replies"),  # announces a frame of 80 MiB
+        ("00000100", "socket", "did not reply for 1 s"),  # of 64 KiB: it may be a reply
+    ],
+)
+def test_a_reward_that_writes_to_the_wire_is_undecided(config: Make, written: str, to: str, how: str) -> None:
+    work = scored(config("pool_rewards:garbage"), lambda pool: pool.score(items(written, answer=to)), hung=1.0)
+    assert [verdict.reason for verdict in work] == [f"worker died: {how}"]
+
+
+def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(config: Make) -> None:
+    said: list[str] = []
+
+    async def work(pool: RewardPool) -> list[Verdict]:
+        for _ in range(2):  # the second time, what takes its place may be starting yet
+            [child] = children()
+            os.kill(child, signal.SIGSTOP)
+            while runs(child):
+                await asyncio.sleep(0.02)
+            while not children():
+                await asyncio.sleep(0.001)
+        return await pool.score(items("ok", "no"))
+
+    assert outcomes(scored(config(), work, hung=1.5, on_change=said.append)) == ["right", "wrong"]
+    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 gave no sign of life"] * 2
+
+
+HOW_THEY_END = [("hang", "timeout after 0.3 s"), ("exit", "worker died: exit status 3")]
+
+
+@pytest.mark.parametrize(("completion", "how"), HOW_THEY_END)
+def test_what_a_reward_started_ends_with_its_worker(config: Make, tmp_path: Path, completion: str, how: str) -> None:
+    mark = tmp_path / "mark"
+    [verdict] = scored(config("pool_rewards:child"), lambda pool: pool.score(items(completion, answer=str(mark))))
+    assert verdict.reason == how
+    started = mark.read_text().split()
+    assert [runs(int(pid)) for pid in started] == [False] * len(started) != []
+
+
+def test_a_reward_that_takes_too_much_memory_is_undecided(config: Make) -> None:
+    [verdict] = scored(config("pool_rewards:greedy", memory_gib=0.5), lambda pool: pool.score(items("")))
+    assert verdict.reason == "the reward raised MemoryError"
+
+
+def test_a_reward_that_floods_its_log_does_not_fill_the_disk(config: Make, tmp_path: Path) -> None:
+    log = tmp_path / "rewards.txt"
+    scored(config("pool_rewards:floods", timeout=20.0), lambda pool: pool.score(items("")), log=log)
+    text = log.read_text()
+    assert len(text) < 10 << 20
+    assert text.endswith("[output cut after 4 MiB]\nlast None\n")
 
 
 def test_text_that_no_wire_can_carry_is_undecided(config: Make) -> None:

@@ -1,5 +1,6 @@
 """Promises: what is published is what is loaded, to the bit; a publication that is cut, flipped, of another version or
-half-written is never loaded; the newest two are kept; nothing is left behind, not by a killed publisher either.
+half-written is never loaded; the newest two are kept; nothing is left behind, not by a killed publisher either: the
+next run, of whichever folder, removes what belongs to nobody.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from torch import Tensor, nn
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights import publication
 from stretto.weights.mailbox import Onlooker
-from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, remove, shared_folder
+from stretto.weights.shared_memory import (
+    SharedMemoryPublisher,
+    SharedMemorySubscriber,
+    own,
+    remove,
+    remove_abandoned,
+    shared_folder,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -49,6 +57,25 @@ def subscriber(tmp_path: Path) -> SharedMemorySubscriber:
 
 def file_of(folder: Path, version: int) -> Path:
     return folder / f"stretto-run-v{version:06d}.weights"
+
+
+def test_what_a_dead_run_has_left_is_removed_and_what_a_living_one_has_stays(
+    publisher: SharedMemoryPublisher, tmp_path: Path
+) -> None:
+    held = own("run", tmp_path)
+    publisher.publish(1, [])
+    code = "from stretto.weights.shared_memory import *; own('dead', Path('.')); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -signal.SIGKILL
+    SharedMemoryPublisher("dead", tmp_path).publish(3, [])
+    SharedMemoryPublisher("nobody.knows", tmp_path).publish(3, [])
+    remove_abandoned(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "stretto-nobody.knows-v000003.weights",
+        "stretto-run-v000001.weights",
+        "stretto-run-vowned",
+    ]
+    os.close(held)
+    remove("nobody.knows", tmp_path)
 
 
 def test_tensors_are_gathered_one_at_a_time(

@@ -32,7 +32,7 @@ from stretto.rewards.pool import RewardPool
 from stretto.store import lock
 from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder
-from stretto.weights.shared_memory import SHARED, remove, shared_folder
+from stretto.weights.shared_memory import SHARED, own, remove, remove_abandoned, shared_folder
 
 _SOCKETS = ".sockets"  # names the folder that the roles of a run meet in
 _STOP_GRACE = 1.0
@@ -109,6 +109,7 @@ async def roles(
     recipe = plan.recipe
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
+    remove_abandoned(SHARED)
     sockets = socket_folder()
     owned = lock.acquire(sockets)  # until this process ends: whoever finds the name elsewhere leaves them to us
     folder.write(_SOCKETS, f"{sockets}\n")
@@ -133,9 +134,10 @@ async def roles(
         except OSError as error:  # whoever reads it later should know; the run goes on without it
             report(f"not recorded: {described(error)}")
 
-    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed)
+    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed, hung=recipe.deadlines.hung)
     trainer.report_to(report)
     fleet.report_to(report)
+    owned = own(mailbox, mailbox_folder)
     # Steps that are done again may take longer than an engine waits for its first weights.
     weights = partial(trainer.start, trainer_spec(plan, model, meeting), version)
     engines = partial(fleet.start, version)
@@ -149,6 +151,7 @@ async def roles(
             await end_all(report, fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
         finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
             remove(meeting.mailbox, meeting.mailbox_folder)
+            os.close(owned)
             shutil.rmtree(sockets, ignore_errors=True)
             os.close(owned)
             if folder.is_ours():

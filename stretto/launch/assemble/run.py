@@ -82,7 +82,9 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
     """
     stopped, began = StopSignal(), time.monotonic()
     if not folder.policy(0).exists():
-        source = await stopped.unless(warm_start(plan, folder.role_log("warm-start"), stage.learning, starter))
+        source = await stopped.unless(
+            warm_start(plan, folder.role_log("warm-start"), stage.learning, starter, stage.say)
+        )
         if source is None:
             return stopped.exit_code
         with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:

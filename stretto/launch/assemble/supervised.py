@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError
+from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError, naming
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
@@ -37,17 +37,18 @@ async def train_in_process(
     hung: float,
     on_learning: OnLearning,
     starter: Spawner = FRESH,
+    say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the policy in `model` on examples; `folder` appears when the policy in it is whole.
+    """Train the policy in `model` on examples; `folder` appears when the policy in it is whole. A process that is
+    killed, or that gives no sign of life for `hung` seconds, is replaced once; `say` is told.
 
     Raises:
-        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed, gave no sign of life for `hung`
-            seconds, or took more than `seconds`.
+        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed, was killed twice, or took more than
+            `seconds`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
     process = RoleProcess(role, "stretto.trainer.roles.supervised", log, hung, starter)
-    channel: ConductorEnd[FromSupervised] = ConductorEnd(role, FROM_SUPERVISED, str(log))
     spec = SupervisedSpec(
         model=str(model),
         examples=str(shown),
@@ -55,17 +56,25 @@ async def train_in_process(
         config=config.model_dump_json(),
         seed=seed,
         threads=config.threads,
-        descriptor=channel.far.fileno(),
     )
-    try:
-        shown.write_bytes(msgspec.msgpack.encode(examples))
-        await process.start(spec, spec.threads, (spec.descriptor,))
-        await channel.open()
-        await _follow(channel, process, seconds, on_learning)
-    finally:
-        channel.close()
-        await process.stop(grace=1.0)
-        shown.unlink(missing_ok=True)
+    for again in (True, False):
+        channel: ConductorEnd[FromSupervised] = ConductorEnd(role, FROM_SUPERVISED, str(log))
+        spec = msgspec.structs.replace(spec, descriptor=channel.far.fileno())
+        try:
+            with naming(shown):
+                shown.write_bytes(msgspec.msgpack.encode(examples))
+            await process.start(spec, spec.threads, (spec.descriptor,))
+            await channel.open()
+            return await _follow(channel, process, seconds, on_learning)
+        except RoleDied as death:
+            if not (again and process.killed):
+                raise
+            say(f"{role} {death.how}: it begins anew")
+        finally:
+            channel.close()
+            await process.stop(grace=1.0)
+            shown.unlink(missing_ok=True)
+    return None
 
 
 async def _follow(

@@ -18,7 +18,13 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import Demonstrations
 
 
-async def warm_start(plan: Plan, log: Path, on_learning: OnLearning, starter: Spawner = FRESH) -> Path:
+async def warm_start(
+    plan: Plan,
+    log: Path,
+    on_learning: OnLearning,
+    starter: Spawner = FRESH,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
     """The folder of the policy that reinforcement starts from: the base itself if the recipe has no warm start.
 
     Raises:
@@ -28,7 +34,7 @@ async def warm_start(plan: Plan, log: Path, on_learning: OnLearning, starter: Sp
         return plan.base.path
     folder = cache_folder() / "warm-starts" / warm_start_key(plan)
     if not folder.exists():
-        await fine_tune_to(plan, folder, log, on_learning, starter)
+        await fine_tune_to(plan, folder, log, on_learning, starter, say)
     return folder
 
 
@@ -44,7 +50,14 @@ def warm_start_key(plan: Plan) -> str:
     return digest(__version__, weights.hexdigest(), shown, recipe.warm_start.model_dump_json(), recipe.seed)
 
 
-async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearning, starter: Spawner) -> None:
+async def fine_tune_to(
+    plan: Plan,
+    folder: Path,
+    log: Path,
+    on_learning: OnLearning,
+    starter: Spawner,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
     """Train the plan's base on its demonstrations; `folder` appears when the policy in it is whole."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
@@ -60,6 +73,7 @@ async def fine_tune_to(plan: Plan, folder: Path, log: Path, on_learning: OnLearn
         hung=recipe.deadlines.hung,
         on_learning=on_learning,
         starter=starter,
+        say=say,
     )
 
 
