@@ -150,9 +150,10 @@ class Conductor:
         else:
             before = self._controller.filtered
             self._controller.finish(ticket, trajectories)
-            self._recorder.answered(trajectories)
+            self._recorder.answered(ticket.draw.prompt, trajectories)
             filtered = self._controller.filtered
-            if filtered > before and filtered % (_SILENT_BATCHES * self._controller.config.batch_size) == 0:
+            batches, rest = divmod(filtered, _SILENT_BATCHES * self._controller.config.batch_size)
+            if filtered > before and not rest and batches.bit_count() == 1:  # at twice as many each time
                 self._recorder.filtered(filtered)
         self._in_flight.forget(ticket.group_id)
 

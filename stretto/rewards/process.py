@@ -54,6 +54,7 @@ class WorkerProcess:
                 socket=theirs.fileno(),
                 progress=descriptor,
                 parent=os.getpid(),
+                path=config.path,
             )
             self._process = _spawn(settings, log)
         except OSError:

@@ -10,6 +10,7 @@ import io
 import socket
 import sys
 import time
+from functools import partial
 
 import msgspec
 
@@ -19,7 +20,7 @@ from stretto.core.records import Verdict
 from stretto.processes.heartbeat import die_with_parent
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
-from stretto.rewards.loading import facts_of, load_reward
+from stretto.rewards.loading import facts_of, fields_taken, load_reward
 from stretto.rewards.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
 
 _READ_BYTES = 1 << 20
@@ -53,7 +54,8 @@ class Worker:
 
     def _judged(self, function: RewardFunction, item: ScoreItem) -> Verdict:
         self._progress.count += 1
-        verdict = judge(function, item, self._worth)
+        fields = fields_taken(function, item.fields)
+        verdict = judge(partial(function, **fields) if fields else function, item, self._worth)
         self._progress.count += 1
         return verdict
 
@@ -63,6 +65,8 @@ def main(arguments: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what the reward printed before it hung is in the log
     die_with_parent(settings.parent)
+    if settings.path is not None:
+        sys.path.insert(0, settings.path)
     try:
         Worker(settings).run()
     except (BrokenPipeError, ConnectionResetError):

@@ -16,6 +16,7 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.rows import Payload
 from stretto.store.ledger.schema import open_for_reading
 from stretto.store.ledger.seals import SIZE
+from stretto.store.series.lines import read_lines
 
 _ROWS = """
     SELECT groups.id, prompt_id, member, prompt_token_ids, payload, reward, verdict, state, reason,
@@ -44,6 +45,21 @@ class ExportedTrajectory(Record, frozen=True):
     trained_step: int | None
     stop_reason: str | None
     text: str
+    prompt: str | None = None  # None: the run did not write its questions down
+    answer: str | None = None  # the gold answer
+    row: str | None = None  # FILE:LINE of the question, where it is a row of a file
+
+
+class ExportedQuestion(Record, frozen=True):
+    """One line of ``questions.jsonl``: what was asked, and what the reward compared with."""
+
+    id: str
+    prompt: str
+    answer: str
+    row: str | None = None
+
+
+_QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
 
 
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
@@ -54,15 +70,15 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
         StoreError: its ledger cannot be read.
     """
     folder = RunFolder.open(path)
+    questions = {question.id: question for question in read_lines(folder.questions, _QUESTIONS)}
     payloads = msgspec.msgpack.Decoder(Payload)
     prompts = msgspec.msgpack.Decoder(tuple[int, ...])
     try:
         with closing(open_for_reading(folder.ledger)) as connection:
             for group, prompt_id, member, prompt, payload, *rest in connection.execute(_ROWS):
                 answer = _NOTHING if payload is None else payloads.decode(payload[SIZE:])
-                yield _exported(
-                    group, prompt_id, member, () if prompt is None else prompts.decode(prompt), answer, rest
-                )
+                tokens = () if prompt is None else prompts.decode(prompt)
+                yield _exported(group, prompt_id, member, tokens, answer, rest, questions.get(prompt_id))
     except (sqlite3.Error, msgspec.MsgspecError) as error:
         raise StoreError(f"{folder.ledger}: cannot be read: {error}") from error
 
@@ -92,7 +108,13 @@ def export_run(path: str | Path, file: str | Path) -> int:
 
 
 def _exported(
-    group: str, prompt_id: str, member: int, prompt: tuple[int, ...], answer: Payload, rest: list[object]
+    group: str,
+    prompt_id: str,
+    member: int,
+    prompt: tuple[int, ...],
+    answer: Payload,
+    rest: list[object],
+    question: ExportedQuestion | None,
 ) -> ExportedTrajectory:
     reward, verdict, state, reason, admitted_version, trained_step, stop_reason = rest
     fields = {
@@ -112,4 +134,6 @@ def _exported(
         "stop_reason": stop_reason,
         "text": answer.text,
     }
+    if question is not None:
+        fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row}
     return msgspec.convert(fields, ExportedTrajectory)

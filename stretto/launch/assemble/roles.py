@@ -126,7 +126,7 @@ async def roles(
         except OSError as error:  # whoever reads it later should know; the run goes on without it
             report(f"not recorded: {described(error)}")
 
-    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed)
+    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed, rows=plan.rows)
     trainer.report_to(report)
     fleet.report_to(report)
     # Steps that are done again may take longer than an engine waits for its first weights.
