@@ -5,7 +5,7 @@
     python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, one of two engines, a reward
-worker, the warm start, or the fork server, with which the kernel ends trainer and engines. A stop (SIGSTOP, for good) hits
+worker, the warm start, or the fork server, with which the kernel ends trainer and engines. A stop (SIGSTOP) hits
 one of the same but the conductor: it is to be noticed within `deadlines.hung`. The reward fails for one answer in five,
 at random. The run has to go on by itself, unless its roles were
 starting: then it may end with an error that names the role, and is resumed. Kills come at any time: while the roles

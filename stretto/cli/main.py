@@ -8,18 +8,36 @@ from typing import Annotated, Optional
 
 import typer
 
+from stretto import __version__
 from stretto.cli.score import score
 from stretto.core.errors import StrettoError, described
 
 app = typer.Typer(
     name="stretto",
-    help="Reinforcement learning that never waits: language models learn to reason while they generate.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Built models and warm starts are kept in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
 )
 app.add_typer(score)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def door(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Reinforcement learning that never waits: language models learn to reason while they generate."""
+
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that says what to do.")]
 RecipeOrRun = Annotated[
@@ -54,11 +72,12 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
+    print(f"checking {recipe}", flush=True)
     if dry_run:
         _refuse_mistakes(recipe, overrides or [])
         from stretto.launch.commands.train import check
 
-        check(recipe, overrides or [], resume)
+        check(recipe, overrides or [], resume, run_dir)
         return
     from stretto.processes.fork_server import nursery
 
@@ -69,6 +88,7 @@ def train(
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto.dashboard.terminal.progress import open_display
 
+        print(f"run folder {prepared.path}", flush=True)
         with open_display(prepared.steps) as display:
             code = prepared.train(display, starter)
     # What draws takes a second to load, and neither who has made a mistake nor the training need wait for it.
@@ -131,7 +151,7 @@ def evaluate(
     with nursery() as starter:
         from stretto.launch.commands.evaluate import evaluate
 
-        evaluation = evaluate(model, task, overrides or [], starter)
+        evaluation = evaluate(model, task, overrides or [], starter, lambda text: print(text, file=sys.stderr))
     print(evaluation.as_json() if json else evaluation)
 
 

@@ -143,9 +143,10 @@ class Conductor:
         else:
             before = self.controller.filtered
             self.controller.finish(ticket, trajectories)
-            self.recorder.answered(trajectories)
+            self.recorder.answered(ticket.draw.prompt, trajectories)
             filtered = self.controller.filtered
-            if filtered > before and filtered % (_SILENT_BATCHES * self.controller.config.batch_size) == 0:
+            batches, rest = divmod(filtered, _SILENT_BATCHES * self.controller.config.batch_size)
+            if filtered > before and not rest and batches.bit_count() == 1:  # at twice as many each time
                 self.recorder.filtered(filtered)
         self.in_flight.forget(ticket.group_id)
 

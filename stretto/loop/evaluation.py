@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
+
 from stretto.core.engine import Generate
 from stretto.core.errors import EngineLost
 from stretto.core.events import Span
@@ -17,6 +19,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.protocols import Detokenize, Score
+from stretto.store.series.samples import SampledCompletion
 
 _TOGETHER = 64  # prompts that are asked together
 _AT_ONCE = 4  # such portions under way
@@ -28,7 +31,8 @@ _PREFIX = "evaluation."
 class Evaluator:
     """Asks engines and rewards like the training loop does, beside it or alone.
 
-    `tally` is told the tokens of each answer as it comes: also of an evaluation that is cut short later.
+    `tally` is told the tokens of each answer as it comes: also of an evaluation that is cut short later. `keep` gets
+    the judged completions of a whole evaluation.
     """
 
     prompts: Sequence[Prompt]
@@ -38,6 +42,7 @@ class Evaluator:
     score: Score
     detokenize: Detokenize
     tally: Callable[[int], None] = lambda tokens: None
+    keep: Callable[[Sequence[SampledCompletion]], None] = lambda samples: None
 
     async def __call__(self) -> Evaluation:
         """Answer and judge every prompt; each wait inside has its own deadline.
@@ -48,17 +53,19 @@ class Evaluator:
         room = asyncio.Semaphore(_AT_ONCE)
         parts = [self.prompts[start : start + _TOGETHER] for start in range(0, len(self.prompts), _TOGETHER)]
         answers = list(chain.from_iterable(await asyncio.gather(*(self._answer(part, room) for part in parts))))
-        outcomes = [outcome for outcome, _, _ in answers]
+        outcomes = [sample.outcome for sample, _ in answers]
+        version = max(sample.versions[-1] for sample, _ in answers)
+        self.keep([msgspec.structs.replace(sample, version=version) for sample, _ in answers])
         return Evaluation(
-            version=max(version for _, version, _ in answers),
+            version=version,
             prompts=len(answers),
             right=outcomes.count(Outcome.RIGHT),
             undecided=outcomes.count(Outcome.UNDECIDED),
-            tokens=sum(tokens for _, _, tokens in answers),
+            tokens=sum(tokens for _, tokens in answers),
         )
 
-    async def _answer(self, prompts: Sequence[Prompt], room: asyncio.Semaphore) -> list[tuple[Outcome, int, int]]:
-        """Of each prompt the outcome, the newest version that sampled its answer, and how many tokens that has."""
+    async def _answer(self, prompts: Sequence[Prompt], room: asyncio.Semaphore) -> list[tuple[SampledCompletion, int]]:
+        """Of each prompt the judged completion, and how many tokens that has."""
         async with room:
             completions = await self._completions([self._request(prompt) for prompt in prompts])
         return await asyncio.gather(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
@@ -85,9 +92,10 @@ class Evaluator:
             found[completion.request.removeprefix(_PREFIX)] = completion
         return found
 
-    async def _judge(self, prompt: Prompt, completion: Completion) -> tuple[Outcome, int, int]:
-        (verdict,) = await self.score(prompt.text, [self.detokenize(completion.token_ids)], prompt.answer)
-        return verdict.outcome, completion.versions[-1], len(completion.token_ids)
+    async def _judge(self, prompt: Prompt, completion: Completion) -> tuple[SampledCompletion, int]:
+        text = self.detokenize(completion.token_ids)
+        (verdict,) = await self.score(prompt.text, [text], prompt.answer)
+        return SampledCompletion.of(prompt, completion.versions, text, verdict), len(completion.token_ids)
 
 
 class PeriodicEvaluation:

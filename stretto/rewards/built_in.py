@@ -32,7 +32,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
-    "last_number": BuiltIn("stretto.rewards.functions:last_number"),
+    "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
     "math": BuiltIn("stretto.rewards.math:math", gold="stretto.rewards.math:gold"),
 }
 

@@ -22,6 +22,11 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         description="A built-in reward (final_answer, exact_match, last_number, math, code), or "
         "'package.module:function'.",
     )
+    path: str | None = Field(
+        default=None,
+        description="Folder in which the module of `function` is looked for first, before the folder that stretto is "
+        "started from; left out: the recipe's folder, if the module is there.",
+    )
     workers: int = Field(default=1, ge=1, le=256, description="Processes that score answers.")
     timeout: float | None = Field(
         default=None,

@@ -6,7 +6,10 @@ import re
 from typing import Protocol
 
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
-_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
+_DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = re.compile(_DECIMAL)
+_GOLD_NUMBER = re.compile(rf"(?:\\?\$ ?)?({_DECIMAL})(?: ?\\?%)?\.?")  # $18 and 50% are 18 and 50
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 class Undecided(Exception):
@@ -18,6 +21,8 @@ class RewardFunction(Protocol):
 
     `prompt` is the question as text, `completion` what the policy answered (special tokens removed), `answer` the
     gold answer of the data row.
+
+    A function with further parameters, or with ``**fields``, gets the row's other fields of these names.
 
     Returns True or False for right and wrong (the recipe says what they are worth), or a finite number that is the
     reward itself; the answer then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
@@ -44,13 +49,38 @@ def exact_match(prompt: str, completion: str, answer: str) -> bool:
 
 
 def last_number(prompt: str, completion: str, answer: str) -> bool:
-    """Is the last number of the completion (``-12``, ``3.50``) the gold answer?
+    """Is the last number of the completion (``-12``, ``3.50``, ``1,000``) that of the gold answer?
 
     >>> last_number("How many?", "First 3, then 4.50", "4.5"), last_number("How many?", "none", "4.5")
     (True, False)
+    >>> last_number("How many?", "48 + 24 = 72", "He sold 48 + 24 = <<48+24=72>>72 clips.\\n#### 72")
+    True
+
+    Raises:
+        Undecided: the gold answer is no number.
     """
+    gold = _number_of(answer)
     numbers = _NUMBER.findall(completion)
-    return bool(numbers) and _canonical_decimal(numbers[-1]) == _canonical_decimal(answer)
+    return bool(numbers) and _canonical_decimal(numbers[-1]) == gold
+
+
+def number_gold(prompt: str, completion: str, answer: str) -> bool:
+    """Can `answer` be a gold answer of `last_number`?
+
+    Raises:
+        Undecided: it cannot; the reason says why.
+    """
+    return bool(_number_of(answer))
+
+
+def _number_of(gold: str) -> str:
+    r"""The number that a gold answer is: what follows ``####`` (GSM8K), what ``\boxed{}`` holds, or all of it."""
+    final = gold.rpartition("####")[2]
+    boxes = _BOXED.findall(final)
+    match = _GOLD_NUMBER.fullmatch((boxes[-1] if boxes else final).strip())
+    if match is None:
+        raise Undecided(f"the gold answer {gold[-60:]!r} is no number, and ends in none behind '####'")
+    return _canonical_decimal(match[1])
 
 
 def _canonical(text: str) -> str:
@@ -68,9 +98,9 @@ def _canonical(text: str) -> str:
 
 def _canonical_decimal(text: str) -> str:
     """One spelling per decimal number: ``+4.50`` is ``4.5``, ``4.0`` is ``4``."""
-    whole, _, fraction = text.strip().partition(".")
+    whole, _, fraction = text.strip().replace(",", "").partition(".")
     fraction = fraction.rstrip("0")
     if not fraction:
         return _canonical(whole)
     sign = "-" if whole.startswith("-") else ""
-    return f"{sign}{_canonical(whole.lstrip('+-'))}.{fraction}"
+    return f"{sign}{_canonical(whole.lstrip('+-') or '0')}.{fraction}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from typing import Any
 
 from stretto.core.records import Outcome, Verdict
@@ -21,7 +22,10 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
     # User code: not even SystemExit or KeyboardInterrupt raised in it may end the worker.
     except BaseException as error:
         return undecided(f"the reward raised {_described(error)}")
-    return verdict_of(value, worth)
+    verdict = verdict_of(value, worth)
+    if verdict.outcome is Outcome.UNDECIDED and (code := getattr(function, "__code__", None)) is not None:
+        return undecided(f"{verdict.reason} ({code.co_filename}:{code.co_firstlineno})")
+    return verdict
 
 
 def verdict_of(value: object, worth: Worth) -> Verdict:
@@ -57,4 +61,12 @@ def _described(error: BaseException) -> str:
     # Even an exception's own __str__ is user code.
     except BaseException:
         text = "(its message cannot be shown)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    kind = f"{type(error).__name__}{_place(error)}"
+    return f"{kind}: {text}" if text else kind
+
+
+def _place(error: BaseException) -> str:
+    """`` in FILE:LINE``: the line of the reward's own file that was under way, whichever library raised the error."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
+    own = [f" in {file}:{line}" for file, line in frames if file == frames[0][0]]
+    return own[-1] if own else ""

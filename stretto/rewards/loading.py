@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+from collections.abc import Callable
+from typing import Any
 
 from stretto.core.errors import Problem, RewardFunctionError, nearest
 from stretto.rewards.built_in import BUILT_IN
@@ -61,13 +64,34 @@ def _checked(name: str, found: object) -> RewardFunction:
     if any(map(inspect.iscoroutinefunction, (found, call))) or any(map(inspect.isasyncgenfunction, (found, call))):
         raise _refused(f"{name!r} is asynchronous", f"{_CONTRACT}, without 'async'")
     try:
-        inspect.signature(found).bind("prompt", "completion", "answer")
+        inspect.signature(found).bind("prompt", "completion", "answer", **dict.fromkeys(_further(found)))
     except TypeError as error:
         raise _refused(f"{name!r} has another signature: {error}", _CONTRACT) from error
     except ValueError:
         pass  # some functions written in C have no signature to look at; the first call will tell
     function: RewardFunction = found
     return function
+
+
+def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
+    """The fields of a row (a JSON object) that the reward has parameters for, behind the three of every reward."""
+    if not row:
+        return {}
+    fields: dict[str, Any] = json.loads(row)
+    try:
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        return fields if takes_all else {name: fields[name] for name in _further(function) if name in fields}
+    except ValueError:  # written in C, without a signature
+        return {}
+
+
+def _further(found: Callable[..., object]) -> list[str]:
+    """The parameters behind the first three, by name."""
+    parameters = list(inspect.signature(found).parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = [parameter.name for parameter in parameters if parameter.kind in positional][:3]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in named and p.name not in (*first, "prompt", "completion", "answer")]
 
 
 def _refused(found: str, remedy: str) -> RewardFunctionError:

@@ -58,10 +58,13 @@ class RewardPool:
         log: Path | None = None,
         on_change: Callable[[str], None] = lambda sentence: None,
         hung: float = 10.0,
+        rows: Mapping[tuple[str, str], str] | None = None,
     ) -> None:
-        """`on_change` is told when a worker comes back with other `facts` than those on record, or gave no sign of life
-        for `hung` seconds and is replaced."""
+        """`on_change` hears of a worker that comes back with other `facts` than those on record, or that gave no
+        heartbeat for `hung` seconds and is replaced. `rows`: the further fields of a question, a JSON object, by its
+        prompt and its gold answer."""
         self._hung = hung
+        self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
         self._facts, self._on_change = Facts(), on_change
         self._config, self._log = config, log
@@ -125,7 +128,8 @@ class RewardPool:
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
         """As `score`, for several answers to one prompt."""
-        return await self.score([ScoreItem(prompt=prompt, completion=text, answer=answer) for text in completions])
+        fields = self._rows.get((prompt, answer), "")
+        return await self.score([ScoreItem(prompt, text, answer, fields) for text in completions])
 
     def drain_spans(self) -> list[Span]:
         """The stretches of work since the last call, for the timeline."""

@@ -68,6 +68,7 @@ class WorkerProcess:
                 progress=descriptor,
                 parent=os.getpid(),
                 memory=int(config.memory_gib * (1 << 30)),
+                path=config.path,
             )
             self._process = _spawn(settings, log)
         except OSError:

@@ -36,6 +36,7 @@ class ScoreItem(Record, frozen=True, array_like=True):
     prompt: str
     completion: str
     answer: str
+    fields: str = ""  # the other fields of the row, as a JSON object
 
 
 class Worth(Record, frozen=True):
@@ -68,6 +69,7 @@ class WorkerSettings(Record, frozen=True):
     progress: int
     parent: int
     memory: int
+    path: str | None = None  # where the reward's module is looked for first
 
 
 class Request(Record, frozen=True, array_like=True):

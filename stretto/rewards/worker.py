@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
@@ -26,7 +27,7 @@ from stretto.core.records import Verdict
 from stretto.processes.heartbeat import die_with_parent, survive_a_full_disk
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.judging import judge
-from stretto.rewards.loading import facts_of, load_reward
+from stretto.rewards.loading import facts_of, fields_taken, load_reward
 from stretto.rewards.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
 
 _READ_BYTES = 1 << 20
@@ -88,7 +89,8 @@ class Worker:
 
     def _judged(self, function: RewardFunction, item: ScoreItem) -> Verdict:
         self._progress.count += 1
-        verdict = judge(function, item, self._worth)
+        fields = fields_taken(function, item.fields)
+        verdict = judge(partial(function, **fields) if fields else function, item, self._worth)
         self._progress.count += 1
         return verdict
 
@@ -112,6 +114,8 @@ def main(arguments: list[str]) -> None:
     survive_a_full_disk()
     die_with_parent(settings.parent)
     _bound_memory(settings.memory)
+    if settings.path is not None:
+        sys.path.insert(0, settings.path)
     try:
         Worker(settings).run()
     except (BrokenPipeError, ConnectionResetError):

@@ -15,6 +15,7 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.rows import Payload, decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
+from stretto.store.series.lines import read_lines
 
 _ROWS = """
     SELECT groups.id, prompt_id, member, prompt_token_ids, payload, interrupted, reward, verdict, state, reason,
@@ -45,6 +46,21 @@ class ExportedTrajectory(Record, frozen=True):
     trained_step: int | None
     stop_reason: str | None
     text: str
+    prompt: str | None = None  # None: the run did not write its questions down
+    answer: str | None = None  # the gold answer
+    row: str | None = None  # FILE:LINE of the question, where it is a row of a file
+
+
+class ExportedQuestion(Record, frozen=True):
+    """One line of ``questions.jsonl``: what was asked, and what the reward compared with."""
+
+    id: str
+    prompt: str
+    answer: str
+    row: str | None = None
+
+
+_QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
 
 
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
@@ -55,6 +71,7 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
         StoreError: its ledger cannot be read, or is not what was written.
     """
     folder = RunFolder.open(path)
+    questions = {question.id: question for question in read_lines(folder.questions, _QUESTIONS)}
     prompts = msgspec.msgpack.Decoder(tuple[int, ...])
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
@@ -62,7 +79,8 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
             reward, verdict, *_, stop_reason = rest
             columns = (verdict, reward, stop_reason, interrupted)
             answer = _NOTHING if payload is None else decode_payload(trajectory_id(group, member), columns, payload)
-            yield _exported(group, prompt_id, member, () if prompt is None else prompts.decode(prompt), answer, rest)
+            tokens = () if prompt is None else prompts.decode(prompt)
+            yield _exported(group, prompt_id, member, tokens, answer, rest, questions.get(prompt_id))
 
 
 def export_run(path: str | Path, file: str | Path) -> int:
@@ -90,7 +108,13 @@ def export_run(path: str | Path, file: str | Path) -> int:
 
 
 def _exported(
-    group: str, prompt_id: str, member: int, prompt: tuple[int, ...], answer: Payload, rest: list[object]
+    group: str,
+    prompt_id: str,
+    member: int,
+    prompt: tuple[int, ...],
+    answer: Payload,
+    rest: list[object],
+    question: ExportedQuestion | None,
 ) -> ExportedTrajectory:
     reward, verdict, state, reason, admitted_version, trained_step, stop_reason = rest
     fields = {
@@ -111,6 +135,8 @@ def _exported(
         "stop_reason": stop_reason,
         "text": answer.text,
     }
+    if question is not None:
+        fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row}
     return msgspec.convert(fields, ExportedTrajectory)
 
 

@@ -133,7 +133,10 @@ def test_an_undecided_answer_is_failed_and_never_a_zero(
     undecided = [t for t in trajectories if t["verdict"] == "undecided"]
     assert undecided
     assert all(t["state"] == "failed" and t["reward"] is None for t in undecided)
-    assert {t["reason"] for t in undecided} == {"the reward raised ValueError: a length divisible by five"}
+    [reason] = {t["reason"] for t in undecided}
+    assert reason.startswith("the reward raised ValueError in ")
+    assert reason.endswith(": a length divisible by five")
+    assert (run_dir / "log.txt").read_text().count("a completion is undecided: the reward raised ValueError") == 1
     assert all(len(t["text"]) % 5 for t in trajectories if t["state"] == "trained")
     assert inspect_run(run_dir).trajectories.failed == len(undecided)
     assert_learnt_once(run_dir, load_recipe(TINY, [function, patient, WARM]))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto import __version__
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from tests.launch.running import TINY, Ended, Laboratory, with_sections
@@ -45,9 +46,16 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_help_lists_every_command(door: Door) -> None:
-    told = door("--help")
-    assert told.code == 0
-    assert not [command for command in COMMANDS if command not in told.out]
+    for asked in ("--help", "-h"):
+        told = door(asked)
+        assert told.code == 0
+        assert not [word for word in (*COMMANDS, "STRETTO_CACHE") if word not in told.out]
+    assert door("train", "-h").code == 0
+
+
+def test_the_version_is_told(door: Door) -> None:
+    told = door("--version")
+    assert (told.code, told.out) == (0, f"stretto {__version__}\n")
 
 
 def test_the_module_can_be_run_as_well() -> None:
@@ -129,6 +137,7 @@ def test_a_run_folder_that_cannot_be_is_refused(door: Door, tmp_path: Path) -> N
     (tmp_path / "full" / "thesis.tex").write_text("")
     door("train", TINY, "--run-dir", file / "run").refused("cannot be made: Not a directory")
     door("train", TINY, "--run-dir", tmp_path / "full").refused("is not empty and holds no run (thesis.tex, ...)")
+    door("train", "--resume", tmp_path / "full", "--run-dir", tmp_path).refused("--resume: ", "name the run once")
     door("train", TINY, "--resume").refused("--resume: without --run-dir")
     door("train", TINY, "--resume", "--run-dir", tmp_path / "new").refused("new: does not exist")
     door("train", "--resume", tmp_path / "full").refused("full: holds no run")
@@ -143,8 +152,7 @@ def test_what_the_system_refuses_ends_with_one_message(door: Door, tmp_path: Pat
     file.write_text("")
     door("sft", TINY, file / "out", "warm_start.steps=1").refused(f"stretto: {file}", "give another folder")
     told = Laboratory(tmp_path, file / "cache").run("train", TINY, "--dry-run")
-    assert told.code == 1
-    told.says(f"stretto: {file}", "Not a directory")
+    told.refused(f"stretto: {file / 'cache'}: the cache of", "Not a directory", "set STRETTO_CACHE")
 
 
 def test_a_dry_run_says_everything_and_starts_nothing(

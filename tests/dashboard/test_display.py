@@ -52,6 +52,7 @@ def metrics(step: int) -> StepMetrics:
         staleness_max=3,
         trained_tokens=100,
         generated_tokens=150 * step,
+        trainer={"loss": -0.01234, "kl_behavior": 0.002, "grad_norm": 0.5, "learning_rate": 8e-5, "entropy": 1.0},
         queues={"in_flight": 24.0, "buffered": 7.0},
         busy={"trainer": 0.9, "engine-0": 1.0, "conductor": None},
     )
@@ -85,7 +86,8 @@ def test_a_file_gets_a_line_now_and_then_and_the_last_of_each_phase() -> None:
     # 100 tokens trained and 150 generated in each tenth of a second
     assert lines[4:] == [
         "training 40/600 | 4 s | held-out 41.5% (v0) | accuracy 71.2% | reward 0.712 | length 31.2, longest 120 | "
-        "staleness 1.50, largest 3 | in flight 24 | buffered 7 | 1,500 tokens/s generated | 1,000 tokens/s trained | "
+        "staleness 1.50, largest 3 | loss -0.0123 | KL to behavior 0.002 | grad norm 0.5 | learning rate 8e-05 | "
+        "in flight 24 | buffered 7 | 1,500 tokens/s generated | 1,000 tokens/s trained | "
         "engine-0 100% | trainer 90%"
     ]
 
@@ -97,11 +99,12 @@ def test_a_terminal_gets_a_panel_that_ends_with_the_last_step() -> None:
     play(display)
     shown = output.getvalue()
     assert "policy/v000000 [8 MB]" in shown
-    last = shown[shown.rindex("╭") :]
+    last = " ".join(shown[shown.rindex("╭") :].split())
     for words in (
         "training 40/600",
         "0:04 gone, about 0:56 left",
-        "held-out   41.5% (v0)",
+        "held-out 41.5% (v0)",
+        "learning rate 8e-05",
         "1,500 tokens/s",
         "engine-0",
     ):

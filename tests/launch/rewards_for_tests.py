@@ -19,12 +19,14 @@ def slow(prompt: str, completion: str, answer: str) -> float:
 
 
 def hanging(prompt: str, completion: str, answer: str) -> float:
-    while True:
+    """Judges the gold answer, and nothing else."""
+    while completion != answer:
         time.sleep(1)
+    return 1.0
 
 
 def not_a_number(prompt: str, completion: str, answer: str) -> float:
-    return float("nan")
+    return 1.0 if completion == answer else float("nan")
 
 
 def now_and_then(prompt: str, completion: str, answer: str) -> float:

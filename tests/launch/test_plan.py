@@ -28,7 +28,7 @@ from stretto.launch.preflight.plan import (
     make_plan,
     warnings,
 )
-from stretto.launch.recipe.recipe import validate
+from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -128,6 +128,54 @@ def test_more_than_twenty_mistakes_are_counted(plan_for: Planner) -> None:
 def test_a_chat_needs_a_template(plan_for: Planner) -> None:
     chat = GOOD | {"prompt": [{"role": "user", "content": "3+8="}]}
     assert "has no chat template" in message(plan_for, [chat, GOOD])
+
+
+def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
+    plan_for: Planner, policy: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "chatting"
+    shutil.copytree(policy, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer._whole.chat_template = "{% for m in messages %}+{{ m.content }}{% endfor %}{{ sign }}"
+    tokenizer._whole.save_pretrained(folder)
+
+    def asked(**task: object) -> tuple[str, Plan]:
+        rows = {"kind": "jsonl", "file": str(tmp_path / "rows.jsonl"), "held_out": 1}
+        plan = plan_for(model={"path": str(folder)}, task=rows | task)
+        return tokenizer.decode(plan.training[0].token_ids), plan
+
+    plain, warned = asked()
+    assert plain == "3+8="
+    assert any('task.chat_template="auto"' in warning for warning in warnings(warned))
+    chat, silent = asked(chat_template="auto", template_arguments={"sign": "-"})
+    assert chat == "+3+8=-"
+    assert not any("chat template" in warning for warning in warnings(silent))
+    assert asked(system_prompt="11")[0] == "+11+3+8="
+    rows = {"kind": "jsonl", "file": str(tmp_path / "rows.jsonl"), "held_out": 1, "chat_template": "auto"}
+    without = plan_for(task=rows)  # a tokenizer that has none
+    assert tokenizer.decode(without.training[0].token_ids) == "3+8="
+    assert "has no chat template" in message(plan_for, FOUR, task=rows | {"system_prompt": "11"})
+
+
+def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, tmp_path: Path) -> None:
+    rows = [row | {"level": level} for level, row in enumerate(FOUR)]
+    own = {"function": f"{REWARDS}:length"}
+    assert plan_for(rows, rewards=own).rows["4+7=", "11"] == '{"demonstration": "11", "level": 1}'
+    assert plan_for(rows).rows == {}, "a built-in reward takes none"
+    assert f"{tmp_path}/rows.jsonl:5: has the prompt" in message(plan_for, [*rows, FOUR[0] | {"level": 9}], rewards=own)
+
+
+def test_a_reward_is_looked_for_beside_its_recipe_first(tmp_path: Path) -> None:
+    (tmp_path / "beside_rewards.py").write_text("def own(prompt, completion, answer): return completion == answer\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOUR))
+    build_policy(BUILD, tmp_path / "policy", seed=1)
+    text = '[model]\npath = "policy"\n[task]\nkind = "jsonl"\nfile = "rows.jsonl"\nheld_out = 1\n[trainer]\n'
+    (tmp_path / "recipe.toml").write_text(
+        f'{text}[sampling]\nmax_tokens = 8\n[rewards]\nfunction = "beside_rewards:own"\n'
+    )
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    assert recipe.rewards.path == str(tmp_path)
+    assert not any("reward" in note for note in make_plan(recipe).notes)
 
 
 def test_a_warm_start_needs_demonstrations(plan_for: Planner) -> None:

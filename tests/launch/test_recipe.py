@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, parse_recipe, to_toml, validate
+from stretto.trainer.objective.algorithm import Truncate
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -32,6 +33,15 @@ steps = 3
 BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("an unknown key", "[trainer]\nstep = 3", ["trainer.step: unknown key", "did you mean 'steps'?"]),
     ("an unknown section", "[trainor]\nsteps = 3", ["trainor: unknown key", "did you mean 'trainer'?"]),
+    ("a key by another name", "[trainer]\nlr = 1e-4", ["trainer.lr: unknown key", "did you mean 'learning_rate'?"]),
+    ("one of its section", "[rollout]\nnum_generations = 4", ["unknown key; did you mean 'group_size'?"]),
+    ("one of another section", "[algorithm]\nbeta = 0.1", ["did you mean 'algorithm.reference.weight'?"]),
+    (
+        "an algorithm for a loss",
+        '[algorithm]\nloss = "grpo"',
+        ["algorithm.loss: kind 'grpo' is unknown; allowed: 'decoupled_ppo', 'ppo', ", 'loss = "ppo" with advantages'],
+    ),
+    ("a misspelt loss", '[algorithm]\nloss = "sappo"', ["kind 'sappo' is unknown", "did you mean 'sapo'?"]),
     ("an unknown key of a union", '[task]\nkind = "jsonl"\nfile = "x"\nhold_out = 3', ["task.hold_out", "'held_out'"]),
     ("an unknown key of nothing like it", "[engine]\nzzz = 1", ["engine.zzz", "allowed: base_port, batching, "]),
     ("a text for a number", '[trainer]\nsteps = "3"', ["trainer.steps: '3'", "valid integer"]),
@@ -345,3 +355,14 @@ def test_a_recipe_is_read_without_what_runs_it() -> None:
     asked = f"import sys; import stretto.launch.recipe.recipe; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+def test_a_table_on_the_command_line_changes_the_keys_that_it_names() -> None:
+    arithmetic = ROOT / "recipes" / "arithmetic.toml"
+    before, after = (
+        load_recipe(arithmetic),
+        load_recipe(arithmetic, ["trainer={steps=1}", "algorithm.correction={high=3.0}"]),
+    )
+    assert [key for key, _ in differences(before, after)] == ["algorithm.correction.high", "trainer.steps"]
+    other = load_recipe(arithmetic, ['algorithm.correction={kind="truncate"}'])  # of another kind: its own defaults
+    assert other.algorithm.correction == Truncate(high=2.0)

@@ -14,7 +14,6 @@ import pytest
 
 from stretto.core.errors import RoleError, RunFolderError, StoreError
 from stretto.launch.commands.replay import replay
-from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.learner.recovery import seal_start
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
@@ -32,7 +31,7 @@ def test_a_trainer_that_fails_leaves_its_log_where_the_message_says(recipe: Path
     policy = RunFolder(run_dir).policy(0)
     (policy / "model.safetensors").write_bytes(b"no weights")
     with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
-        seal_start(ledger, load_recipe(recipe), policy)
+        seal_start(ledger, policy, None)
     log = run_dir / "branches" / "001" / "trainer.txt"
     with pytest.raises(RoleError):
         replay(run_dir, 0, [], None, say=said.append)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import RunFolderError, StoreError
+from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState
 from stretto.launch.assemble.warm_start import copy_policy
-from stretto.launch.commands.train import Prepared, prepare
+from stretto.launch.commands.train import Prepared, check, prepare
 from stretto.loop.learner.recovery import seal_start
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -58,9 +58,7 @@ def begin(recipe: Path) -> Path:
     prepared.folder.release()
     with closing(Ledger(prepared.folder.ledger, StoreConfig())) as ledger:
         settings = prepared.plan.recipe
-        copy_policy(
-            recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, settings, part)
-        )
+        copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, None))
     return run_dir
 
 
@@ -232,6 +230,55 @@ def test_a_constant_learning_rate_goes_on_for_as_many_steps_as_one_likes(recipe:
     assert go_on(recipe, run_dir, "trainer.steps=12").steps == 12
 
 
+def test_a_dry_run_refuses_what_a_resume_refuses(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = begin(recipe)
+    before = (run_dir / "recipe.toml").read_text()
+    with pytest.raises(RunFolderError, match="seed: was 1 and is 2"):
+        check(run_dir, ["seed=2"], resume=True)
+    check(run_dir, ["trainer.steps=12"], resume=True)
+    assert "12 steps of" in capsys.readouterr().out
+    assert (run_dir / "recipe.toml").read_text() == before
+
+
+def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path) -> None:
+    run_dir, moved = begin(recipe), recipe.parent / "moved"
+    moved.mkdir()
+    (recipe.parent / "policy").rename(moved / "policy")
+    (recipe.parent / "rows.jsonl").rename(moved / "rows.jsonl")
+    there = [f"model.path={moved / 'policy'}", f"task.file={moved / 'rows.jsonl'}"]
+    assert go_on(recipe, run_dir, *there).beginning == StartState()
+    build_policy(BUILD.model_copy(update={"hidden_size": 32}), moved / "other", seed=1)
+    assert "moved/other' holds another model" in refusal(recipe, run_dir, f"model.path={moved / 'other'}", there[1])
+    rows(moved, 7)
+    assert "its training questions were others" in refusal(recipe, run_dir, *there)
+
+
+def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    with pytest.raises(
+        RunFolderError, match=r"--resume: .*run is to go on, and --run-dir is .*other; name the run once"
+    ):
+        prepare(run_dir, [], run_dir.parent / "other", resume=True)
+    prepare(run_dir, [], run_dir, resume=True).folder.release()
+
+
+def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_numbers(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("stretto.launch.preflight.plan.available_memory", lambda: 1 << 28)
+    with pytest.raises(
+        RecipeError, match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; a smaller model"
+    ):
+        check(recipe, [])
+
+
+def test_a_run_writes_down_its_questions_with_their_rows(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    first = json.loads((run_dir / "questions.jsonl").read_text().splitlines()[0])
+    assert first == {"id": "1", "prompt": "0+1=", "answer": "1", "row": f"{recipe.parent}/rows.jsonl:1"}
+
+
 def test_a_run_goes_on_by_its_folder_alone(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = begin(recipe)
     checkpoint(run_dir, 4)
@@ -246,7 +293,7 @@ def test_a_run_goes_on_by_its_folder_alone(recipe: Path, monkeypatch: pytest.Mon
 
 def test_a_run_that_was_killed_before_its_ledger_is_begun_anew(recipe: Path) -> None:
     run_dir = begin(recipe)
-    for file in (*run_dir.glob("*.sqlite*"), *run_dir.glob("*.json")):
+    for file in (*run_dir.glob("*.sqlite*"), *run_dir.glob("*.json*")):
         file.unlink()
     (run_dir / "policy" / "v000000").rename(recipe.parent / "elsewhere")
     assert begin(recipe) == run_dir

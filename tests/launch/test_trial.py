@@ -1,21 +1,26 @@
 """A reward is tried before a run.
 
-Promises: one that judges the same answer in two ways is told by name, with the question and both verdicts; one that
-keeps to its word, and those that come with stretto, cause no sentence.
+Promises: one that never comes to a verdict (it raises, returns nothing, dies, takes too long) is refused with what was
+seen, file and line or seconds and the key that allows more; a built-in that finds no gold answer right is refused, and
+one of the user's own is told; one that judges the same answer in two ways is told by name, with the question and both
+verdicts; one that keeps to its word causes no sentence.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.launch.preflight.trial import differing_verdicts
+from stretto.core.errors import RewardFunctionError
+from stretto.launch.preflight.trial import try_reward
 from stretto.rewards.config import RewardsConfig
 from stretto.worlds.data.task import Question
 
 QUESTIONS = [Question(id=str(at), text=f"{at}=", answer=str(at), place=f"rows.jsonl:{at}") for at in range(1, 7)]
 MODULE = """
+import os, time
 calls = []
 
 def steady(prompt, completion, answer):
@@ -30,6 +35,36 @@ def sometimes(prompt, completion, answer):
     if prompt == "3=" and calls.count(prompt) == 2:
         raise ValueError("no reply")
     return True
+
+def raising(prompt, completion, answer):
+    return float(completion + " eggs") == float(answer)
+
+def forgetful(prompt, completion, answer):
+    completion == answer
+
+def dying(prompt, completion, answer):
+    os._exit(3)
+
+def judge(prompt, completion, answer):
+    time.sleep(0.4)
+    return True
+
+def hanging(prompt, completion, answer):
+    time.sleep(60)
+
+def once(prompt, completion, answer):
+    if prompt == "1=":
+        raise KeyError(prompt)
+    return True
+
+def graded(prompt, completion, answer, level, *, hint="none"):
+    return (level, hint) == (3, "none")
+
+def all_of_it(prompt, completion, answer, **fields):
+    return fields == {"level": 3, "topic": "sums"}
+
+def short(prompt, completion, answer):
+    return len(completion) < 1
 """
 
 
@@ -40,15 +75,64 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "tried_rewards"
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("raising", {}, ["in any of ", "rows.jsonl:", "ValueError in ", "tried_rewards.py:19: could not conv"]),
+        ("forgetful", {}, ["the reward returned NoneType", "tried_rewards.py:21"]),
+        ("dying", {}, ["worker died: exit status 3"]),
+        ("judge", {"timeout": 0.1}, ["' took ", "may take 0.1 s", "rewards.timeout="]),
+        ("hanging", {"timeout": 0.1}, ["was not done after ", "may take 0.1 s", "rewards.timeout="]),
+    ],
+)
+def test_a_reward_that_never_comes_to_a_verdict_is_refused_with_what_was_seen(
+    module: str, name: str, settings: dict[str, float], words: list[str]
+) -> None:
+    config = RewardsConfig.model_validate({"function": f"{module}:{name}"} | settings)
+    with pytest.raises(RewardFunctionError, match=r"rewards\.function") as caught:
+        try_reward(config, QUESTIONS, patience=0.7)
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+def test_one_that_sometimes_comes_to_none_or_never_to_right_is_told(module: str) -> None:
+    [lost, differing] = [*try_reward(RewardsConfig(function=f"{module}:once"), QUESTIONS), ""]
+    assert "in one call, on the gold answer of rows.jsonl:1" in lost
+    assert "KeyError in " in lost
+    assert not differing
+    [wrong] = try_reward(RewardsConfig(function=f"{module}:short"), QUESTIONS)
+    assert "finds 4 of the first 4 gold answers wrong, given as the completion: '1' of rows.jsonl:1" in wrong
+
+
+@pytest.mark.parametrize("name", ["graded", "all_of_it"])
+def test_a_reward_gets_the_fields_of_the_row_that_its_signature_takes(module: str, name: str) -> None:
+    rows = [replace(question, fields='{"level": 3, "topic": "sums"}') for question in QUESTIONS]
+    assert try_reward(RewardsConfig(function=f"{module}:{name}"), rows) == []
+    if name == "graded":
+        with pytest.raises(RewardFunctionError, match="missing 1 required positional argument: 'level'"):
+            try_reward(RewardsConfig(function=f"{module}:{name}"), QUESTIONS)
+
+
+def test_a_built_in_that_does_not_fit_the_gold_answers_is_refused() -> None:
+    gsm8k = "48/2 = <<48/2=24>>24 clips in May\n48+24 = <<48+24=72>>72 clips\n#### 72"
+    rows = [Question(id="1", text="How many?", answer=gsm8k, place="rows.jsonl:1")]
+    with pytest.raises(RewardFunctionError, match=r"'final_answer' finds 1 of the first 1 gold answers wrong.*#### 72"):
+        try_reward(RewardsConfig(function="final_answer"), rows)
+    [some] = try_reward(RewardsConfig(function="final_answer"), [*rows, *QUESTIONS])
+    assert "finds 1 of the first 7 gold answers wrong" in some
+    for fitting in ("last_number", "math", "exact_match"):
+        assert try_reward(RewardsConfig(function=fitting), rows) == []
+
+
 def test_a_reward_that_changes_its_mind_is_told_by_name(module: str) -> None:
-    assert differing_verdicts(RewardsConfig(function=f"{module}:fickle"), QUESTIONS) == [
+    assert try_reward(RewardsConfig(function=f"{module}:fickle"), QUESTIONS) == [
         "the reward 'tried_rewards:fickle' judges the same answer to rows.jsonl:2 in two ways: "
         "right (1), then wrong (0.5)"
     ]
-    [sentence] = differing_verdicts(RewardsConfig(function=f"{module}:sometimes"), QUESTIONS)
-    assert sentence.endswith("rows.jsonl:3 in two ways: right (1), then the reward raised ValueError: no reply")
+    [sentence] = try_reward(RewardsConfig(function=f"{module}:sometimes"), QUESTIONS)
+    assert "rows.jsonl:3 in two ways: right (1), then the reward raised ValueError in " in sentence
+    assert sentence.endswith("tried_rewards.py:15: no reply")
 
 
 def test_a_reward_that_keeps_to_its_word_is_not(module: str) -> None:
-    assert differing_verdicts(RewardsConfig(function=f"{module}:steady"), QUESTIONS) == []
-    assert differing_verdicts(RewardsConfig(function="math"), QUESTIONS) == []
+    assert try_reward(RewardsConfig(function=f"{module}:steady"), QUESTIONS) == []
+    assert try_reward(RewardsConfig(function="math"), QUESTIONS) == []

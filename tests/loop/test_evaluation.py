@@ -13,6 +13,7 @@ from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation
+from stretto.store.series.samples import SampledCompletion
 
 PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]
 VERDICTS = {
@@ -49,6 +50,19 @@ class Engine:
 
 async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
     return [VERDICTS[answer]]
+
+
+def test_the_completions_are_kept_with_prompt_and_verdict_under_the_evaluations_version() -> None:
+    kept: list[SampledCompletion] = []
+    evaluator = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, Engine().generate, score, str, keep=kept.extend)
+    asyncio.run(evaluator())
+    assert [(s.prompt_id, s.prompt, s.answer, s.outcome.value, s.version) for s in kept] == [
+        ("h0", "0?", "0", "right", 5),
+        ("h1", "1?", "1", "wrong", 5),
+        ("h2", "2?", "2", "undecided", 5),
+        ("h3", "3?", "3", "right", 5),
+    ]
+    assert {(s.completion, s.versions) for s in kept} == {("(1, 2, 3)", (4, 5))}
 
 
 def evaluated(engine: Engine, seed: int = 7) -> Evaluation:

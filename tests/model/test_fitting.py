@@ -47,6 +47,10 @@ def weighed(do: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]
     return lambda folder: change(folder, do)
 
 
+def one_for_another(weights: dict[str, Tensor]) -> None:
+    weights["extra.weight"] = weights.pop(Q)
+
+
 def renamed(weights: dict[str, Tensor]) -> None:
     for name in list(weights):
         weights[f"other.{name}"] = weights.pop(name)
@@ -72,6 +76,7 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (weighed(lambda weights: weights.update({Q: weights[Q][:-1].clone()})), f"{Q} is of the shape (15, 16)"),
     (weighed(whole_numbers), f"{Q} holds I8; weights are one of F64, F32, F16, BF16"),
     (weighed(renamed), "lacks the weight model.embed_tokens.weight"),
+    (weighed(one_for_another), f"lacks the weight {Q}"),
     (weighed(renamed), "more like these"),
 ]
 

@@ -118,6 +118,11 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: cannot be read as JSON"),
     (lambda folder: (folder / "config.json").write_bytes("{}".encode("utf-16")), "config.json: cannot be read"),
     (lambda folder: edit(folder / "config.json", num_attention_heads=0), "num_attention_heads: 0; a positive"),
+    (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "n_head": 2, "vocab_size": 9}'),
+        "config.json: 'gpt2' has no num_attention_heads, max_position_embeddings, num_hidden_layers, "
+        "hidden_size; models of Llama's form have them",
+    ),
     (lambda folder: edit(folder / "config.json", hidden_size=16.5), "hidden_size: 16.5; a positive whole number"),
     (lambda folder: edit(folder / "config.json", num_hidden_layers=True), "num_hidden_layers: True; a positive"),
     (lambda folder: edit(folder / "config.json", head_dim="eight"), "head_dim: 'eight'; a positive"),

@@ -69,10 +69,18 @@ NO_VERDICT: dict[str, tuple[Callable[[], Any], str]] = {
     "exit": (raising(SystemExit(0)), "raised SystemExit"),
     "interrupt": (raising(KeyboardInterrupt()), "raised KeyboardInterrupt"),
     "no end of a generator": (raising(StopIteration()), "raised StopIteration"),
-    "an exception that cannot be pickled": (raising(Unpicklable(1, 2)), "raised Unpicklable: cannot travel"),
+    "an exception that cannot be pickled": (raising(Unpicklable(1, 2)), ": cannot travel"),
     "endless recursion": (deep, "raised RecursionError"),
     "out of memory": (raising(MemoryError()), "raised MemoryError"),
 }
+
+
+@pytest.mark.parametrize("value", [np.float32(1.0), np.bool_(True), np.array(1.0), np.int64(1)])
+def test_a_scalar_of_numpy_is_the_number_that_it_holds(value: object) -> None:
+    def reward(prompt: str, completion: str, answer: str) -> Any:
+        return value
+
+    assert judge(reward, ITEM, WORTH).reward == 1.0
 
 
 @pytest.mark.parametrize("name", NO_VERDICT)

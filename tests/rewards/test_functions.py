@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RewardFunctionError
-from stretto.rewards.functions import exact_match, final_answer, last_number
+from stretto.rewards.functions import Undecided, exact_match, final_answer, last_number
 from stretto.rewards.loading import load_reward
 
 _MODULE = """
@@ -76,14 +76,31 @@ def test_an_exact_match_ignores_only_the_spaces_around() -> None:
     ("completion", "answer", "right"),
     [
         ("3 or 4.50", "4.5", True),
-        ("-0.50", "-.5", False),
+        ("-0.50", "-.5", True),
         ("-0.50", "-0.5", True),
         ("7", "7.0", True),
         ("x", "7", False),
+        ("48 + 24 = 72", "He sold <<48+24=72>>72 clips.\n#### 72", True),  # as GSM8K has it
+        ("<<48+24=72>>72 clips\n#### 72", "<<48+24=72>>72 clips\n#### 73", False),
+        ("It costs $1,000.", "So 2 * 500 = 1000\n#### 1,000", True),
+        ("It costs 1000", "1,000", True),
+        ("1,000,000.50", "1000000.5", True),
+        ("either 1, 2 or 3,4", "4", True),
+        ("12", r"so it is \boxed{1,2}", None),
+        ("So 72", r"we get \boxed{72}", True),
+        ("18", "$18", True),
+        ("yes", "yes", None),
+        ("1/2", "1/2", None),  # its last number would be 2
     ],
 )
-def test_the_last_number_is_compared_by_value(completion: str, answer: str, right: bool) -> None:
-    assert last_number("", completion, answer) is right
+def test_the_last_number_is_compared_with_the_number_of_the_gold_answer(
+    completion: str, answer: str, right: bool | None
+) -> None:
+    if right is None:
+        with pytest.raises(Undecided, match="is no number"):
+            last_number("", completion, answer)
+    else:
+        assert last_number("", completion, answer) is right
 
 
 @pytest.fixture

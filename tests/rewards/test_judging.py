@@ -6,6 +6,7 @@ undecided with its reason, and never a zero.
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -48,18 +49,49 @@ class Unspeakable(Exception):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ValueError("no digits"), "the reward raised ValueError: no digits"),
-        (SystemExit(), "the reward raised SystemExit"),
-        (KeyboardInterrupt(), "the reward raised KeyboardInterrupt"),
-        (Unspeakable(), "the reward raised Unspeakable: (its message cannot be shown)"),
+        (ValueError("no digits"), "the reward raised ValueError in {place}: no digits"),
+        (SystemExit(), "the reward raised SystemExit in {place}"),
+        (KeyboardInterrupt(), "the reward raised KeyboardInterrupt in {place}"),
+        (Unspeakable(), "the reward raised Unspeakable in {place}: (its message cannot be shown)"),
     ],
 )
-def test_whatever_a_reward_raises_is_a_reason(error: BaseException, reason: str) -> None:
+def test_whatever_a_reward_raises_is_a_reason_with_file_and_line(error: BaseException, reason: str) -> None:
     def raising(prompt: str, completion: str, answer: str) -> bool:
         raise error
 
+    reason = reason.format(place=f"{__file__}:{raising.__code__.co_firstlineno + 1}")
     verdict = judge(raising, ITEM, PAPER)
     assert (verdict.outcome, verdict.reward, verdict.reason) == (Outcome.UNDECIDED, None, reason)
+
+
+def test_the_line_is_that_of_the_reward_whichever_library_raised() -> None:
+    def raising(prompt: str, completion: str, answer: str) -> bool:
+        return bool(json.loads(completion)["no such key"])
+
+    place = f"{__file__}:{raising.__code__.co_firstlineno + 1}"
+    assert judge(raising, ScoreItem("", "{", ""), PAPER).reason.startswith(
+        f"the reward raised JSONDecodeError in {place}: "
+    )
+
+
+def test_what_is_no_verdict_is_told_with_the_place_of_the_function() -> None:
+    def forgetful(prompt: str, completion: str, answer: str) -> None: ...
+
+    place = f"({__file__}:{forgetful.__code__.co_firstlineno})"
+    assert judge(forgetful, ITEM, PAPER).reason.endswith(place)  # type: ignore[arg-type]
+
+
+class Scalar:
+    """As numpy and torch have them: no float, but one can be had."""
+
+    shape = ()
+
+    def item(self) -> float:
+        return 0.5
+
+
+def test_a_scalar_of_an_array_library_is_the_number_it_holds() -> None:
+    assert judge(lambda prompt, completion, answer: Scalar(), ITEM, PAPER).reward == 0.5  # type: ignore[arg-type]
 
 
 def test_a_reason_is_never_a_whole_document() -> None:

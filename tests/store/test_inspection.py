@@ -44,6 +44,9 @@ FIELDS = {
     "trained_step",
     "stop_reason",
     "text",
+    "prompt",
+    "answer",
+    "row",
 }
 
 
@@ -133,6 +136,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path / "run", make)
+    question = {"id": "17", "prompt": "3+8=", "answer": "11", "row": "rows.jsonl:17"}
+    (tmp_path / "run" / "questions.jsonl").write_text(json.dumps(question) + "\n")
     assert export_run(tmp_path / "run", tmp_path / "out.jsonl") == 5
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert all(set(line) == FIELDS for line in lines)
@@ -154,6 +159,9 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
         "trained_step": 2,
         "stop_reason": "stop",
         "text": "11",
+        "prompt": "3+8=",
+        "answer": "11",
+        "row": "rows.jsonl:17",
     }
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None

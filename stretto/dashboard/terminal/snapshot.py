@@ -11,6 +11,14 @@ from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 TRAINING = "training"
 
+#: Of the trainer's own measurements those that are watched, as they are shown.
+_TRAINER = {
+    "loss": "loss",
+    "kl_behavior": "KL to behavior",
+    "kl_reference": "KL to reference",
+    "grad_norm": "grad norm",
+    "learning_rate": "learning rate",
+}
 _RATE_SECONDS = 3.0  # tokens per second are means over so many
 
 
@@ -115,6 +123,11 @@ class Watcher:
             ("reward", f"{metrics.reward:.3f}"),
             ("length", f"{metrics.length_mean:.1f}, longest {metrics.length_max}"),
             ("staleness", f"{metrics.staleness_mean:.2f}, largest {metrics.staleness_max}"),
+        ]
+        facts += [
+            (shown, f"{value:.3g}")
+            for name, shown in _TRAINER.items()
+            if (value := metrics.trainer.get(name)) is not None
         ]
         facts += [(name.replace("_", " "), f"{value:g}") for name, value in metrics.queues.items() if value is not None]
         return facts

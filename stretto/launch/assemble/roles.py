@@ -134,7 +134,13 @@ async def roles(
         except OSError as error:  # whoever reads it later should know; the run goes on without it
             report(f"not recorded: {described(error)}")
 
-    rewards = RewardPool(recipe.rewards, log=folder.role_log("rewards"), on_change=changed, hung=recipe.deadlines.hung)
+    rewards = RewardPool(
+        recipe.rewards,
+        log=folder.role_log("rewards"),
+        on_change=changed,
+        hung=recipe.deadlines.hung,
+        rows=plan.rows,
+    )
     trainer.report_to(report)
     fleet.report_to(report)
     owned = own(mailbox, mailbox_folder)

@@ -17,6 +17,7 @@ from stretto.launch.assemble.roles import Roles, roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
 from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
@@ -38,8 +39,14 @@ from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
+from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import SingleTurn, Workflow
 
+_LEGEND = (
+    "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
+    "the completions judged since the step before | length = tokens of a completion | staleness = versions from "
+    "sampling to training | in flight, buffered = groups | percentages = how busy each role is"
+)
 STANDING = "standing"  #: where the controller stood, in the ledger
 
 
@@ -81,6 +88,7 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
         StrettoError: what the run could not go on from; its folder stays resumable from the last checkpoint.
     """
     stopped, began = StopSignal(), time.monotonic()
+    stopped.call(lambda: stage.say(_stopping(plan, folder)))
     if not folder.policy(0).exists():
         source = await stopped.unless(
             warm_start(plan, folder.role_log("warm-start"), stage.learning, starter, stage.say)
@@ -88,13 +96,16 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
         if source is None:
             return stopped.exit_code
         with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, plan.recipe, policy))
+            reference = plan.recipe.algorithm.reference
+            place = reference.path if reference is not None else None
+            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place))
     ledger = Ledger(folder.ledger, plan.recipe.store)
     try:
         for sentence in beginning.told():
             stage.say(sentence)
         _forget_what_came_later(plan, folder, beginning)
         rewind_metrics(folder.metrics, ledger.last_update())
+        rewind_samples(folder.held_out, beginning.version)
         totals = ledger.get(TOTALS, Totals)
         past = EarlierTotals() if totals is None else EarlierTotals.of(totals)
         ledger.put("seed", plan.recipe.seed)
@@ -104,18 +115,33 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
             ledger.event("role", sentence)
 
         began_at, saved_at = beginning.version, beginning.saved_step
+        engines, workers = plan.recipe.engine.count, plan.recipe.rewards.workers
+        stage.say(f"starting the roles: {engines} engine(s), the trainer, {workers} reward worker(s)")
         async with roles(plan, folder, began_at, saved_at, stopped, report, starter) as crew:
             for fact in crew.rewards.facts.values():
                 stage.say(fact)
             if not stopped.requested:
                 slow = SlowReward(plan.recipe.rewards.function, crew.rewards.workers)
                 bound, clock = plan.recipe.rollout.max_staleness, RunClock(past, began)
-                recorder = Recorder(folder, ledger, stage, crew.work, bound, past, clock, slow)
+                seconds = plan.recipe.store.sample_seconds
+                recorder = Recorder(folder, ledger, stage, crew.work, bound, past, clock, slow, seconds)
                 training = _train(plan, folder, beginning, ledger, crew, recorder, stage, stopped)
                 await run_beside(crew.supervise(), training)
         return stopped.exit_code
     finally:
         ledger.close()
+
+
+def _stopping(plan: Plan, folder: RunFolder) -> str:
+    return (
+        f"stopping after the step in progress, or in {plan.recipe.deadlines.stop:g} s (Ctrl-C again: at once); "
+        f"go on with `stretto train --resume {folder.path}`"
+    )
+
+
+def _phase(recipe: Recipe, number: int) -> str:
+    """Which of the three phases begins; a run without a warm start has the last two."""
+    return f"phase {number} of 3" if recipe.warm_start is not None else f"phase {number - 1} of 2"
 
 
 def _forget_what_came_later(plan: Plan, folder: RunFolder, beginning: StartState) -> None:
@@ -165,7 +191,7 @@ async def _train(
     )
     _record_again(folder, crew.trainer.replayed, ledger.last_update(), recorder)
     try:
-        await _conduct(conductor, crew, stage, stopped)
+        await _conduct(recipe, conductor, crew, stage, stopped)
     finally:
         await conductor.evaluation.close()
         await conductor.checkpointing.close()
@@ -210,6 +236,7 @@ def _evaluator(plan: Plan, crew: Roles, recorder: Recorder) -> Evaluator:
         crew.rewards.score_group,
         plan.tokenizer.decode,
         recorder.examined,
+        recorder.held_out,
     )
 
 
@@ -218,23 +245,26 @@ def _record_again(folder: RunFolder, updates: Sequence[Update], recorded: int, r
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(folder.ledger, update.step - 1, update.step)
         for group in batch.groups:
-            recorder.answered(group.trajectories)
+            recorder.answered(group.prompt, group.trajectories)
         recorder.updated(batch, update)
 
 
-async def _conduct(conductor: Conductor, crew: Roles, stage: Reporter, stopped: StopSignal) -> None:
+async def _conduct(recipe: Recipe, conductor: Conductor, crew: Roles, stage: Reporter, stopped: StopSignal) -> None:
     """Evaluate, train, save, evaluate."""
     controller, recorder = conductor.controller, conductor.recorder
     checkpointing, evaluation = conductor.checkpointing, conductor.evaluation
     stopped.call(conductor.request_stop)
     if recorder.initial_accuracy is None:
-        stage.say("measuring the held-out accuracy of version 0")
+        stage.say(f"{_phase(recipe, 2)}: measuring the held-out accuracy of version 0")
         await stopped.unless(evaluation.examine(controller.published))
     if not stopped.requested:
-        await checkpointing.save_policy(
-            controller.published
-        )  # a run that was killed may have come as far as its checkpoint
+        # A run that was killed may have come as far as its checkpoint.
+        await checkpointing.save_policy(controller.published)
         recorder.spans(await crew.look_unless(stopped))
+        stage.say(
+            f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}"
+        )
+        stage.say(_LEGEND)
         recorder.rl_begins()
         await conductor.run()
     if stopped.requested:

@@ -12,7 +12,7 @@ import xxhash
 from stretto import __version__
 from stretto.core.errors import Problem, RecipeError
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
-from stretto.launch.preflight.plan import Plan, cache_folder, digest, make_plan
+from stretto.launch.preflight.plan import Plan, cache_folder, check_cache, digest, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import Demonstrations
@@ -33,7 +33,12 @@ async def warm_start(
     if plan.recipe.warm_start is None:
         return plan.base.path
     folder = cache_folder() / "warm-starts" / warm_start_key(plan)
-    if not folder.exists():
+    if folder.exists():
+        say(f"phase 1 of 3: warm start, learnt by an earlier run and kept in {folder}")
+    else:
+        check_cache()
+        steps, count = plan.recipe.warm_start.steps, len(plan.demonstrations)
+        say(f"phase 1 of 3: warm start, {steps:,} supervised steps on {count:,} demonstrations; kept in {folder}")
         await fine_tune_to(plan, folder, log, on_learning, starter, say)
     return folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.pool import RewardPool
 
 
-def evaluate(model: Path, task: Path, overrides: Sequence[str], starter: Spawner = FRESH) -> Evaluation:
+def evaluate(
+    model: Path,
+    task: Path,
+    overrides: Sequence[str],
+    starter: Spawner = FRESH,
+    say: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
     """Ask the task's held-out prompts; `task` is a recipe, or a JSONL file all of whose rows are asked.
 
     Raises:
@@ -29,7 +35,15 @@ def evaluate(model: Path, task: Path, overrides: Sequence[str], starter: Spawner
         RoleError: an engine or a reward worker failed.
         SystemExit: a signal ended it.
     """
-    return until_cut_short(_examine(make_plan(_recipe(model, task, overrides)), starter))
+    plan = make_plan(_recipe(model, task, overrides))
+    sampling = plan.sampling
+    say(
+        f"reward {plan.recipe.rewards.function} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "
+        f"tokens | {len(plan.held_out):,} prompts | sampling seed {plan.recipe.evaluation.seed}"
+    )
+    for note in plan.notes:
+        say(f"warning: {note}")
+    return until_cut_short(_examine(plan, starter))
 
 
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
@@ -54,7 +68,7 @@ async def _examine(plan: Plan, starter: Spawner) -> Evaluation:
     )  # nothing is ever published in it
     specs = engine_specs(plan, plan.base.path, meeting, published=False)
     fleet = EnginePool(specs, folder, recipe.deadlines, starter=starter)
-    rewards = RewardPool(recipe.rewards)
+    rewards = RewardPool(recipe.rewards, rows=plan.rows)
     failed = True
     try:
         await stopped.unless(gather_or_cancel(rewards.start(), fleet.start(0)))

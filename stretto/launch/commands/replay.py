@@ -26,8 +26,9 @@ import msgspec
 from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
 from stretto.core.records import Record, Update
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recipe.recorded import RECIPE, recorded_recipe
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.learner.recovery import RECIPE, START, Recovery, check_start, recorded_recipe
+from stretto.loop.learner.recovery import START, Recovery, check_start
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.store.folder.policies import same_weights, why_incomparable

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
-from stretto.core.errors import Problem, RunFolderError, StrettoError, described
+from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoError, described
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.preflight.plan import Plan, digest, estimate_disk, estimate_memory, make_plan, warnings
 from stretto.launch.preflight.trainable import check_checkpoint
-from stretto.launch.recipe.recipe import differences, load_recipe, to_toml
-from stretto.loop.learner.recovery import RECIPE, record_recipe, recorded_recipe
+from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recipe
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import Reporter
+from stretto.model.hf.inspection import read_weights
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
+from stretto.store.export import ExportedQuestion
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
@@ -38,35 +41,49 @@ _MAY_CHANGE = (
     "store",
 )
 
-_QUESTIONS = "questions"
+_QUESTIONS, _MODEL = "questions", "model"
+_HOPELESS = 2.0  # times the memory that is available
 
 
-def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False) -> None:
+def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
     """`stretto train --dry-run`: everything is read and measured, nothing is started.
 
     Raises:
         UserError: with every mistake that was found.
     """
-    if resume and recipe_path.is_dir():
-        recipe_path = RunFolder.open(recipe_path).recipe
-    plan = make_plan(load_recipe(recipe_path, overrides))
+    if resume:
+        prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
+        prepared.folder.release()
+        plan = prepared.plan
+        for sentence in prepared.beginning.told():
+            print(f"resume      {sentence}")
+    else:
+        plan = _fitting(make_plan(load_recipe(recipe_path, overrides)))
     recipe = plan.recipe
     print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of ", end="")
     print(f"{recipe.rollout.group_size} answers")
     print(f"model       {plan.base.path}: {plan.base.architecture}, {plan.base.parameters:,} parameters")
-    print(f"questions   {len(plan.training):,} for training, {len(plan.held_out):,} held out, ", end="")
+    asked = (
+        ""
+        if len(plan.held_out) == plan.kept_apart
+        else f" of which evaluation.prompts = {len(plan.held_out):,} are asked,"
+    )
+    print(f"questions   {len(plan.training):,} for training, {plan.kept_apart:,} held out,{asked} ", end="")
     print(f"{len(plan.demonstrations):,} demonstrations")
     print(f"longest     prompt {plan.longest_prompt} + answer {plan.sampling.max_tokens} tokens, ", end="")
     print(f"context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
     print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
-    for warning in warnings(plan):
+    told = warnings(plan)
+    for warning in told:
         print(f"warning     {warning}")
-    print("all is well; nothing was started")
+    print(f"{f'{len(told)} lines of warnings' if told else 'all is well'}; nothing was started")
 
 
-def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> Prepared:
-    """Check everything, take the run folder; nothing is started yet.
+def prepare(
+    recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
+) -> Prepared:
+    """Check everything, take the run folder; nothing is started yet. `write`: a resumed run gets the new recipe.
 
     A run that goes on is named by its folder in the place of a recipe (its own is taken), or by `run_dir`.
 
@@ -74,25 +91,42 @@ def prepare(recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, r
         UserError: something is wrong that the user can put right.
     """
     if resume and recipe_path.is_dir():
-        recipe_path, run_dir = RunFolder.open(recipe_path).recipe, run_dir or recipe_path
+        if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
+            found = f"{recipe_path} is to go on, and --run-dir is {run_dir}"
+            raise RunFolderError([Problem("--resume", found, "name the run once: stretto train --resume RUN_DIR")])
+        recipe_path, run_dir = RunFolder.open(recipe_path).recipe, recipe_path
     if resume and run_dir is None:
         remedy = "say which run is to go on: stretto train --resume RUN_DIR"
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    plan = make_plan(recipe, begun=resume and RunFolder(path).policy(0).exists())
+    plan = _fitting(make_plan(recipe, begun=resume and RunFolder(path).policy(0).exists()))
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)
     try:
         prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
-        with closing(Ledger(folder.ledger, recipe.store)) as ledger:
-            record_recipe(ledger, recipe)
-        folder.write("recipe.toml", to_toml(recipe))
+        if write:
+            with closing(Ledger(folder.ledger, recipe.store)) as ledger:
+                record_recipe(ledger, recipe)
+            folder.write("recipe.toml", to_toml(recipe))
     except BaseException:
         folder.release()
         raise
     return prepared
+
+
+def _fitting(plan: Plan) -> Plan:
+    """The plan, unless it needs so much more memory than there is that no estimate can be that wrong.
+
+    Raises:
+        RecipeError: it does.
+    """
+    memory = estimate_memory(plan)
+    if memory.total > _HOPELESS * memory.available and not torch.cuda.is_available():
+        remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
+        raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
+    return plan
 
 
 @dataclass(frozen=True)
@@ -142,6 +176,10 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, _fingerprint(plan))
         record_recipe(ledger, plan.recipe)
+        ledger.put(_MODEL, _model_fingerprint(plan))
+    file = getattr(plan.recipe.task, "file", None)  # of rows, whose questions are named after their lines
+    asked = [ExportedQuestion(p.id, p.text, p.answer, file and f"{file}:{p.id}") for p in plan.training]
+    folder.write("questions.jsonl", "".join(f"{msgspec.json.encode(question).decode()}\n" for question in asked))
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
     return folder
@@ -150,6 +188,26 @@ def _new(path: Path, plan: Plan) -> RunFolder:
 def _fingerprint(plan: Plan) -> str:
     """Differs when any training prompt does."""
     return digest(msgspec.json.encode(plan.training))
+
+
+def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
+    """The paths that may be others than they were: what lies there is the same, or is compared as questions."""
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        known = ledger.get(_MODEL, str)
+    moved = before.model.path != plan.recipe.model.path
+    if moved and known is not None and known != _model_fingerprint(plan):
+        found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
+        raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the same model in its new place")])
+    files = () if before.task.kind != "jsonl" else ("task.file", "task.held_out_file")
+    return (*files, "rewards.path", *(("model.path",) if known is not None else ()))
+
+
+def _model_fingerprint(plan: Plan) -> str:
+    """Differs when the config, the tokenizer, or a name or shape of a weight does; the weights themselves are the run's
+    own from version 0 on."""
+    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
+    texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
+    return digest(*texts, tensors)
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
@@ -166,7 +224,8 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
 def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
-    changes = differences(before, recipe, _MAY_CHANGE)
+    moved = _check_moved(folder, before, plan)
+    changes = differences(before, recipe, (*_MAY_CHANGE, *moved))
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)

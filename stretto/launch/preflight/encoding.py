@@ -83,7 +83,10 @@ def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int
 
 
 def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
-    return tokenizer.encode_chat(question.messages) if question.messages else tokenizer.encode(question.text)
+    messages = question.messages or (question.as_chat if tokenizer.has_chat_template else ())
+    if not messages:
+        return tokenizer.encode(question.text)
+    return tokenizer.encode_chat(messages, **dict(question.template_arguments))
 
 
 def _place(question: Question) -> str:

@@ -7,8 +7,9 @@ import hashlib
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from stretto.launch.preflight.encoding import encode_demonstrations, encode_prom
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.repeats import repeated
 from stretto.launch.preflight.trainable import check_trainable
-from stretto.launch.preflight.trial import differing_verdicts
+from stretto.launch.preflight.trial import try_reward
 from stretto.launch.recipe.recipe import Recipe
 from stretto.launch.recipe.sections import ModelConfig
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
@@ -36,6 +37,7 @@ from stretto.rewards.loading import PLACE, load_reward
 from stretto.rewards.pool import check_reward
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.messages import Demonstration
+from stretto.worlds.data.task import Question
 
 _LARGEST_PORT = 65_535
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
@@ -53,6 +55,8 @@ class Plan:
     held_out: tuple[Prompt, ...]
     demonstrations: tuple[Demonstration, ...]
     notes: tuple[str, ...] = ()  # what the data has to say
+    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
+    kept_apart: int = 0  # questions that are held out, of which evaluation.prompts are asked
 
     @property
     def longest_prompt(self) -> int:
@@ -95,8 +99,38 @@ def make_plan(recipe: Recipe, *, begun: bool = False) -> Plan:
         training=prompts[: len(questions.training)],
         held_out=prompts[len(questions.training) :],
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        notes=(*sifted.warnings, *repeated(questions), *differing_verdicts(recipe.rewards, questions.training)),
+        rows=_further_fields(recipe, (*questions.training, *held_out)),
+        kept_apart=len(questions.held_out),
+        notes=(
+            *_unused_template(questions.training, tokenizer),
+            *sifted.warnings,
+            *repeated(questions),
+            *try_reward(recipe.rewards, questions.training),
+        ),
     )
+
+
+def _further_fields(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], str]:
+    """Of each row what a reward of the user's own may take, by prompt and gold answer.
+
+    Raises:
+        DataError: two rows share these and differ in a further field: a reward could not tell them apart.
+    """
+    found: dict[tuple[str, str], str] = {}
+    if recipe.rewards.function in BUILT_IN:
+        return found
+    for row in questions:
+        if row.fields and found.setdefault((row.text, row.answer), row.fields) != row.fields:
+            problem = "has the prompt and the gold answer of another row, and other further fields"
+            raise DataError([Problem(row.place, problem, "a reward is told the fields of a row by these two")])
+    return found
+
+
+def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:
+    plain = [row for row in questions if row.place and not row.messages and not row.as_chat]
+    if not plain or not tokenizer.has_chat_template:
+        return []
+    return ['the tokenizer has a chat template; prompts that are texts are asked by it with task.chat_template="auto"']
 
 
 def _room(recipe: Recipe, base: ModelFolder) -> int:
@@ -208,6 +242,7 @@ def base_folder(recipe: Startable) -> Path:
     assert recipe.model.build is not None, "validated: either a path or a build"
     folder = cache_folder() / "models" / digest(recipe.model.build.model_dump_json(), recipe.seed)
     if not folder.exists():
+        check_cache()
         build_policy(recipe.model.build, folder, recipe.seed)
     return folder
 
@@ -217,7 +252,23 @@ def cache_folder() -> Path:
     root = os.environ.get("STRETTO_CACHE")
     if root:
         return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "stretto"
+
+
+def check_cache() -> None:
+    """Something can be written there.
+
+    Raises:
+        RecipeError: it cannot.
+    """
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        found = f"the cache of built models and warm starts cannot be written: {error}"
+        raise RecipeError([Problem(str(folder), found, "set STRETTO_CACHE to a folder of your own")]) from None
 
 
 def digest(*parts: object) -> str:

@@ -29,10 +29,27 @@ from stretto.worlds.synthetic.programs import ProgramsTask
 
 _LARGEST_RECIPE = 1 << 20
 
+#: What other systems call a key, and a value of a key.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "bs": "rollout.batch_size",
+    "train_batch_size": "rollout.batch_size",
+    "num_generations": "rollout.group_size",
+    "n_samples": "rollout.group_size",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "beta": "algorithm.reference.weight",
+    "kl_coef": "algorithm.reference.weight",
+    "max_steps": "trainer.steps",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
+}
+
 _PATHS = (
     "model.path",
     "task.file",
     "task.held_out_file",
+    "rewards.path",
     "algorithm.reference.path",
     "preferences.file",
     "preferences.reference",
@@ -128,7 +145,20 @@ def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     tree = _parse(path)
     _resolve_paths(tree, path.parent)
     override(tree, overrides)
+    _find_reward(tree, path.parent)
     return tree
+
+
+def _find_reward(tree: dict[str, Any], folder: Path) -> None:
+    """A reward whose module lies beside the recipe is looked for there first."""
+    rewards = tree.get("rewards")
+    if not isinstance(rewards, dict) or "path" in rewards:
+        return
+    name = rewards.get("function")
+    if isinstance(name, str) and ":" in name:
+        module = folder / name.partition(":")[0].partition(".")[0]
+        if module.is_dir() or module.with_suffix(".py").is_file():
+            rewards["path"] = str(folder.resolve())
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -194,8 +224,15 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             return Problem(f"override {override!r}", f"{section} is a value, not a section")
-    tree[last] = _value(text.strip())
+    tree[last] = _merged(tree.get(last), _value(text.strip()))
     return None
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """A table changes the keys that it names, unless it is of another kind; all else replaces what was there."""
+    if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
 def _value(text: str) -> Any:
@@ -242,12 +279,26 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
     where = f"{place}: {'.'.join(keys)}" if keys else place
     match details["type"]:
         case "extra_forbidden":
-            return Problem(where, "unknown key", nearest(keys[-1], beside))
+            return Problem(where, "unknown key", _alias(keys, beside) or nearest(keys[-1], beside))
         case "missing":
             return Problem(where, "missing")
         case "value_error":
             return Problem(where, str(details["ctx"]["error"]))
+        case "union_tag_invalid":
+            tag, kinds = details["ctx"]["tag"], details["ctx"]["expected_tags"]
+            near = nearest(tag, [kind.strip("'") for kind in kinds.split(", ")])
+            remedy = _ELSEWHERE.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else "")
+            return Problem(where, f"kind {tag!r} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else ""))
     return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
+
+
+def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
+    """The remedy for a key that other systems know by this name."""
+    known = _ELSEWHERE.get(keys[-1])
+    if known is None:
+        return ""
+    section, _, key = known.rpartition(".")
+    return f"did you mean {key if key in beside and section in ('', *keys) else known!r}?"
 
 
 def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[str], list[str]]:

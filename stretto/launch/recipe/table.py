@@ -16,7 +16,8 @@ Schema = Mapping[str, Any]
 _HEAD = """# Every key of a recipe
 
 A recipe is one TOML file; `stretto train --dry-run RECIPE.toml` checks it, and every key can be set on the command line
-as `section.key=value`. Keys without a default must be given. This page is generated from the code
+as `section.key=value`. Keys without a default must be given. Built models and warm starts are kept for
+later runs in the folder `STRETTO_CACHE`, by default `~/.cache/stretto`. This page is generated from the code
 (`python -m stretto.launch.recipe.table`); `tests/test_docs.py` holds it against it.
 """
 _PREFERENCES = """

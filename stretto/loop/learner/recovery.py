@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch
-from stretto.launch.recipe.recipe import Recipe, load_recipe, to_toml, validate
 from stretto.store.folder.checkpoints import Checkpoint, Checkpoints, FileSeal, seal_files, verify_files
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_fact
 
-RECIPE = "recipe"  #: the resolved recipe, in the ledger
 START = "start"  #: the seals of every file that the run starts from, by folder, in the ledger
 
 
@@ -48,12 +45,11 @@ class Recovery:
         return batch
 
 
-def seal_start(ledger: Ledger, recipe: Recipe, policy: Path) -> None:
-    """Put on record what the run starts from: the policy, which becomes version 0, and a reference of its own."""
+def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
+    """Put on record what the run starts from: the policy, which becomes version 0, and the folder of a reference."""
     start = {"policy/v000000": seal_files(policy)}
-    reference = recipe.algorithm.reference
-    if reference is not None and reference.path is not None:
-        start[reference.path] = seal_files(Path(reference.path))
+    if reference is not None:
+        start[reference] = seal_files(Path(reference))
     ledger.put(START, start)
     ledger.sync()
 
@@ -70,17 +66,3 @@ def check_start(folder: RunFolder) -> None:
             verify_files(folder.path / name, files, "the ledger")
         except StoreError as error:
             raise StoreError(f"{error}; bring the file back that the run started from") from error
-
-
-def record_recipe(ledger: Ledger, recipe: Recipe) -> None:
-    """Put the recipe that the run goes on with on record."""
-    ledger.put(RECIPE, to_toml(recipe))
-
-
-def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
-    """The recipe on record, whose text is `text`; that of the run folder where none is (an older format).
-
-    Raises:
-        RecipeError: this version of stretto cannot read it.
-    """
-    return load_recipe(folder.recipe) if text is None else validate(tomllib.loads(text), f"{folder.ledger}: {RECIPE}")

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from stretto.core.events import Span
-from stretto.core.records import Batch, Outcome, Record, Trajectory, Update
+from stretto.core.records import Batch, Outcome, Prompt, Record, Trajectory, Update
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.reporter import Reporter
+from stretto.loop.records.sampled import Sampled
 from stretto.loop.records.slow_reward import SlowReward
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals
@@ -94,8 +95,11 @@ class Recorder:
         past: EarlierTotals,
         clock: RunClock,
         slow_reward: SlowReward | None = None,
+        sample_seconds: float = 0.0,
     ) -> None:
         self.clock = clock
+        self._shown = Sampled(folder, stage.say, sample_seconds)
+        self.held_out = self._shown.held_out
         self._slow_reward = slow_reward
         self.initial_accuracy = past.initial_accuracy
         self.final_accuracy: float | None = None
@@ -141,8 +145,9 @@ class Recorder:
             unfinished=self._work().unfinished + unjudged,
         )
 
-    def answered(self, trajectories: Sequence[Trajectory]) -> None:
+    def answered(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """A group was judged, whether or not it will be trained on."""
+        self._shown.judged(prompt, trajectories)
         self._sampled.update(trajectory.verdict.outcome for trajectory in trajectories)
 
     def taken(self, batch: Batch, in_flight: int, buffered: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from transformers import PreTrainedConfig
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.inspection import ModelFolder, read_weights
 from stretto.model.hf.skeleton import skeleton
 
+_LAYER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _SHOWN = 5
 
@@ -35,11 +38,11 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
         if name in parameters and tensor.dtype not in _FLOATING
     ]
     known = set(model.state_dict())
-    if not known & held.keys() or held.keys() <= known:  # else some of them have other names in the folder
-        missing = [name for name in parameters if name not in held]
-        problems += [
-            Problem(place, f"lacks the weight {name}", "copy or download the folder again") for name in missing
-        ]
+    missing = [name for name in parameters if name not in held]
+    if known & held.keys() and not held.keys() <= known:  # some of them may have other names in the folder
+        of_layers = {_LAYER.sub("#", name) for name in held}
+        missing = [name for name in missing if _LAYER.sub("#", name) in of_layers]  # but not in one layer alone
+    problems += [Problem(place, f"lacks the weight {name}", "copy or download the folder again") for name in missing]
     if problems:
         more = len(problems) - _SHOWN
         raise ModelFolderError(problems[:_SHOWN] + ([Problem(place, f"{more} more like these")] if more > 0 else []))

@@ -105,8 +105,13 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         problems.append(Problem(f"{file}: text_config", f"{config!r}", "an object is needed"))
 
+    unnamed: list[str] = []
+
     def number(*keys: str) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
+        if value is None:
+            unnamed.append(keys[-1])
+            return 1
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         problems.append(Problem(f"{file}: {keys[-1]}", f"{value!r}", "a positive whole number is needed"))
@@ -127,6 +132,11 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
         "head_dim": number("hidden_size") // heads if config.get("head_dim") is None else number("head_dim"),
         "hidden_size": number("hidden_size"),
     }
+    if len(names := list(dict.fromkeys(unnamed))) > 1:
+        found = f"{whole.get('model_type')!r} has no {', '.join(names)}"
+        problems.append(Problem(str(file), found, "models of Llama's form have them"))
+    elif names:
+        problems.append(Problem(f"{file}: {names[0]}", "None", "a positive whole number is needed"))
     return shape if len(problems) == before else None
 
 

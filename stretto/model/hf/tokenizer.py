@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -49,19 +49,24 @@ class Tokenizer:
             raise self._unknown(text, f"it becomes {self._whole.unk_token}")
         return tuple(ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._whole.chat_template)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> tuple[int, ...]:
         """The token ids of a conversation by the folder's chat template, ending where the assistant's answer begins.
+        The template gets the `arguments`.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
             DataError: the template refuses the messages.
         """
-        if not self._whole.chat_template:
+        if not self.has_chat_template:
             remedy = "give prompts as plain text, or choose a model whose tokenizer has a chat template"
             raise ModelFolderError([Problem(self.place, "the tokenizer has no chat template", remedy)])
         try:
             turns = [dict(message) for message in messages]
-            text = self._whole.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._whole.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
         return self.encode(cast(str, text), special_tokens=False)  # the template has written them already

@@ -4,6 +4,8 @@ recipe.toml versions.json machine.json      what was run, with what, where
 rewards.json                                what its reward said of itself: the level of its sandbox
 log.txt logs/<role>.txt                     what was said
 metrics.jsonl spans.jsonl                   what was measured
+questions.jsonl                             what was asked, for the export
+samples.jsonl held_out.jsonl                what was sampled: now and then while training, and by each evaluation
 ledger.sqlite                               what happened to every trajectory
 policy/v000012/ checkpoints/step-000040/    what was learnt
 plots/*.png                                 what it looks like
@@ -142,6 +144,18 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def questions(self) -> Path:
+        return self.path / "questions.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        return self.path / "held_out.jsonl"
 
     @property
     def spans(self) -> Path:

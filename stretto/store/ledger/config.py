@@ -21,6 +21,12 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
         le=60,
         description="The ledger writes with the first group that is issued so long after its last writing.",
     )
+    sample_seconds: float = Field(
+        default=20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds between completions that are shown while training and kept in samples.jsonl; 0: none.",
+    )
     keep_checkpoints: int = Field(
         default=2,
         ge=2,

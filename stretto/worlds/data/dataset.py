@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,14 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
     held_out: int = Field(64, ge=1, description="rows at the end of the file that are kept for evaluation")
     held_out_file: str | None = Field(None, description="a second file in place of the last rows")
+
+    chat_template: Literal["none", "auto"] = Field(
+        "none", description="prompts that are texts; auto: by the tokenizer's chat template, if it has one"
+    )
+    system_prompt: str | None = Field(None, description="first message of every chat; makes chats of texts")
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        {}, description='given to the chat template, such as "{ enable_thinking = false }"'
+    )
 
     def questions(self, seed: int) -> Questions:
         """The rows in file order; `seed` plays no part, the order of asking is the prompt stream's."""
@@ -49,6 +58,10 @@ def read_rows(path: Path, task: JsonlTask) -> list[Question]:
 def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask) -> Question:
     jsonl.require(row, (task.prompt_field, task.answer_field), place)
     text, messages = jsonl.prompt(row[task.prompt_field], f"{place}: {task.prompt_field}")
+    further = {name: value for name, value in row.items() if name not in (task.prompt_field, task.answer_field)}
+    chat = messages or ({"role": "user", "content": text},)
+    if task.system_prompt is not None and chat[0]["role"] != "system":
+        messages = chat = ({"role": "system", "content": task.system_prompt}, *chat)
     demonstration = row.get(task.demonstration_field)
     if demonstration is not None:
         demonstration = jsonl.text(demonstration, f"{place}: {task.demonstration_field}")
@@ -57,5 +70,13 @@ def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask) -> 
         answer = str(answer)
     answer = jsonl.text(answer, f"{place}: {task.answer_field}")
     return Question(
-        id=str(number), text=text, answer=answer, demonstration=demonstration, messages=messages, place=place
+        id=str(number),
+        text=text,
+        answer=answer,
+        demonstration=demonstration,
+        messages=messages,
+        place=place,
+        fields=json.dumps(further) if further else "",
+        as_chat=chat if task.chat_template == "auto" else (),
+        template_arguments=tuple(task.template_arguments.items()),
     )

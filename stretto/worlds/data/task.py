@@ -12,8 +12,9 @@ from typing import Protocol
 class Question:
     """Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
 
-    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it. `place` is
-    the file and the line that it was read from.
+    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it, with the
+    `template_arguments`. `as_chat` is rendered where the tokenizer has a template. `place` is the file and the line
+    that it was read from.
     """
 
     id: str
@@ -22,6 +23,9 @@ class Question:
     demonstration: str | None = None
     messages: tuple[dict[str, str], ...] = ()
     place: str = ""
+    fields: str = ""  # the row's other fields, as a JSON object
+    as_chat: tuple[dict[str, str], ...] = ()
+    template_arguments: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""``samples.jsonl`` and ``held_out.jsonl``: completions as a person reads them, with prompt and verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from stretto.core.records import Outcome, Prompt, Record, Verdict
+from stretto.store.series.lines import keep_lines
+
+
+class SampledCompletion(Record, frozen=True):
+    """One judged completion. `versions` are those that sampled its tokens, `version` is that under which it counts: the
+    newest of them, or the newest of its evaluation.
+
+    Example: ``SampledCompletion(prompt_id="17", prompt="3+8=", answer="11", completion="3+8=11", ...)``
+    """
+
+    version: int
+    prompt_id: str
+    prompt: str
+    answer: str  # the gold answer
+    completion: str
+    outcome: Outcome
+    reward: float | None
+    reason: str
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: Prompt, versions: tuple[int, ...], text: str, verdict: Verdict) -> Self:
+        versions = tuple(dict.fromkeys(versions)) or (0,)
+        return cls(
+            version=versions[-1],
+            prompt_id=prompt.id,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            completion=text,
+            outcome=verdict.outcome,
+            reward=verdict.reward,
+            reason=verdict.reason,
+            versions=versions,
+        )
+
+
+_DECODER = msgspec.json.Decoder(SampledCompletion)
+
+
+def rewind_samples(path: Path, version: int) -> None:
+    """Forget what versions after `version` answered: they are made again."""
+    keep_lines(path, _DECODER, lambda sample: sample.version <= version)

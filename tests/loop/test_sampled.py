@@ -1,0 +1,97 @@
+"""What a person sees of the completions while a run trains.
+
+Promises: now and then a completion is shown and kept with its prompt, gold answer, versions and reward, right and
+wrong ones beside each other; that none has been right is said by name, at twice as many groups each time; each kind of
+undecided verdict is said once, with its reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
+from stretto.loop.records.sampled import Sampled, line
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.samples import SampledCompletion, rewind_samples
+
+PROMPT = Prompt(id="17", token_ids=(5,), text="3+8=", answer="11")
+WRONG = Verdict(outcome=Outcome.WRONG, reward=0.0)
+RIGHT = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+
+
+def undecided(reason: str) -> Verdict:
+    return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=reason)
+
+
+def trajectory(verdict: Verdict, text: str = "3+8=12", versions: tuple[int, ...] = (6, 6, 7)) -> Trajectory:
+    segment = Segment((1, 2, 3)[: len(versions)], (0.0,) * len(versions), versions, 0, StopReason.STOP)
+    return Trajectory(id="0.17.0/0", segments=(segment,), verdict=verdict, text=text)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def test_a_right_and_a_wrong_completion_are_shown_beside_each_other_and_kept(folder: RunFolder) -> None:
+    said: list[str] = []
+    sampled = Sampled(folder, said.append, seconds=3600)
+    for _ in range(3):  # of which one is due
+        sampled.judged(PROMPT, [trajectory(WRONG), trajectory(WRONG), trajectory(RIGHT, "3+8=11", (7,))])
+    assert said == [
+        "sample of version 6 to 7: prompt '3+8=' | completion '3+8=12' | gold '11' | wrong, reward 0",
+        "sample of version 7: prompt '3+8=' | completion '3+8=11' | gold '11' | right, reward 1",
+    ]
+    kept = [msgspec.json.decode(row, type=SampledCompletion) for row in folder.samples.read_bytes().splitlines()]
+    assert [(sample.completion, sample.versions, sample.reward) for sample in kept] == [
+        ("3+8=12", (6, 7), 0.0),
+        ("3+8=11", (7,), 1.0),
+    ]
+    silent = Sampled(folder, said.append, seconds=0)
+    silent.judged(PROMPT, [trajectory(RIGHT)])
+    assert len(said) == 2
+
+
+def test_a_long_completion_is_shown_with_both_ends() -> None:
+    shown = line(SampledCompletion.of(PROMPT, trajectory(WRONG).versions, f"first{'x' * 10_000}last", WRONG))
+    assert len(shown) < 600
+    assert "'first" in shown
+    assert "last'" in shown
+
+
+def test_that_no_completion_has_been_right_is_said_at_twice_as_many_groups_each_time(folder: RunFolder) -> None:
+    said: list[str] = []
+    sampled = Sampled(folder, said.append, seconds=0)
+    for _ in range(100):
+        sampled.judged(PROMPT, [trajectory(WRONG)] * 8)
+    first, second = said  # at 32 and 64 groups
+    assert first.startswith("no completion has been right so far: 32 groups, 256 completions; look at ")
+    assert second.startswith("no completion has been right so far: 64 groups, 512 completions; look at ")
+    sampled.judged(PROMPT, [trajectory(RIGHT)])
+    for _ in range(100):
+        sampled.judged(PROMPT, [trajectory(WRONG)])
+    assert len(said) == 2
+
+
+def test_each_kind_of_undecided_verdict_is_said_once_with_its_reason(folder: RunFolder) -> None:
+    said: list[str] = []
+    sampled = Sampled(folder, said.append, seconds=0)
+    raised = "the reward raised ValueError in judge.py:14"
+    for number in range(3):
+        verdicts = [undecided(f"{raised}: no {number}"), undecided("timeout after 1 s"), RIGHT]
+        sampled.judged(PROMPT, [trajectory(verdict) for verdict in verdicts])
+    assert [sentence.partition(" (said once")[0] for sentence in said] == [
+        f"a completion is undecided: {raised}: no 0",
+        "a completion is undecided: timeout after 1 s",
+    ]
+
+
+def test_a_run_that_goes_on_forgets_the_evaluations_that_it_makes_again(folder: RunFolder) -> None:
+    samples = [SampledCompletion.of(PROMPT, trajectory(RIGHT, versions=(v,)).versions, "11", RIGHT) for v in (0, 4, 8)]
+    Sampled(folder, print, seconds=0).held_out(samples)
+    rewind_samples(folder.held_out, 4)
+    kept = [msgspec.json.decode(row, type=SampledCompletion) for row in folder.held_out.read_bytes().splitlines()]
+    assert kept == samples[:2]
