@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test format format-check lint types tests bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics format format-check lint types tests bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -35,6 +35,17 @@ types: .venv/ready-test
 # Two at a time, because a run of its own has several processes already and two cores are what has to be there.
 tests: .venv/ready-test  ## the tests alone
 	$(RUN) pytest --numprocesses 2 --dist loadfile --cov --cov-report=term
+
+# Each setting is an older processor to torch, oneDNN, MKL and numba alike; `tests` has run on this one.
+HASWELL := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2
+NEHALEM := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 NUMBA_CPU_NAME=generic
+
+test-numerics: .venv/ready-test  ## the tests that compare a model's numbers, on the instruction sets of older processors
+ifeq ($(shell uname -m),x86_64)
+	$(HASWELL) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
+	$(NEHALEM) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
+endif
 
 format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .

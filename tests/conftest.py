@@ -8,7 +8,10 @@ torch threads each on two cores spin against each other and run 10 to 50 times s
 from __future__ import annotations
 
 import os
+from functools import cache
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ.update(
@@ -26,3 +29,19 @@ if not os.path.exists("/dev/nvidiactl"):
 
 settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")
+
+
+#: Where kernels are chosen by the processor; whole runs choose the same ones.
+_NUMERIC = {"model", "trainer", "engine"}
+
+
+@cache
+def _compares_numbers(file: Path) -> bool:
+    return file.parent.name in _NUMERIC and "tests.tolerances" in file.read_text(encoding="utf-8")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests beside the rule for tolerances are numeric, without a word of their own."""
+    for item in items:
+        if _compares_numbers(item.path):
+            item.add_marker(pytest.mark.numeric)

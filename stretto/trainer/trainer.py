@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -201,10 +202,8 @@ class Trainer:
     def _minibatches(self, rows: Sequence[Sample]) -> list[Minibatch]:
         parts = minibatches([len(row.token_ids) for row in rows], self._config.minibatches)
         config, aggregation, device = self._config, self._algorithm.aggregation, self.learner.model.device
-        return [
-            minibatch([rows[i] for i in part], config, aggregation, self._longest, device, self._ranks)
-            for part in parts
-        ]
+        each = partial(minibatch, config=config, aggregation=aggregation, longest=self._longest, device=device)
+        return [each([rows[i] for i in part], ranks=self._ranks, answers=len(rows) / len(parts)) for part in parts]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Those of the later minibatches, if the loss is anchored there; the first one's training forward gives its."""

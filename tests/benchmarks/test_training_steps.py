@@ -21,8 +21,10 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
+from tests.tolerances import EPS, LOGITS, RATE, after_adam, assert_close, near, operations
 
-CONFIG = TrainerConfig(minibatches=1, learning_rate=1e-2, eps=1e-3, max_grad_norm=0.7, weight_decay=0.1)
+CONFIG = TrainerConfig(minibatches=1, learning_rate=RATE, eps=EPS, max_grad_norm=0.7, weight_decay=0.1)
+BACKWARD = operations(24, 2, backward=True)
 GROUPS = [(3, (2, 5, 4)), (6, (1, 7, 3))]
 LONGEST = 8
 
@@ -40,9 +42,9 @@ def test_a_padded_step_is_the_packed_one(model: Path, rows: int, by_length: bool
     padded = PaddedTrainer(theirs, CONFIG, ALGORITHM, LONGEST, rows, by_length=by_length)
     for version in range(2):
         one = batch(GROUPS, 22, version)
-        assert packed.train(one).metrics["loss"] == pytest.approx(padded.train(one), abs=1e-5)
+        assert packed.train(one).metrics["loss"] == near(padded.train(one), BACKWARD, size=LOGITS)
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=2e-5)
+        torch.testing.assert_close(left, right, rtol=0, atol=after_adam(2, BACKWARD))
 
 
 @pytest.mark.parametrize("rows", [6, 4, 1])
@@ -51,12 +53,12 @@ def test_padding_changes_neither_the_loss_nor_a_gradient(model: Path, rows: int)
     ours, theirs = load_policy(model, attention=PACKED_ATTENTION), load_policy(model)
     packed = Trainer(ours, CONFIG, ALGORITHM, Sampling(max_tokens=LONGEST))
     padded = PaddedTrainer(theirs, CONFIG, ALGORITHM, LONGEST, rows)
-    assert packed.train(batch(GROUPS, 22, 0)).metrics["loss"] == pytest.approx(
-        padded.train(batch(GROUPS, 22, 0)), abs=1e-6
+    assert packed.train(batch(GROUPS, 22, 0)).metrics["loss"] == near(
+        padded.train(batch(GROUPS, 22, 0)), BACKWARD, size=LOGITS
     )
-    states = [one.state.values() for one in (packed.learner.optimizer, padded._optimizer)]
-    for mine, other in zip(*states, strict=True):
-        torch.testing.assert_close(mine["exp_avg"] * 10, other["exp_avg"] * 10, rtol=0, atol=1e-6)
+    optimizers = (packed.learner.optimizer, padded._optimizer)
+    mine, other = ([state["exp_avg"] for state in each.state.values()] for each in optimizers)
+    assert_close(mine, other, BACKWARD)
 
 
 @pytest.mark.parametrize("count", [1, 4, 6])
@@ -69,10 +71,10 @@ def test_a_fixed_number_of_micro_batches_changes_nothing_but_their_number(model:
     assert isinstance(cut, DealtTrainer)
     cut.count = count
     updates = [one.train(batch(GROUPS, 22, 0)) for one in (whole, cut)]
-    assert updates[0].metrics["loss"] == pytest.approx(updates[1].metrics["loss"], abs=1e-5)
+    assert updates[0].metrics["loss"] == near(updates[1].metrics["loss"], BACKWARD, size=LOGITS)
     assert updates[0].trained_tokens == updates[1].trained_tokens == tokens(GROUPS) == 22
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=2e-5)
+        torch.testing.assert_close(left, right, rtol=0, atol=after_adam(1, BACKWARD))
 
 
 def test_the_fixed_number_is_the_smallest_that_always_fits() -> None:

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
+from tests.tolerances import EXACT
 
 EOS = 1
-EXACT = 1e-5
 
 
 def request(name: str, *, prompt: int = 9, seeds: Sequence[int] = (1,), **sampling: object) -> GenerateRequest:

@@ -1,6 +1,6 @@
 """Promises, each against the plain transformers model:
 
-- tokens at temperature 0 are those of `generate`; behaviour log-probabilities are the full forward's, to 1e-5;
+- tokens at temperature 0 are those of `generate`; behaviour log-probabilities are the full forward's, to rounding;
 - the same request gives the same tokens alone, in a full batch, and in an engine with fewer slots;
 - after an update every token carries the version whose weights sampled it, across any number of interruptions;
 - a request that cannot be served is refused with the field that is wrong; torn weights are never loaded.
@@ -21,7 +21,6 @@ from stretto.core.records import Completion, GenerateRequest, Sampling, StopReas
 from stretto.engine.native.engine import NativeEngine
 from tests.engine.answering import (
     EOS,
-    EXACT,
     assert_each_token_follows_its_version,
     drain,
     engine_of,
@@ -31,6 +30,7 @@ from tests.engine.answering import (
     shaken,
     weights,
 )
+from tests.tolerances import EXACT
 
 
 def test_greedy_answers_are_those_of_transformers_generate(folder: Path, plain: PreTrainedModel) -> None:

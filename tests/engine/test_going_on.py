@@ -18,6 +18,7 @@ from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.folder import load_policy
+from tests.tolerances import EXACT
 
 REQUEST = GenerateRequest(
     id="0.17.0", prompt_token_ids=(5, 12, 8), seeds=(1, 2, 3), sampling=Sampling(max_tokens=24, temperature=0.8)
@@ -49,7 +50,7 @@ def test_an_answer_goes_on_as_it_would_have(folder: Path, tokens: int) -> None:
     assert [completion.token_ids for completion in again] == [completion.token_ids for completion in whole]
     for ours, theirs, some in zip(again, whole, begun, strict=True):
         assert ours.behavior_logprobs[: len(some.token_ids)] == some.behavior_logprobs
-        assert ours.behavior_logprobs == pytest.approx(theirs.behavior_logprobs, abs=1e-5)
+        assert ours.behavior_logprobs == pytest.approx(theirs.behavior_logprobs, abs=EXACT)
         assert ours.interrupted == (2 if some.token_ids else 0)
         assert ours.stop_reason == theirs.stop_reason
 

@@ -20,6 +20,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated
+from tests.tolerances import EXACT
 
 PROMPT = "the cat"
 MESSAGES: list[ChatCompletionMessageParam] = [
@@ -27,7 +28,6 @@ MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Say é."},
 ]
 SEED = 11
-ROUNDING = 1e-5  # of a log-probability, between two computations of the same answer
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_completions_are_the_engines(client: openai.OpenAI, engine: NativeEngine
     assert len({choice.text for choice in reply.choices}) == 3
     for choice, answer in zip(reply.choices, answers, strict=True):
         assert choice.logprobs is not None
-        assert choice.logprobs.token_logprobs == pytest.approx(list(answer.behavior_logprobs), abs=ROUNDING)
+        assert choice.logprobs.token_logprobs == pytest.approx(list(answer.behavior_logprobs), abs=EXACT)
         assert choice.logprobs.tokens == [tokenizer.name(token) for token in answer.token_ids]
         assert choice.logprobs.text_offset is not None
         assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
@@ -118,7 +118,7 @@ def test_chats_are_the_engines(client: openai.OpenAI, engine: NativeEngine, toke
     for choice, answer in zip(reply.choices, answers, strict=True):
         assert choice.logprobs is not None
         told = [token.logprob for token in choice.logprobs.content or ()]
-        assert told == pytest.approx(list(answer.behavior_logprobs), abs=ROUNDING)
+        assert told == pytest.approx(list(answer.behavior_logprobs), abs=EXACT)
     assert reply.usage is not None
     assert reply.usage.prompt_tokens == len(prompt)
     assert reply.usage.completion_tokens == sum(len(answer.token_ids) for answer in answers)
@@ -181,7 +181,7 @@ def test_chats_tell_the_likeliest_tokens(client: openai.OpenAI, tokenizer: Token
         for told, ranks in zip(choice.logprobs.content or (), answer.top_logprobs, strict=True):
             assert [each.token for each in told.top_logprobs] == [tokenizer.name(token) for token, _ in ranks]
             logprobs = [logprob for _, logprob in ranks]
-            assert [each.logprob for each in told.top_logprobs] == pytest.approx(logprobs, abs=ROUNDING)
+            assert [each.logprob for each in told.top_logprobs] == pytest.approx(logprobs, abs=EXACT)
             assert all(each.bytes in (None, list(each.token.encode())) for each in told.top_logprobs)
     chunks = list(client.chat.completions.create(**fields, logprobs=True, top_logprobs=4, stream=True))
     for choice in reply.choices:

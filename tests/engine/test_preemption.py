@@ -1,6 +1,6 @@
 """Promises: a cache that is too small for its answers costs time and nothing else.
 
-- every answer comes out as it does with a large cache: same tokens, log-probabilities to 1e-5;
+- every answer comes out as it does with a large cache: same tokens, log-probabilities to rounding;
 - after an update the tokens that were there keep their version, those that come later have the new one;
 - the memory of keys and values stays within the budget; what can never fit is refused before it begins.
 """
@@ -17,7 +17,6 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion
 from stretto.engine.native.engine import NativeEngine
 from tests.engine.answering import (
-    EXACT,
     assert_each_token_follows_its_version,
     drain,
     engine_of,
@@ -26,6 +25,7 @@ from tests.engine.answering import (
     shaken,
     weights,
 )
+from tests.tolerances import EXACT
 
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 

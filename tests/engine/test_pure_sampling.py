@@ -23,6 +23,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
+from tests.tolerances import EXACT
 
 Ended = dict[tuple[str, int], Completion]
 SETTINGS: list[dict[str, object]] = [
@@ -156,7 +157,7 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(
                     kept = left(line, sampling)
                     assert token in kept
                     expected = (line[kept] / sampling.temperature).log_softmax(-1)[kept.index(token)]
-                assert abs(logprob - float(expected)) < 1e-5
+                assert abs(logprob - float(expected)) < EXACT
 
 
 def test_top_k_of_one_is_the_greedy_answer(folder: Path) -> None:

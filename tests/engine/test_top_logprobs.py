@@ -17,7 +17,8 @@ from stretto.core.errors import RefusedRequest
 from stretto.engine.native.sampling import Filtered
 from stretto.engine.native.top_logprobs import likeliest
 from stretto.model.truncation import Truncation
-from tests.engine.answering import EXACT, drain, engine_of, finish, request, shaken, weights
+from tests.engine.answering import drain, engine_of, finish, request, shaken, weights
+from tests.tolerances import EXACT, LOGITS, rounding
 
 HALF_THIRD = torch.tensor([[0.5, 0.3, 0.2]]).log()
 
@@ -76,7 +77,7 @@ def test_they_are_the_full_forwards_through_updates_and_preemption(
             assert np.abs(np.subtract([logprob for _, logprob in told], values.tolist())).max() < EXACT
             assert all(abs(float(line[token]) - logprob) < EXACT for token, logprob in told)
             sampled = dict(told).get(completion.token_ids[at])
-            assert sampled is None or abs(sampled - completion.behavior_logprobs[at]) < 1e-6
+            assert sampled is None or abs(sampled - completion.behavior_logprobs[at]) < rounding(size=LOGITS)
 
 
 def test_who_does_not_ask_is_answered_as_if_nobody_did(folder: Path) -> None:

@@ -19,6 +19,7 @@ from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.learner import Learner
 from tests.tiny_policy import TINY
+from tests.tolerances import EXACT
 
 
 @pytest.mark.parametrize(
@@ -52,4 +53,4 @@ def test_the_trainers_log_probabilities_are_those_that_the_engine_logged(
         ours = learner.logprobs(packed).logprobs.numpy()
     theirs = np.concatenate([completion.behavior_logprobs for completion in ended])
     assert len(theirs) > 200
-    assert np.abs(ours - theirs).max() < 1e-5
+    assert np.abs(ours - theirs).max() < EXACT

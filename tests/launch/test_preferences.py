@@ -24,6 +24,7 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.learner import UNCHANGED
 from stretto.trainer.messages import SupervisedProgress
+from tests.tolerances import near, operations_of
 
 ROOT = Path(__file__).parents[2]
 SHAPE = BuildConfig(hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=32, context_length=16)
@@ -79,8 +80,8 @@ def test_another_reference_starts_with_another_loss(write: Write, tmp_path: Path
     for reference in ("policy", "other"):
         words = ["preferences.steps=1", f"preferences.reference={tmp_path / reference}"]
         dpo(write(), words, tmp_path / f"from-{reference}", seen.append)
-    assert seen[0].loss == pytest.approx(math.log(2), abs=1e-5)
-    assert seen[1].loss != pytest.approx(math.log(2), abs=1e-4)
+    assert seen[0].loss == near(math.log(2), operations_of(SHAPE))
+    assert seen[1].loss != near(math.log(2), operations_of(SHAPE))
 
 
 GOOD = PAIRS[0]

@@ -20,6 +20,7 @@ from peft import PeftModel
 from stretto.model.hf.folder import load_policy
 from stretto.store.series.metrics import read_metrics
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, steps_done, wait_for_step
+from tests.tolerances import EXACT, assert_close
 
 
 def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
@@ -54,14 +55,14 @@ def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: 
     trained = [line.trainer for line in read_metrics(run_dir / "metrics.jsonl")[0]]
     assert len(trained) == 4
     errors = [metrics.get("behavior_logprob_error") or 0.0 for metrics in trained]
-    assert 0 < max(errors) < 1e-5, "what engines sample by is the policy with its adapters"
+    assert 0 < max(errors) < EXACT, "what engines sample by is the policy with its adapters"
     start, last = (run_dir / "policy" / name for name in ("v000000", "v000004"))
     plain, adapted = load_policy(start), load_policy(last)
     merged = PeftModel.from_pretrained(load_policy(start), last / "adapter").merge_and_unload()
     named = dict(merged.named_parameters())
     assert any(not torch.equal(p, q) for p, q in zip(plain.parameters(), adapted.parameters(), strict=True))
     for name, parameter in adapted.named_parameters():
-        torch.testing.assert_close(named[name], parameter, rtol=0, atol=1e-6, msg=name)
+        assert_close(named[name], parameter)
 
 
 def rank_of(command: Command) -> int:

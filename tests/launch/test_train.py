@@ -57,7 +57,6 @@ def begin(recipe: Path) -> Path:
     prepared = prepare(recipe, [], run_dir, resume=False)
     prepared.folder.release()
     with closing(Ledger(prepared.folder.ledger, StoreConfig())) as ledger:
-        settings = prepared.plan.recipe
         copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, None))
     return run_dir
 

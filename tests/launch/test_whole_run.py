@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
+from tests.tolerances import EXACT
 
 INSPECTION: dict[str, type | list[str]] = {
     "steps": int,
@@ -200,7 +201,7 @@ def test_every_token_was_sampled_by_the_version_it_is_labelled_with(
     run_dir: Path, trajectories: list[dict[str, Any]]
 ) -> None:
     models = policies(run_dir)
-    assert worst(models, trajectories) < 1e-4
+    assert worst(models, trajectories) < EXACT
     assert worst(models, trajectories, shift=1) > 1e-2, "the versions are too alike for this test to mean anything"
 
 
@@ -210,7 +211,7 @@ def test_so_it_is_with_two_engines_and_a_bound_that_is_waited_for(laboratory: La
     found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
     assert found.busy["engine-1"] > 0
     assert found.multi_version > 0
-    assert worst(policies(run_dir), trajectories) < 1e-4
+    assert worst(policies(run_dir), trajectories) < EXACT
     trained = [t for t in trajectories if t["state"] == "trained"]
     assert max(t["trained_step"] - 1 - t["versions"][0] for t in trained) <= found.staleness.bound == 1
     assert found.trajectories.expired == 0

@@ -14,6 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from tests.model.families import FAMILIES, VOCABULARY, config
+from tests.tolerances import LOGITS, assert_close, operations_of, rounding
+
+OPERATIONS = operations_of(config("qwen3", 2, 2))
+EXACT = rounding(OPERATIONS, size=LOGITS)
 
 
 def twins(
@@ -78,7 +82,7 @@ def test_every_row_has_the_logits_of_the_plain_model_through_growth_departure_an
     rows.leave(3)
     differences += [rows.step(rows.enter(7, 6, 7)), rows.step()]
     differences += [rows.step(*rows.recompute(), rows.enter(9, 8)), rows.step()]
-    assert max(differences) < 1e-5
+    assert max(differences) < EXACT
 
 
 def test_a_step_that_brings_rows_in_leaves_the_others_alone() -> None:
@@ -87,7 +91,7 @@ def test_a_step_that_brings_rows_in_leaves_the_others_alone() -> None:
     newest, lengths = np.full(16, rows.tokens[0][-1]), np.full(16, len(rows.tokens[0]))
     _, alone = rows.policy.forward(newest, lengths, [])
     order, together = rows.policy.forward(newest, lengths, [rows.enter(int(lengths[0]), 1)])
-    assert torch.allclose(alone[0], together[order.tolist().index(0)], atol=1e-5)
+    assert_close(together[order.tolist().index(0)], alone[0], OPERATIONS)
 
 
 def test_bfloat16_follows_float32() -> None:
@@ -98,7 +102,7 @@ def test_bfloat16_follows_float32() -> None:
     _, exact = policy.forward(newest, lengths, [Context(prompt[:-1], (0,))])
     _, rounded = half.forward(newest, lengths, [Context(prompt[:-1], (0,))])
     assert rounded.dtype == torch.float32
-    assert torch.allclose(exact.softmax(-1), rounded.softmax(-1), atol=0.02)
+    assert_close(rounded.softmax(-1), exact.softmax(-1), OPERATIONS, dtype=torch.bfloat16, size=1.0)
 
 
 def test_a_layer_reads_no_further_back_than_its_window() -> None:
@@ -107,4 +111,4 @@ def test_a_layer_reads_no_further_back_than_its_window() -> None:
     shelf, _ = rows.policy._shelves.place_of(0)
     with torch.inference_mode():
         shelf.cache[..., :30, :] = torch.nan  # what both rows have left behind is never looked at again
-    assert rows.step() < 1e-5
+    assert rows.step() < EXACT

@@ -1,5 +1,6 @@
 """What the compiled attention of a decode step promises beyond its numbers, which `test_cached.py` holds.
 
+- Capped scores are right to rounding, small ones too, whatever the cap.
 - The process that compiled it computes what those compute that read it from the disk, to the last bit: the two may be
   engines of the same run.
 """
@@ -11,9 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from stretto.model.attention_support import Rule
 from stretto.model.kernels import decode_attention as ragged
+from stretto.model.kernels.decode_attention import ragged_attention
+from tests.tolerances import assert_close, near
 
 _SHOWN_BITS = """
 import hashlib
@@ -27,6 +33,21 @@ for rule in (Rule(), Rule(window=7), Rule(softcap=3.0)):
     seen = ragged_attention(query, keys, values, np.arange(3, 102), rule)
     print(hashlib.sha256(seen.numpy().tobytes()).hexdigest())
 """
+
+
+@pytest.mark.skipif(not ragged.AVAILABLE, reason="numba is not installed")
+@pytest.mark.parametrize("cap", [0.5, 30.0, 50.0, 200.0])
+def test_a_capped_score_is_its_hyperbolic_tangent(cap: float) -> None:
+    """Beside float64. With one number to a query and a key, and the values 1 and 0, what is taken is the logistic of
+    the difference of two capped scores, here of a score and 0."""
+    scores = torch.cat([torch.logspace(-4, 0, 60), torch.linspace(1, 400, 40)])
+    capped = cap * (scores.double() / cap).tanh()
+    for score, expected in zip(scores.tolist(), capped.tolist(), strict=True):
+        assert cap * float(ragged._tanh(np.float32(score / cap))) == near(expected)
+        assert cap * float(ragged._tanh(np.float32(-score / cap))) == near(-expected)
+    query, keys = scores[:, None, None], torch.tensor([1.0, 0.0]).expand(100, 1, 2)[..., None].contiguous()
+    taken = ragged_attention(query, keys, keys, np.full(100, 2), Rule(scaling=1.0, softcap=cap))[:, 0, 0]
+    assert_close(taken.double(), capped.sigmoid())
 
 
 @pytest.mark.skipif(not ragged.AVAILABLE, reason="numba is not installed")

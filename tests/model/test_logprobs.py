@@ -25,6 +25,7 @@ from stretto.core.errors import ModelFolderError
 from stretto.core.records import Sampling
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import check_policy, pack_tokens, token_logprobs
+from tests.tolerances import LOGITS, assert_close, operations, rounding
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 17,
@@ -36,6 +37,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
+FORWARD, BACKWARD = (operations(SHAPE["intermediate_size"], 2, backward=back) for back in (False, True))
 SEQUENCES = [(5, 12, 4, 2), (5, 2), (1, 2, 3, 4, 5, 6, 7)]
 
 
@@ -84,11 +86,11 @@ def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequenc
         row.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0] for row, tokens in zip(rows, sequences, strict=True)
     ]
     expected = torch.cat(chosen)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert_close(found, expected, FORWARD)
     found.mean().backward()
     expected.mean().backward()
     for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_close(ours.grad, theirs.grad, BACKWARD)
 
 
 def left(probabilities: torch.Tensor, sampling: Sampling) -> list[int]:
@@ -96,7 +98,7 @@ def left(probabilities: torch.Tensor, sampling: Sampling) -> list[int]:
     ranked = sorted(range(len(probabilities)), key=lambda token: -float(probabilities[token]))
     ranked = ranked[: sampling.top_k or len(ranked)]
     share = probabilities / probabilities[ranked].sum()
-    nucleus = next(n for n in range(1, len(ranked) + 1) if share[ranked[:n]].sum() >= sampling.top_p - 1e-6)
+    nucleus = next(n for n in range(1, len(ranked) + 1) if share[ranked[:n]].sum() >= sampling.top_p - rounding())
     return [token for token in ranked[:nucleus] if share[token] >= sampling.min_p * share[ranked[0]]]
 
 
@@ -118,8 +120,8 @@ def test_logprobs_and_entropy_are_those_of_the_plain_module(temperature: float) 
     ours = token_logprobs(build(), pack_tokens(SEQUENCES), drawn(temperature), entropy=True)
     logprobs, entropy = reference(temperature)
     assert ours.entropy is not None
-    torch.testing.assert_close(ours.logprobs, logprobs, rtol=0, atol=5e-6)
-    torch.testing.assert_close(ours.entropy, entropy, rtol=0, atol=5e-6)
+    assert_close(ours.logprobs, logprobs, FORWARD, size=LOGITS)
+    assert_close(ours.entropy, entropy, FORWARD, size=LOGITS)
 
 
 @pytest.mark.parametrize("sampling", FILTERS)
@@ -131,22 +133,20 @@ def test_behind_filters_values_and_gradients_are_those_of_the_plain_definition(
     got = token_logprobs(ours, pack_tokens(SEQUENCES), sampling, entropy=True, chunk_logits=chunk_logits)
     logprobs, entropy = filtered_reference(plain, sampling)
     assert got.entropy is not None
-    torch.testing.assert_close(got.logprobs, logprobs, rtol=0, atol=5e-6)
-    torch.testing.assert_close(got.entropy, entropy, rtol=0, atol=5e-6)
+    assert_close(got.logprobs, logprobs, FORWARD, size=LOGITS)
+    assert_close(got.entropy, entropy, FORWARD, size=LOGITS)
     (got.logprobs.square().sum() + got.entropy.sum()).backward()
     (logprobs.square().sum() + entropy.sum()).backward()
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert other.grad is not None
-        torch.testing.assert_close(
-            mine.grad, other.grad, rtol=1e-4, atol=2e-5 * max(1.0, float(other.grad.abs().max()))
-        )
+        assert_close(mine.grad, other.grad, BACKWARD, size=max(LOGITS, float(other.grad.abs().max())))
 
 
 @pytest.mark.parametrize("sampling", FILTERS)
 def test_without_entropy_the_values_are_the_same(sampling: Sampling) -> None:
     packed = pack_tokens(SEQUENCES)
     bare, full = token_logprobs(build(), packed, sampling), token_logprobs(build(), packed, sampling, entropy=True)
-    torch.testing.assert_close(bare.logprobs, full.logprobs, rtol=0, atol=1e-6)
+    assert_close(bare.logprobs, full.logprobs, FORWARD)
 
 
 def test_a_token_that_has_left_the_set_keeps_a_finite_log_probability_and_a_gradient() -> None:
@@ -158,7 +158,7 @@ def test_a_token_that_has_left_the_set_keeps_a_finite_log_probability_and_a_grad
         logits = build("eager")(torch.tensor([sequence])).logits[0, :-1].detach()
         gaps = logits.amax(-1) - logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
         expected.append(torch.where(gaps == 0, 0.0, -functional.softplus(gaps)))
-    torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=5e-6)
+    assert_close(logprobs, torch.cat(expected), FORWARD)
     assert bool((logprobs < -0.1).any())
     logprobs.sum().backward()
     head = model.get_output_embeddings().weight.grad
@@ -171,7 +171,7 @@ def test_only_wanted_positions_are_answered_and_in_their_order() -> None:
     packed = pack_tokens(SEQUENCES, wanted=[[2, 3], [], [1, 6]])
     assert packed.wanted.tolist() == [2, 3, 7, 12]
     ours = token_logprobs(build(), packed, drawn()).logprobs
-    torch.testing.assert_close(ours, reference(1.0)[0][[1, 2, 4, 9]], rtol=0, atol=5e-6)
+    assert_close(ours, reference(1.0)[0][[1, 2, 4, 9]], FORWARD)
 
 
 ANSWERS = [(5, 12, 7, 4, 2), (3, 1), (5, 12, 7, 9), (3, 2, 2, 2), (5, 12, 7, 1, 1, 8)]
@@ -187,13 +187,13 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(wanted: list[range
     assert (one.packing.tokens, two.packing.tokens) == (21, 21 - 2 * 3 - 1)
     assert one.input_ids[0, one.wanted].tolist() == two.input_ids[0, two.wanted].tolist()
     theirs, ours = token_logprobs(apart, one, drawn()).logprobs, token_logprobs(shared, two, drawn()).logprobs
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert_close(ours, theirs, FORWARD)
     theirs.square().sum().backward()
     ours.square().sum().backward()
     for (name, mine), other in zip(shared.named_parameters(), apart.parameters(), strict=True):
         assert mine.grad is not None, name
         assert other.grad is not None, name
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5 * float(other.grad.abs().max()))
+        assert_close(mine.grad, other.grad, BACKWARD)
 
 
 def test_nothing_within_a_shared_prompt_can_be_wanted() -> None:
@@ -207,12 +207,12 @@ def test_chunks_change_neither_values_nor_gradients(entropy: bool) -> None:
     packed = pack_tokens(SEQUENCES)
     one = token_logprobs(whole, packed, drawn(0.7), entropy=entropy)
     many = token_logprobs(chunked, packed, drawn(0.7), entropy=entropy, chunk_logits=3 * 17)
-    torch.testing.assert_close(one.logprobs, many.logprobs, rtol=0, atol=1e-6)
+    assert_close(one.logprobs, many.logprobs, FORWARD)
     assert (one.entropy is not None) == entropy == (many.entropy is not None)
     one.logprobs.square().sum().backward()
     many.logprobs.square().sum().backward()
     for ours, theirs in zip(whole.parameters(), chunked.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        assert_close(ours.grad, theirs.grad, BACKWARD)
 
 
 def kept_logits(chunk_logits: int) -> int:
@@ -238,8 +238,8 @@ def test_a_uniform_model_gives_the_logarithm_of_the_vocabulary() -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     ours = token_logprobs(model, pack_tokens(SEQUENCES), drawn(), entropy=True)
     assert ours.entropy is not None
-    torch.testing.assert_close(ours.logprobs, torch.full((10,), -math.log(17)))
-    torch.testing.assert_close(ours.entropy, torch.full((10,), math.log(17)))
+    assert_close(ours.logprobs, torch.full((10,), -math.log(17)), 17)
+    assert_close(ours.entropy, torch.full((10,), math.log(17)), 17)
 
 
 @pytest.mark.parametrize("wanted", [[[0], [], []], [[4], [], []]])

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from stretto.core.errors import ModelFolderError
 from stretto.model.layout import Packing, pack
 from stretto.model.packed.attention import PACKED_ATTENTION, packed_attention
+from tests.tolerances import assert_close, operations_of
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 17,
@@ -74,7 +75,7 @@ def test_the_packed_forward_is_the_forward_of_each_sequence_alone(config: Pretra
     packed = forward(build(config, PACKED_ATTENTION), pack(LENGTHS), sequences)
     alone = build(config, "eager" if config.model_type in CAPPED else attention)
     expected = torch.cat([alone(sequence[None]).logits[0] for sequence in sequences])
-    torch.testing.assert_close(packed, expected, rtol=0, atol=2e-6)
+    assert_close(packed, expected, operations_of(config))
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
@@ -87,7 +88,7 @@ def test_the_packed_gradient_is_the_sum_of_the_gradients_of_each_sequence_alone(
     for (name, ours), theirs in zip(packed.named_parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None, name
         assert theirs.grad is not None, name
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max()))
+        assert_close(ours.grad, theirs.grad, operations_of(config, backward=True))
 
 
 @pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(1)}, {"position_bias": torch.zeros(1)}])

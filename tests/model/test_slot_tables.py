@@ -22,6 +22,7 @@ from stretto.model.decode.steps import ByBucket
 from stretto.model.trace.trace import ModuleForward
 from tests.model.families import SLIDING, VOCABULARY, config
 from tests.model.test_cuda_graphs import Again
+from tests.tolerances import LOGITS, operations_of, rounding
 
 pytest.importorskip("triton")
 
@@ -30,6 +31,9 @@ KINDS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("qwen3", 4, 2, {}),
     ("gemma2", 2, 1, {"sliding_window": 9, "layer_types": SLIDING, "attn_logit_softcapping": 0.5}),
 ]
+
+OPERATIONS = operations_of(config("qwen3", 4, 2))
+EXACT = rounding(OPERATIONS, size=LOGITS)
 
 
 class Both:
@@ -91,13 +95,15 @@ def test_logits_are_those_of_steps_by_shelf_through_growth_departure_and_recompu
     both.leave(1)
     differences += [both.step(), both.step(both.enter(5, 3)), both.step()]
     differences += [both.step(*both.recompute()), both.step()]
-    assert max(differences) < 1e-5
+    assert max(differences) < EXACT
     assert both.capture.captured == (2 if DEVICE.type == "cpu" else 0)  # three rows, filled up to four; two
 
 
 def test_bfloat16_agrees_to_its_rounding() -> None:
     both = Both("qwen3", 4, 2, {}, torch.bfloat16)
-    assert max(both.step(both.enter(20, 0), both.enter(3, 1)), both.step(), both.step()) < 0.05
+    assert max(both.step(both.enter(20, 0), both.enter(3, 1)), both.step(), both.step()) < rounding(
+        OPERATIONS, torch.bfloat16, size=1.0
+    )
 
 
 def test_weights_that_are_copied_into_the_model_are_seen() -> None:
@@ -108,7 +114,7 @@ def test_weights_that_are_copied_into_the_model_are_seen() -> None:
     with torch.no_grad():
         for ours, theirs in zip(both.shelved.model.parameters(), both.tabled.model.parameters(), strict=True):
             theirs.copy_(ours.copy_(torch.randn(ours.shape, generator=chance) * 0.2))
-    assert max(both.step(*both.recompute()), both.step()) < 1e-5
+    assert max(both.step(*both.recompute()), both.step()) < EXACT
 
 
 def test_logits_stay_what_they_were_when_the_next_step_is_replayed() -> None:

@@ -19,11 +19,13 @@ from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.trace.trace import ModuleForward, TracedForward, trace
 from tests.model.families import FAMILIES, VOCABULARY, config
+from tests.tolerances import assert_close, operations_of
 
 Family = tuple[str, int, int, dict[str, Any]]
 EXPERTS = [family for family in FAMILIES if set(family[3]) & {"num_experts", "num_local_experts"}]
 DENSE = [family for family in FAMILIES if family not in EXPERTS]
 QWEN: Family = ("qwen3", 4, 2, {})
+OPERATIONS = operations_of(config(*QWEN))
 
 
 def model(family: Family, **special: object) -> PreTrainedModel:
@@ -60,7 +62,7 @@ def two_steps(policy: DecodePolicy) -> Tensor:
 @pytest.mark.parametrize("family", DENSE, ids=str)
 def test_captured_calls_give_the_logits_of_the_module(family: Family) -> None:
     captured, called = both(model(family))
-    torch.testing.assert_close(two_steps(captured), two_steps(called), atol=1e-6, rtol=1e-6)
+    assert_close(two_steps(captured), two_steps(called), OPERATIONS)
 
 
 def test_in_bfloat16_captured_calls_round_as_the_module_does() -> None:
@@ -87,7 +89,7 @@ def test_weights_that_are_copied_into_the_model_are_seen() -> None:
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     after = two_steps(captured)
     assert not torch.allclose(before, after, atol=0.1)
-    torch.testing.assert_close(after, two_steps(called), atol=1e-6, rtol=1e-6)
+    assert_close(after, two_steps(called), OPERATIONS)
 
 
 def test_a_captured_forward_does_not_call_the_module() -> None:
@@ -168,7 +170,7 @@ def test_the_number_of_tokens_itself_may_stand_in_a_call() -> None:
 
     with torch.inference_mode():
         thirteen, one = (calls(ids, ids, 4, ignoring) for calls in (captured, once))
-    torch.testing.assert_close(thirteen, 13 * one)
+    assert_close(thirteen, 13 * one, OPERATIONS)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,14 @@ from stretto.model.decode.reading import Dense
 from stretto.model.decode.reading import _sight as sight
 from stretto.model.decode.slot_tables import _slots as slots_of
 from stretto.model.kernels.triton_attention import read_rows, reads_ragged, write_rows
+from tests.tolerances import FEW, assert_close
 
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, LAYER = 2, 1
-EXACT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+SCORES = 10.0  # products of normal numbers and their means are no larger
 
 
 def caches(
@@ -82,9 +84,9 @@ def dense(query: Tensor, held: list[Tensor], shelves: list[list[int]], rule: Rul
         Rule,
         scaling=st.sampled_from([None, 0.07]),
         window=st.sampled_from([None, 1, 3, 17]),
-        softcap=st.sampled_from([None, 0.5, 30.0]),
+        softcap=st.sampled_from([None, 0.5, 30.0, 200.0]),
     ),
-    kind=st.sampled_from(list(EXACT)),
+    kind=st.sampled_from(TYPES),
     spare=st.sampled_from([1, 3, 9]),
     grain=st.sampled_from([1, 8, 64]),
 )
@@ -103,7 +105,9 @@ def test_rows_take_what_dense_reading_takes(
     query = torch.randn(sum(map(len, shelves)), heads[0], width, generator=chance).to(DEVICE, kind)
     taken = read(query, held, shelves, chunks_of(shelves, rule, spare, grain), rule)
     assert taken.dtype == kind
-    torch.testing.assert_close(taken.float(), dense(query, held, shelves, rule), rtol=EXACT[kind], atol=EXACT[kind])
+    expected = dense(query, held, shelves, rule)
+    size = SCORES if kind is torch.float32 else None  # of halves the weights and the result are rounded, not the scores
+    assert_close(taken.float(), expected, width + 70 if size else FEW, dtype=kind, size=size)
 
 
 def test_a_query_may_lie_head_by_head_in_memory() -> None:
@@ -111,7 +115,7 @@ def test_a_query_may_lie_head_by_head_in_memory() -> None:
     held = caches(chance, shelves, 2, 16, torch.float32)
     query = torch.randn(4, 3, 16, generator=chance).to(DEVICE).transpose(0, 1)
     taken = read(query, held, shelves, chunks_of(shelves, Rule(), 2, 8), Rule())
-    torch.testing.assert_close(taken, dense(query, held, shelves, Rule()), rtol=1e-5, atol=1e-5)
+    assert_close(taken, dense(query, held, shelves, Rule()), 16 + 20, size=SCORES)
 
 
 def test_what_lies_outside_a_row_has_no_effect() -> None:

@@ -6,6 +6,7 @@ are forked, so that torch is imported once.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
+from tests.tolerances import EPS, RATE
 from tests.trainer.batches import LONGEST, batch
 from tests.trainer.tiny import tiny
 
@@ -47,13 +49,13 @@ class Scenario:
 
 
 def poisoned(version: int) -> Batch:
-    """In step 1 the first answer's ratio overflows."""
+    """In step 1 the first answer's log-probabilities are no numbers."""
     given = batch(version)
     if version != 1:
         return given
     (first, *others), rest = given.groups[0].trajectories, given.groups[1:]
     (segment,) = first.segments
-    logprobs = tuple(-1e4 for _ in segment.behavior_logprobs)
+    logprobs = tuple(math.nan for _ in segment.behavior_logprobs)
     bad = msgspec.structs.replace(first, segments=(msgspec.structs.replace(segment, behavior_logprobs=logprobs),))
     group = msgspec.structs.replace(given.groups[0], trajectories=(bad, *others))
     return msgspec.structs.replace(given, groups=(group, *rest))
@@ -65,7 +67,7 @@ SCENARIOS = {
     ),
     "few": Scenario(trainer={"minibatches": 12}),  # one answer in each: the other ranks have nothing to do
     "small": Scenario(algorithm={"aggregation": "sequence_mean", "loss": "gspo"}, trainer={"micro_batch_tokens": 24}),
-    "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": 5e-3}}}),
+    "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": RATE}}}),
     "selection": Scenario(algorithm={"loss": {"kind": "m2po", "threshold": 0.5}, "advantages": "batch"}),
     "reference": Scenario(algorithm={"reference": {"weight": 0.1}, "entropy": True, "entropy_bonus": 0.01}),
     "penalised": Scenario(algorithm={"reference": {"weight": 0.1, "into": "reward"}, "advantages": "batch"}),
@@ -87,7 +89,7 @@ RESUMED = ((1, None, "1"), (2, "1", "1-2"), (2, None, "2"), (4, "2", "2-4"), (1,
 
 def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
     """The scenario's trainer at version 0."""
-    config = TrainerConfig.model_validate({"learning_rate": 3e-3, "minibatches": 2, **scenario.trainer})
+    config = TrainerConfig.model_validate({"learning_rate": RATE, "eps": EPS, "minibatches": 2, **scenario.trainer})
     algorithm = AlgorithmConfig.model_validate(scenario.algorithm)
     model = scenario.model()
     if config.lora is not None:

@@ -25,7 +25,9 @@ from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from tests.tolerances import assert_close, rounding
 from tests.trainer.batches import batch
+from tests.trainer.tiny import FORWARD
 
 Build = Callable[[], PreTrainedModel]
 LORA = LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "down_proj"))
@@ -73,17 +75,17 @@ def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(bu
         assert sum(tensor.numel() for tensor in published.values()) == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # as trained
         loaded.check(version + 1, published)
         loaded.load(published)
-    for (name, whole), parameter in zip(trainer.whole_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole, parameter.detach(), rtol=0, atol=1e-6, msg=name)
+    for (_, whole), parameter in zip(trainer.whole_parameters(), plain.parameters(), strict=True):
+        assert_close(whole, parameter.detach())
     ours, theirs = trainer.learner.logprobs(PACKED).logprobs, Learner(plain, CONFIG).logprobs(PACKED).logprobs
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert_close(ours, theirs, FORWARD)
 
 
 def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: Build) -> None:
     trainer = adapted(build, AlgorithmConfig(reference=ReferenceConfig(weight=0.1)))
     second = ReferencePolicy(build(), CONFIG, UNCHANGED)
     kl = [trainer.train(batch(version)).metrics["kl_reference"] for version in range(3)]
-    assert kl[2] > 1e-6
+    assert kl[2] > rounding(FORWARD)
     assert trainer._reference is not None
     assert torch.equal(trainer._reference.logprobs(PACKED), second.logprobs(PACKED))
     assert not torch.equal(trainer.learner.logprobs(PACKED).logprobs, second.logprobs(PACKED))
@@ -114,7 +116,7 @@ def test_peft_reads_what_is_saved_of_them(build: Build, tmp_path: Path) -> None:
     theirs = peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").merge_and_unload()
     found: dict[str, Tensor] = dict(theirs.named_parameters())
     for name, parameter in trainer.whole_parameters():
-        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-6, msg=name)
+        assert_close(found[name], parameter)
 
 
 def test_without_names_every_linear_layer_of_the_decoder_gets_one(build: Build) -> None:

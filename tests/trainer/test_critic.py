@@ -26,11 +26,13 @@ from stretto.trainer.critic import Critic, explained_variance, value_loss
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import GAE
 from stretto.trainer.trainer import Trainer
+from tests.tolerances import EPS, LOGITS, RATE, assert_close, near
 from tests.trainer.batches import LONGEST, adamw, assert_same, batch
+from tests.trainer.tiny import BACKWARD, FORWARD
 
 Build = Callable[[], PreTrainedModel]
-SETTINGS = CriticConfig(learning_rate=5e-3, clip=0.05)
-CONFIG = TrainerConfig(learning_rate=3e-3, eps=1e-3, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
+SETTINGS = CriticConfig(learning_rate=RATE, clip=0.05)
+CONFIG = TrainerConfig(learning_rate=RATE, eps=EPS, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
 ALGORITHM = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS))
 ALONE = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8))
 SAMPLING = Sampling(max_tokens=LONGEST)
@@ -55,15 +57,15 @@ def test_the_value_loss_by_hand() -> None:
     values = torch.tensor([1.0, 1.0, 0.6], requires_grad=True)
     losses = value_loss(values, torch.full((3,), 0.5), torch.tensor([2.0, 0.0, 1.0]), clip=0.2)
     losses.sum().backward()
-    assert losses.tolist() == pytest.approx([0.845, 0.5, 0.08])
+    assert losses.tolist() == near([0.845, 0.5, 0.08])
     assert values.grad is not None
-    assert values.grad.tolist() == pytest.approx([0.0, 1.0, -0.4])  # a value that is ahead of its clip does not run on
+    assert values.grad.tolist() == near([0.0, 1.0, -0.4])  # a value that is ahead of its clip does not run on
 
 
 @given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=6))
 def test_a_clip_that_is_never_reached_is_the_squared_error(rows: list[tuple[float, ...]]) -> None:
     values, before, returns = (torch.tensor(column) for column in zip(*rows, strict=True))
-    torch.testing.assert_close(value_loss(values, before, returns, clip=10.0), (values - returns).square() / 2)
+    assert_close(value_loss(values, before, returns, clip=10.0), (values - returns).square() / 2)
 
 
 def test_before_its_first_step_a_critic_changes_nothing(build: Build) -> None:
@@ -74,7 +76,7 @@ def test_before_its_first_step_a_critic_changes_nothing(build: Build) -> None:
         without.train(batch(version))
         update = with_one.train(batch(version))
         if version == 0:
-            assert_same(without.learner.model, with_one.learner.model, tolerance=1e-7)
+            assert_same(without.learner.model, with_one.learner.model, steps=1)
             assert update.metrics["explained_variance"] == 0
     weights = [next(iter(one.learner.model.parameters())) for one in (without, with_one)]
     assert not torch.equal(*weights)
@@ -88,7 +90,7 @@ def test_values_are_those_of_each_answer_alone(build: Build, tokens: int) -> Non
         for t in group.trajectories:
             ids = group.prompt.token_ids + t.token_ids
             expected = plain_values(critic._values.body, critic._values.head, ids)[len(group.prompt.token_ids) - 1 : -1]
-            assert found[t.id] == pytest.approx(expected.tolist(), abs=1e-5)
+            assert found[t.id] == near(expected.tolist(), FORWARD, size=LOGITS)
 
 
 def plain_values(body: PreTrainedModel, head: torch.nn.Linear, ids: tuple[int, ...]) -> Tensor:
@@ -103,7 +105,7 @@ def test_a_fit_is_its_equation_written_out(build: Build, tokens: int) -> None:
     critic = knowing(build, config)
     rows = rows_of(batch(0), ALGORITHM, LONGEST, critic.answer_values(batch(0))).rows
     plain = copy.deepcopy(critic.trained)
-    optimizer = adamw(plain, 5e-3, 1e-3)  # type: ignore[arg-type]
+    optimizer = adamw(plain)  # type: ignore[arg-type]
     for _ in range(2):  # the second step starts with values that have moved
         total = torch.stack([written_out(plain, row) for row in rows]).sum()
         loss = total / sum(len(row.returns) for row in rows)
@@ -114,8 +116,8 @@ def test_a_fit_is_its_equation_written_out(build: Build, tokens: int) -> None:
         part = minibatch(rows, config, "token_mean", LONGEST, torch.device("cpu"))
         seen, stepped = critic.fit(part, 0, version=0)
         assert stepped.taken
-        assert float(seen) == pytest.approx(float(loss.detach()), rel=1e-5)
-    assert_same(critic.trained, plain, tolerance=2e-5)  # type: ignore[arg-type]
+        assert float(seen) == near(float(loss.detach()), BACKWARD)
+    assert_same(critic.trained, plain, steps=2)  # type: ignore[arg-type]
 
 
 def written_out(critic: torch.nn.Module, row: Sample) -> Tensor:
@@ -192,7 +194,7 @@ def test_a_critic_is_given_exactly_where_it_is_needed(build: Build) -> None:
 def test_the_packing_changes_nothing(build: Build) -> None:
     seen = [trainer(build, tokens).train(batch(0)).metrics for tokens in (1, 10_000)]
     for name in ("loss", "value_loss", "explained_variance"):
-        assert seen[0][name] == pytest.approx(seen[1][name], abs=1e-6)
+        assert seen[0][name] == near(seen[1][name], BACKWARD, size=LOGITS)
 
 
 CUT_OFF = AlgorithmConfig(
@@ -225,8 +227,8 @@ def test_only_answers_that_were_cut_off_have_a_value_after_their_last_token(buil
             alone = plain_values(critic._values.body, critic._values.head, ids)[
                 len(group.prompt.token_ids) - 1 :
             ].tolist()
-            assert plain[t.id] == pytest.approx(alone[:-1], abs=1e-5)
-            assert values[t.id] == pytest.approx(alone[:-1] if t.member == 1 else alone, abs=1e-5)
+            assert plain[t.id] == near(alone[:-1], FORWARD, size=LOGITS)
+            assert values[t.id] == near(alone[:-1] if t.member == 1 else alone, FORWARD, size=LOGITS)
 
 
 def test_an_answer_that_was_cut_off_bootstraps_from_its_last_state(build: Build) -> None:
@@ -240,7 +242,7 @@ def test_an_answer_that_was_cut_off_bootstraps_from_its_last_state(build: Build)
         # the last delta grows by gamma V, and so does the advantage t tokens before by (gamma lam)^t of that
         gains = [0.9 * after * 0.72 ** (length - 1 - t) for t in range(length)]
         expected = [a + g for a, g in zip(without[row.id].advantages, gains, strict=True)]
-        assert row.advantages == pytest.approx(expected, abs=1e-5)
+        assert row.advantages == near(expected, FORWARD, size=LOGITS)
         assert len(row.values) == len(row.returns) == length
         assert (after == 0.0) == row.id.endswith("/1")
 

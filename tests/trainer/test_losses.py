@@ -17,13 +17,18 @@ from stretto.trainer.objective import corrections, surrogates
 from stretto.trainer.objective import kl as penalties
 from stretto.trainer.objective.losses import DIAGNOSTICS, Objective, evaluate
 from stretto.trainer.objective.tokens import LossTokens, Sequences
+from tests.tolerances import FEW, assert_close, near
 from tests.trainer.packed_tokens import logs, tokens
+from tests.trainer.test_corrections import WIDE
+from tests.trainer.test_surrogates import ALL
 
 DECOUPLED = Objective(
     surrogate=partial(surrogates.ppo, clip_low=0.2, clip_high=0.2),
     correction=partial(corrections.mask, low=0.0, high=math.inf),
 )
 ROWS = st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)), min_size=1, max_size=8)
+
+SIZE = 3 * math.exp(4)  # of the largest term of `ROWS`: an advantage and a ratio
 
 
 def diagnostics(sums: torch.Tensor) -> dict[str, float]:
@@ -35,15 +40,15 @@ def test_equation_5_by_hand() -> None:
     # token 2: w = 0.1 / 0.2 = 0.5, u = 0.2 / 0.1 = 2, A = -3: min(-6, -3.6) * 0.5 = -3.0, not clipped
     given = tokens([1.0, -3.0], logs(0.4, 0.1), behavior=logs(0.2, 0.2), scale=0.25)
     loss = evaluate(DECOUPLED, logs(0.5, 0.2), given)
-    assert loss.value.item() == pytest.approx(-(2.4 - 3.0) / 4)
+    assert loss.value.item() == near(-(2.4 - 3.0) / 4)
     assert loss.kl_reference is None
     seen = diagnostics(loss.sums)
     assert seen["clipped"] == 1
     assert seen["capped"] == 0
-    assert seen["ratio"] == pytest.approx(3.25)
-    assert seen["behavior_weight"] == pytest.approx(2.5)
+    assert seen["ratio"] == near(3.25)
+    assert seen["behavior_weight"] == near(2.5)
     # x = policy / behavior = 2.5 and 1: (1.5 - ln 2.5) + 0
-    assert seen["kl_behavior"] == pytest.approx(1.5 - math.log(2.5))
+    assert seen["kl_behavior"] == near(1.5 - math.log(2.5))
 
 
 def test_a_masked_token_leaves_the_objective_and_stays_in_the_mean() -> None:
@@ -51,10 +56,77 @@ def test_a_masked_token_leaves_the_objective_and_stays_in_the_mean() -> None:
     policy = logs(0.4, 0.3).requires_grad_()
     loss = evaluate(objective, policy, tokens([1.0, 1.0], logs(0.4, 0.3), behavior=logs(0.2, 0.3), scale=0.5))
     loss.value.backward()
-    assert loss.value.item() == pytest.approx(-1 / 2)
+    assert loss.value.item() == near(-1 / 2)
     assert diagnostics(loss.sums)["capped"] == 1
     assert policy.grad is not None
-    assert policy.grad.tolist() == pytest.approx([0.0, -0.5])
+    assert policy.grad.tolist() == near([0.0, -0.5])
+
+
+def test_a_masked_token_has_no_gradient_where_the_ratio_is_an_answers() -> None:
+    gspo = partial(surrogates.gspo, clip_low=0.2, clip_high=0.2)
+    objective = Objective(gspo, partial(corrections.mask, low=0.0, high=1.5))
+    policy = logs(0.4, 0.3).requires_grad_()
+    evaluate(
+        objective, policy, tokens([1.0, -1.0], logs(0.4, 0.3), behavior=logs(0.2, 0.3), scale=0.5)
+    ).value.backward()
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("correction", WIDE)
+@pytest.mark.parametrize("surrogate", ALL)
+@pytest.mark.parametrize("estimator", [penalties.k1, penalties.k2, penalties.k3])
+def test_probabilities_e_to_the_120_apart_make_finite_losses(
+    surrogate: str, correction: str, estimator: penalties.Divergence
+) -> None:
+    """Of policy, anchor, and the policies that sampled and are referred to: each alone far from the rest, both ways."""
+    near, far = torch.full((2,), -0.5), torch.full((2,), -120.5)
+    cases = [
+        [far if place == odd else near for place in range(4)]
+        if low
+        else [near if place == odd else far for place in range(4)]
+        for odd in range(4)
+        for low in (True, False)
+    ]
+    columns = [torch.cat(column) for column in zip(*cases, strict=True)]
+    policy, anchor, behavior, reference = columns
+    scores = [1.0, -1.0] * len(cases)
+    objective = Objective(ALL[surrogate], WIDE[correction], divergence=estimator, divergence_weight=0.1)
+    for lengths in ([2] * len(cases), [1] * len(scores)):
+        leaf = policy.clone().requires_grad_()
+        given = tokens(
+            scores, anchor, behavior=behavior, lengths=lengths, kept=[True] * len(scores), reference=reference
+        )
+        loss = evaluate(objective, leaf, given)
+        loss.value.backward()
+        assert leaf.grad is not None
+        assert all(seen.isfinite().all() for seen in (loss.value, loss.sums, leaf.grad))
+
+
+@pytest.mark.parametrize("correction", WIDE)
+@pytest.mark.parametrize("surrogate", ALL)
+def test_what_is_not_a_number_is_not_one_in_the_gradient(surrogate: str, correction: str) -> None:
+    """So the optimizer step is not taken, and its answers are named."""
+    policy = torch.tensor([-0.5]).requires_grad_()
+    given = tokens([-1.0], torch.tensor([-0.5]), behavior=torch.tensor([math.nan]), kept=[True])
+    evaluate(Objective(ALL[surrogate], WIDE[correction]), policy, given).value.backward()
+    assert policy.grad is not None
+    assert policy.grad.isnan().all()
+
+
+@pytest.mark.parametrize("surrogate", sorted(ALL.keys() - {"policy_gradient"}))
+def test_an_anchor_that_is_not_a_number_is_noticed_too(surrogate: str) -> None:
+    policy, anchor = torch.tensor([-0.5]).requires_grad_(), torch.tensor([math.nan])
+    ALL[surrogate](policy, tokens([-1.0], anchor, kept=[True])).objective.sum().backward()
+    assert policy.grad is not None
+    assert policy.grad.isnan().all()
+
+
+def test_a_clipped_token_has_no_gradient_however_far_it_is() -> None:
+    for surrogate in (ALL["ppo"], ALL["dual_clip"]):
+        policy = torch.tensor([-0.5]).requires_grad_()
+        evaluate(Objective(surrogate, WIDE["mask"]), policy, tokens([1.0], torch.tensor([-120.5]))).value.backward()
+        assert policy.grad == torch.tensor([0.0])
 
 
 def test_the_gradient_on_the_anchor_is_the_weighted_advantage() -> None:
@@ -62,7 +134,7 @@ def test_the_gradient_on_the_anchor_is_the_weighted_advantage() -> None:
     policy = logs(0.4, 0.1).requires_grad_()
     evaluate(DECOUPLED, policy, tokens([1.0, -3.0], policy.detach(), behavior=logs(0.2, 0.2))).value.backward()
     assert policy.grad is not None
-    assert policy.grad.tolist() == pytest.approx([-2.0, 1.5])
+    assert policy.grad.tolist() == near([-2.0, 1.5])
 
 
 @given(ROWS)
@@ -71,7 +143,7 @@ def test_with_the_anchor_at_the_policy_that_sampled_it_is_ppo(rows: list[tuple[f
     loss = evaluate(DECOUPLED, policy, tokens(scores.tolist(), behavior, scale=1 / 3))
     ratio = (policy - behavior).exp()
     expected = -torch.minimum(ratio * scores, ratio.clamp(0.8, 1.2) * scores).sum() / 3
-    torch.testing.assert_close(loss.value, expected)
+    assert_close(loss.value, expected, FEW + len(rows), size=SIZE)
     assert diagnostics(loss.sums)["behavior_weight"] == len(rows)
 
 
@@ -83,7 +155,7 @@ def test_m2po_is_the_same_loss_around_any_anchor(rows: list[tuple[float, float, 
     kept, between = [True] * len(rows), (policy + behavior) / 2
     one = evaluate(objective, policy, tokens(scores.tolist(), behavior, kept=kept))
     other = evaluate(objective, policy, tokens(scores.tolist(), between, behavior=behavior, kept=kept))
-    torch.testing.assert_close(one.value, other.value, rtol=1e-4, atol=1e-4)
+    assert_close(one.value, other.value, FEW + len(rows), size=len(rows) * SIZE)
 
 
 def test_a_divergence_and_an_entropy_are_averaged_like_the_rest() -> None:
@@ -92,9 +164,9 @@ def test_a_divergence_and_an_entropy_are_averaged_like_the_rest() -> None:
     entropy = torch.tensor([0.3, 0.1])
     loss = evaluate(objective, logs(0.5, 0.5), given, entropy)
     half = math.log(2) ** 2 / 2
-    assert loss.value.item() == pytest.approx(10 * half / 2 - 4 * 0.4 / 2)
+    assert loss.value.item() == near(10 * half / 2 - 4 * 0.4 / 2)
     assert loss.kl_reference is not None
-    assert loss.kl_reference.item() == pytest.approx(half)
+    assert loss.kl_reference.item() == near(half)
 
 
 def part_of(whole: LossTokens, rows: slice) -> LossTokens:
@@ -108,8 +180,8 @@ def test_the_parts_of_a_minibatch_add_up(rows: list[tuple[float, float, float]],
     whole = tokens(scores.tolist(), behavior, scale=1 / len(rows))
     together = evaluate(DECOUPLED, policy, whole)
     one, other = (evaluate(DECOUPLED, policy[s], part_of(whole, s)) for s in (slice(None, cut), slice(cut, None)))
-    torch.testing.assert_close(together.value, one.value + other.value)
-    torch.testing.assert_close(together.sums, one.sums + other.sums)
+    assert_close(together.value, one.value + other.value, FEW + len(rows), size=SIZE)
+    assert_close(together.sums, one.sums + other.sums, FEW + len(rows))
 
 
 @given(ROWS)

@@ -3,12 +3,14 @@ the logged value."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.trainer.objective.proximal import interpolated
+from tests.tolerances import near, rounding
+
+EXACT = rounding(size=9)
 
 
 def test_the_interpolation_by_hand() -> None:
@@ -22,11 +24,11 @@ def test_it_lies_between_the_two_and_nears_the_policy_with_age(policy: float, be
     ages = torch.tensor([float(staleness), float(staleness + 1)])
     younger, older = interpolated(torch.full((2,), policy), torch.full((2,), behavior), ages).tolist()
     low, high = min(policy, behavior), max(policy, behavior)
-    assert low - 1e-5 <= younger <= high + 1e-5
-    assert abs(older - policy) <= abs(younger - policy) + 1e-5
+    assert low - EXACT <= younger <= high + EXACT
+    assert abs(older - policy) <= abs(younger - policy) + EXACT
 
 
 @given(st.floats(-9, 0), st.integers(0, 9))
 def test_where_the_policies_agree_so_does_the_anchor(logprob: float, staleness: int) -> None:
     got = interpolated(torch.tensor([logprob]), torch.tensor([logprob]), torch.tensor([float(staleness)]))
-    assert got.item() == pytest.approx(logprob)
+    assert got.item() == near(logprob)

@@ -1,7 +1,7 @@
-"""Promises of several ranks: 1, 2 and 4 of them give the same losses to 1e-5 over 20 steps, and the same weights to
-1e-4; so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree to
-1e-6 for every loss; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while
-the training goes on, and any number of ranks goes on from it.
+"""Promises of several ranks: 1, 2 and 4 of them give the same losses over 20 steps, and the same weights, to rounding;
+so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree for
+every loss; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while the
+training goes on, and any number of ranks goes on from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from stretto.core.errors import StoreError
 from stretto.trainer import checkpoint
 from stretto.trainer.parallel.ranks import ALONE
+from tests.tolerances import after_adam, assert_close
 from tests.trainer.rank_runs import LOSSES, PLAYED, SCENARIOS, trainer_of
+from tests.trainer.tiny import BACKWARD
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,13 +44,14 @@ def seen(folder: Path, count: int, scenario: str, rank: int = 0) -> dict[str, An
 @pytest.mark.parametrize(("count", "scenario"), [(count, name) for count, names in PLAYED.items() for name in names])
 def test_several_ranks_train_what_one_does(folder: Path, count: int, scenario: str) -> None:
     one, several = seen(folder, 1, scenario), seen(folder, count, scenario)
-    assert len(one["metrics"]) == SCENARIOS[scenario].steps
+    steps = SCENARIOS[scenario].steps
+    tolerance = after_adam(steps * SCENARIOS[scenario].trainer.get("minibatches", 2), BACKWARD)
+    assert len(one["metrics"]) == steps
     for ours, theirs in zip(several["metrics"], one["metrics"], strict=True):
         assert ours.keys() == theirs.keys()
-        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5)
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+        assert ours == {name: pytest.approx(value, rel=tolerance, abs=tolerance) for name, value in theirs.items()}
     for name, parameter in one["weights"].items():
-        torch.testing.assert_close(several["weights"][name], parameter, rtol=0, atol=1e-4, msg=name)
+        torch.testing.assert_close(several["weights"][name], parameter, rtol=0, atol=tolerance, msg=name)
     assert several["skipped"] == one["skipped"]
 
 
@@ -65,8 +68,7 @@ def test_all_ranks_measure_and_decide_alike(folder: Path, count: int, scenario: 
 def test_the_gradients_of_one_batch_are_those_of_one_process(folder: Path, loss: str) -> None:
     one, two = seen(folder, 1, loss)["moments"], seen(folder, 2, loss)["moments"]
     assert one.keys() == two.keys()
-    for name, moment in one.items():
-        torch.testing.assert_close(10 * two[name], 10 * moment, rtol=0, atol=1e-6, msg=name)
+    assert_close([two[name] for name in one], list(one.values()), BACKWARD)
     assert max(float(moment.abs().max()) for moment in one.values()) > 1e-4  # there is something to compare
 
 
@@ -90,7 +92,7 @@ def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(folder: Path, n
     """Optimizer and critic included: `1-1` is one rank that goes on from its own."""
     straight, other = (torch.load(folder / f"{path}.pt", weights_only=True)["weights"] for path in ("1-1", name))
     for parameter, value in straight.items():
-        torch.testing.assert_close(other[parameter], value, rtol=0, atol=1e-4, msg=parameter)
+        torch.testing.assert_close(other[parameter], value, rtol=0, atol=after_adam(4 * 2, BACKWARD), msg=parameter)
 
 
 def test_each_rank_writes_its_part_of_a_checkpoint(folder: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from stretto.trainer.objective import surrogates
 from stretto.trainer.objective.surrogates import Surrogate
 from stretto.trainer.objective.tokens import LossTokens
+from tests.tolerances import FEW, near
 from tests.trainer.packed_tokens import logs, tokens
 
 PPO: Surrogate = partial(surrogates.ppo, clip_low=0.2, clip_high=0.2)
@@ -46,16 +47,16 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, lis
 def test_ppo_by_hand() -> None:
     # u = 1.25 and 2, A = 1 and -3: min(1.25, 1.2) is clipped, min(-6, -3.6) is not
     terms = PPO(logs(0.5, 0.2), given := tokens([1.0, -3.0], logs(0.4, 0.1)))
-    assert terms.objective.tolist() == pytest.approx([1.2, -6.0])
-    assert terms.ratio.tolist() == pytest.approx([1.25, 2.0])
+    assert terms.objective.tolist() == near([1.2, -6.0])
+    assert terms.ratio.tolist() == near([1.25, 2.0])
     assert terms.bounded.tolist() == [True, False]
-    assert gradient(PPO, logs(0.5, 0.2), given) == pytest.approx([0.0, -6.0])  # d(u A) / d log policy = u A
+    assert gradient(PPO, logs(0.5, 0.2), given) == near([0.0, -6.0])  # d(u A) / d log policy = u A
 
 
 def test_the_two_bounds_of_the_clip_are_separate() -> None:
     # u = 1.8 clipped to 1.5; u = 0.6 clipped to 0.9: min(-0.6, -0.9)
     dapo = partial(surrogates.ppo, clip_low=0.1, clip_high=0.5)
-    assert dapo(logs(0.9, 0.3), tokens([1.0, -1.0], logs(0.5, 0.5))).objective.tolist() == pytest.approx([1.5, -0.9])
+    assert dapo(logs(0.9, 0.3), tokens([1.0, -1.0], logs(0.5, 0.5))).objective.tolist() == near([1.5, -0.9])
 
 
 @given(ROWS)
@@ -71,9 +72,9 @@ def test_dual_clip_by_hand() -> None:
     dual = ALL["dual_clip"]
     given = tokens([-2.0, -2.0, 2.0], logs(0.2, 0.2, 0.2))
     terms = dual(logs(0.8, 0.5, 0.8), given)
-    assert terms.objective.tolist() == pytest.approx([-6.0, -5.0, 2.4])
+    assert terms.objective.tolist() == near([-6.0, -5.0, 2.4])
     assert terms.bounded.tolist() == [True, False, True]
-    assert gradient(dual, logs(0.8, 0.5, 0.8), given) == pytest.approx([0.0, -5.0, 0.0])
+    assert gradient(dual, logs(0.8, 0.5, 0.8), given) == near([0.0, -5.0, 0.0])
 
 
 @given(ROWS)
@@ -89,13 +90,35 @@ def test_gspo_by_hand() -> None:
     gspo = ALL["gspo"]
     given = tokens([1.0, 1.0, -1.0], logs(0.2, 0.5, 0.4), lengths=[2, 1])
     terms = gspo(logs(0.8, 0.5, 0.2), given)
-    assert terms.objective.tolist() == pytest.approx([1.2, 1.2, -0.8])
-    assert terms.ratio.tolist() == pytest.approx([2.0, 2.0, 0.5])
+    assert terms.objective.tolist() == near([1.2, 1.2, -0.8])
+    assert terms.ratio.tolist() == near([2.0, 2.0, 0.5])
     assert terms.bounded.tolist() == [True, True, True]
     # inside the trust region: s = sqrt(1.1 * 1), and both tokens get s A / 2, twice (once for each place it stands)
     given = tokens([2.0, 2.0], logs(0.4, 0.5))
     mean = math.sqrt(1.1)
-    assert gradient(gspo, logs(0.44, 0.5), given) == pytest.approx([2 * mean, 2 * mean])
+    assert gradient(gspo, logs(0.44, 0.5), given) == near([2 * mean, 2 * mean])
+
+
+def test_gspo_of_single_tokens_by_hand() -> None:
+    # equation 13 on the anchor: s = 1, each token gets its own A, also if they cancel in the answer's mean
+    assert gradient(ALL["gspo"], logs(0.4, 0.5), tokens([1.0, -1.0], logs(0.4, 0.5))) == [1.0, -1.0]
+    # s = sqrt(4 * 1) = 2: A = 1 is clipped at 1.2, A = -1 is not
+    given = tokens([1.0, -1.0], logs(0.2, 0.5))
+    assert ALL["gspo"](logs(0.8, 0.5), given).objective.tolist() == near([1.2, -2.0])
+    assert gradient(ALL["gspo"], logs(0.8, 0.5), given) == near([0.0, -2.0])
+
+
+@given(ROWS, st.floats(-3, 3))
+def test_where_an_answers_tokens_are_worth_the_same_gspo_is_its_equation_7(
+    rows: list[tuple[float, float, float]], score: float
+) -> None:
+    policy, anchor, _ = columns(rows)
+    leaf = policy.double().requires_grad_()
+    ratio = (leaf - anchor).mean().exp()
+    (len(rows) * torch.minimum(ratio * score, ratio.clamp(0.8, 1.2) * score)).backward()
+    assert leaf.grad is not None
+    given = tokens([score] * len(rows), anchor)
+    assert gradient(ALL["gspo"], policy, given) == near(leaf.grad.tolist(), FEW + len(rows), size=3 * math.exp(4))
 
 
 @given(ROWS)
@@ -103,7 +126,7 @@ def test_on_answers_of_one_token_gspo_is_ppo(rows: list[tuple[float, float, floa
     policy, anchor, scores = columns(rows)
     given = tokens(scores, anchor, lengths=[1] * len(rows))
     assert torch.equal(ALL["gspo"](policy, given).objective, PPO(policy, given).objective)
-    assert gradient(ALL["gspo"], policy, given) == pytest.approx(gradient(PPO, policy, given))
+    assert gradient(ALL["gspo"], policy, given) == near(gradient(PPO, policy, given))
 
 
 def test_cispo_by_hand() -> None:
@@ -111,17 +134,17 @@ def test_cispo_by_hand() -> None:
     cispo = ALL["cispo"]
     given = tokens([-1.0, 2.0], logs(0.2, 0.1))
     terms = cispo(logs(0.4, 0.8), given)
-    assert terms.objective.tolist() == pytest.approx([-2 * math.log(0.4), 10 * math.log(0.8)])
+    assert terms.objective.tolist() == near([-2 * math.log(0.4), 10 * math.log(0.8)])
     assert terms.bounded.tolist() == [False, True]
-    assert gradient(cispo, logs(0.4, 0.8), given) == pytest.approx([-2.0, 10.0])  # clipped, and still there
+    assert gradient(cispo, logs(0.4, 0.8), given) == near([-2.0, 10.0])  # clipped, and still there
 
 
 @given(ROWS)
 def test_where_nothing_is_clipped_cispo_has_ppos_gradient(rows: list[tuple[float, float, float]]) -> None:
     policy, anchor, scores = columns(rows)
-    near = anchor + (policy - anchor).clamp(-0.1, 0.1)
+    close = anchor + (policy - anchor).clamp(-0.1, 0.1)
     given = tokens(scores, anchor)
-    assert gradient(ALL["cispo"], near, given) == pytest.approx(gradient(PPO, near, given), abs=1e-5)
+    assert gradient(ALL["cispo"], close, given) == near(gradient(PPO, close, given))
 
 
 def test_sapo_by_hand() -> None:
@@ -130,15 +153,15 @@ def test_sapo_by_hand() -> None:
     given = tokens([1.0, -3.0], logs(0.2, 0.5))
     sigmoid = 1 / (1 + math.exp(-2))
     terms = sapo(logs(0.4, 0.5), given)
-    assert terms.objective.tolist() == pytest.approx([2 * sigmoid, -1.5])
+    assert terms.objective.tolist() == near([2 * sigmoid, -1.5])
     assert not terms.bounded.any()
     # df/du = 4 sigmoid (1 - sigmoid), du / d log policy = u
-    assert gradient(sapo, logs(0.4, 0.5), given) == pytest.approx([2 * 4 * sigmoid * (1 - sigmoid), -3.0])
+    assert gradient(sapo, logs(0.4, 0.5), given) == near([2 * 4 * sigmoid * (1 - sigmoid), -3.0])
 
 
 def test_sapo_fades_away_from_the_anchor_where_ppo_stops() -> None:
     far = [abs(gradient(ALL["sapo"], logs(p), tokens([1.0], logs(0.1)))[0]) / (p / 0.1) for p in (0.1, 0.2, 0.4, 0.8)]
-    assert far[0] == pytest.approx(1)
+    assert far[0] == near(1)
     assert far == sorted(far, reverse=True)
 
 
@@ -147,9 +170,9 @@ def test_topr_by_hand() -> None:
     policy, anchor = logs(0.4, 0.05, 0.4, 0.9, 0.4, 0.05), logs(0.2, 0.5, 0.2, 0.3, 0.2, 0.5)
     given = tokens([-1.0] * 4 + [1.0] * 2, anchor, lengths=[2, 2, 2])
     terms = surrogates.topr(policy, given)
-    assert terms.objective[0].item() == pytest.approx(-0.2 * math.log(0.4))
+    assert terms.objective[0].item() == near(-0.2 * math.log(0.4))
     assert terms.bounded.tolist() == [False, False, True, True, False, False]
-    assert gradient(surrogates.topr, policy, given) == pytest.approx([-0.2, -0.2, -1.0, -1.0, 1.0, 1.0])
+    assert gradient(surrogates.topr, policy, given) == near([-0.2, -0.2, -1.0, -1.0, 1.0, 1.0])
 
 
 @given(ROWS)
@@ -163,9 +186,9 @@ def test_where_no_advantage_is_negative_topr_is_the_policy_gradient(rows: list[t
 def test_m2po_by_hand() -> None:
     given = tokens([1.0, -3.0], logs(0.4, 0.1), kept=[False, True])
     terms = surrogates.m2po(logs(0.5, 0.2), given)
-    assert terms.objective.tolist() == pytest.approx([0.0, -6.0])
+    assert terms.objective.tolist() == near([0.0, -6.0])
     assert terms.bounded.tolist() == [True, False]
-    assert gradient(surrogates.m2po, logs(0.5, 0.2), given) == pytest.approx([0.0, -6.0])
+    assert gradient(surrogates.m2po, logs(0.5, 0.2), given) == near([0.0, -6.0])
 
 
 def test_a_token_that_m2po_leaves_out_may_overflow() -> None:
@@ -189,8 +212,8 @@ def test_where_nothing_is_left_out_m2po_is_ppo_without_a_clip(rows: list[tuple[f
 def test_the_policy_gradient_by_hand() -> None:
     given = tokens([2.0, -1.0], logs(0.1, 0.1))
     terms = surrogates.policy_gradient(logs(0.5, 0.2), given)
-    assert terms.objective.tolist() == pytest.approx([2 * math.log(0.5), -math.log(0.2)])
-    assert terms.ratio.tolist() == pytest.approx([5.0, 2.0])
+    assert terms.objective.tolist() == near([2 * math.log(0.5), -math.log(0.2)])
+    assert terms.ratio.tolist() == near([5.0, 2.0])
     assert gradient(surrogates.policy_gradient, logs(0.5, 0.2), given) == [2.0, -1.0]
 
 
@@ -203,8 +226,8 @@ def test_on_the_anchor_every_surrogate_has_the_policy_gradient(
     # one advantage for a whole answer: GSPO is about sequences
     scores = [scores[0]] * len(scores)
     given = tokens(scores, policy, kept=[True] * len(rows))
-    assert gradient(ALL[name], policy, given) == pytest.approx(scores, abs=1e-5)
-    assert ALL[name](policy, given).ratio.tolist() == pytest.approx([1.0] * len(rows))
+    assert gradient(ALL[name], policy, given) == near(scores)
+    assert ALL[name](policy, given).ratio.tolist() == near([1.0] * len(rows))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from stretto.model.packed.attention import PACKED_ATTENTION
+from tests.tolerances import operations
 
 
 def tiny(*, tied: bool = False) -> PreTrainedModel:
@@ -24,3 +25,7 @@ def tiny(*, tied: bool = False) -> PreTrainedModel:
     )
     model: PreTrainedModel = Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION)
     return model
+
+
+#: From a token to its log-probability, and back.
+FORWARD, BACKWARD = (operations(24, 2, backward=backward) for backward in (False, True))

@@ -52,13 +52,16 @@ def minibatch(
     longest: int,
     device: torch.device,
     ranks: Ranks = ALONE,
+    *,
+    answers: float | None = None,
 ) -> Minibatch:
-    """Pack this rank's rows of one optimizer step; `longest` is the most tokens that an answer may have.
+    """Pack this rank's rows of one optimizer step; `longest` is the most tokens that an answer may have, `answers` how
+    many of the batch there are to a minibatch (none: these rows are all).
 
     What a token weighs is known from the rows of all ranks, so the ranks' losses add up to the exact mean.
     """
     lengths = [len(row.loss_positions) for row in rows]
-    scales = coefficients(aggregation, lengths, longest)
+    scales = coefficients(aggregation, lengths, len(rows) if answers is None else answers, longest)
     tokens = [len(row.token_ids) for row in rows]
     packs = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)[ranks.rank]
     return Minibatch(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.trainer.objective.tokens import LossTokens
+from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
 _SURE = 1e-6  # probabilities are held this far from 0 and 1, where a binary divergence is infinite
 
@@ -65,10 +65,10 @@ def sequence_mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
     Geometric sequence rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the
     bounds are the same for long answers and short ones.
     """
-    mean_S = tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs).exp()
+    mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))
     return Weights(_weight(tokens).masked_fill(outside, 0.0), outside)
 
 
 def _weight(tokens: LossTokens) -> Tensor:
-    return (tokens.anchor_logprobs - tokens.behavior_logprobs).exp()
+    return ratio_of(tokens.anchor_logprobs - tokens.behavior_logprobs)

@@ -11,9 +11,12 @@ Axes: N loss token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
+
+from stretto.trainer.objective.tokens import bounded
 
 #: log policy [N], log reference [N] -> [N], differentiable by the first.
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -28,5 +31,5 @@ def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    log_x = reference_logprobs - policy_logprobs
+    log_x = bounded(reference_logprobs - policy_logprobs, lowest=-math.inf)
     return log_x.expm1() - log_x

@@ -13,6 +13,7 @@ Axes: N loss token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from stretto.trainer.objective.corrections import Correction
 from stretto.trainer.objective.kl import Divergence
 from stretto.trainer.objective.m2po import Selection
 from stretto.trainer.objective.surrogates import Surrogate
-from stretto.trainer.objective.tokens import LossTokens
+from stretto.trainer.objective.tokens import LossTokens, bounded
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, 
     if objective.entropy_bonus and entropy is not None:
         value = value - objective.entropy_bonus * (tokens.scale * entropy).sum()
     with torch.no_grad():
-        log_x = policy_logprobs - tokens.behavior_logprobs
+        log_x = bounded(policy_logprobs - tokens.behavior_logprobs, lowest=-math.inf)
         columns = (terms.bounded, weights.corrected, terms.ratio, weights.weight, log_x.expm1() - log_x)
         sums = torch.stack([column.sum(dtype=torch.float32) for column in columns])
     return Loss(value, sums, kl_reference)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.trainer.objective.tokens import LossTokens
+from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
 
 class Terms(NamedTuple):
@@ -36,7 +36,7 @@ def ppo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_hi
 
     PPO, arXiv 1707.06347, equation 7; with two bounds DAPO's clip-higher, arXiv 2503.14476, equation 10.
     """
-    return _clipped((policy_logprobs - tokens.anchor_logprobs).exp(), tokens.advantages, clip_low, clip_high)
+    return _clipped(ratio_of(policy_logprobs - tokens.anchor_logprobs), tokens.advantages, clip_low, clip_high)
 
 
 def dual_clip(
@@ -54,13 +54,15 @@ def dual_clip(
 
 
 def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float) -> Terms:
-    """PPO's term with one ratio per answer: s = exp(mean over its loss tokens of log u).
+    """PPO's term with one ratio per answer: sg(s) policy / sg(policy), s = exp(mean over its loss tokens of log u).
 
-    GSPO, arXiv 2507.18071, equations 5 and 7 (with token-wise advantages: its GSPO-token, equation 13). The paper's
-    mean over answers is ``aggregation = "sequence_mean"``.
+    GSPO-token, arXiv 2507.18071, equations 13 and 14: the value is that of s, the gradient s A is each token's own.
+    Where all tokens of an answer have the same advantage that is GSPO, equations 5 and 7. The paper's mean over answers
+    is ``aggregation = "sequence_mean"``.
     """
-    mean_S = tokens.sequences.means(policy_logprobs - tokens.anchor_logprobs)
-    return _clipped(tokens.sequences.spread(mean_S.exp()), tokens.advantages, clip_low, clip_high)
+    mean_S = tokens.sequences.means(policy_logprobs.detach() - tokens.anchor_logprobs)
+    own = (policy_logprobs - policy_logprobs.detach()).exp()
+    return _clipped(tokens.sequences.spread(ratio_of(mean_S)) * own, tokens.advantages, clip_low, clip_high)
 
 
 def cispo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float) -> Terms:
@@ -68,7 +70,7 @@ def cispo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_
 
     CISPO (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
     """
-    ratio = (policy_logprobs.detach() - tokens.anchor_logprobs).exp()
+    ratio = ratio_of(policy_logprobs.detach() - tokens.anchor_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return Terms(weight * tokens.advantages * policy_logprobs, ratio, weight != ratio)
 
@@ -79,7 +81,7 @@ def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: float, negati
 
     SAPO, arXiv 2511.20347.
     """
-    ratio = (policy_logprobs - tokens.anchor_logprobs).exp()
+    ratio = ratio_of(policy_logprobs - tokens.anchor_logprobs)
     tau = torch.where(tokens.advantages > 0, positive, negative)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return Terms(gate * tokens.advantages, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
@@ -95,7 +97,7 @@ def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     log_answer = tokens.sequences.spread(tokens.sequences.sums(log_ratio))
     negative = tokens.advantages < 0
     taper = torch.where(negative, log_answer.clamp(max=0.0).exp(), 1.0)
-    return Terms(taper * tokens.advantages * policy_logprobs, log_ratio.exp(), negative & (log_answer > 0))
+    return Terms(taper * tokens.advantages * policy_logprobs, ratio_of(log_ratio), negative & (log_answer > 0))
 
 
 def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
@@ -109,14 +111,13 @@ def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     if tokens.kept is None:
         raise ValueError("m2po needs the tokens that are kept over the whole minibatch")
     left_out = ~tokens.kept
-    # Before exp: a ratio that overflows would make a NaN of the zero gradient.
-    ratio = (policy_logprobs - tokens.anchor_logprobs).masked_fill(left_out, 0.0).exp()
+    ratio = ratio_of(policy_logprobs - tokens.anchor_logprobs)
     return Terms((ratio * tokens.advantages).masked_fill(left_out, 0.0), ratio.detach(), left_out)
 
 
 def policy_gradient(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """A log policy. REINFORCE (Williams, 1992)."""
-    ratio = (policy_logprobs.detach() - tokens.anchor_logprobs).exp()
+    ratio = ratio_of(policy_logprobs.detach() - tokens.anchor_logprobs)
     return Terms(tokens.advantages * policy_logprobs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 

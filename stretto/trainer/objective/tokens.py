@@ -10,6 +10,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh
+
+#: How far the logarithm of a ratio may lie from 0 before it is exponentiated, as in verl (`core_algos.py`: clamp to -20
+#: and 20). e^20 is 4.9e8, past every bound of a loss or a correction; past 88.7 float32 has infinity, and a gradient
+#: that is 0 times that is not a number. Another engine may log such numbers.
+LARGEST_LOG_RATIO = 20.0
+
+
+def bounded(log_ratio: Tensor, lowest: float = -LARGEST_LOG_RATIO) -> Tensor:
+    """Without a gradient where the bound acts. What is not a number stays so in the gradient, where it is noticed;
+    `clamp` would make 0 of it."""
+    return hardtanh(log_ratio, lowest, LARGEST_LOG_RATIO)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp, finite for every number."""
+    return bounded(log_ratio).exp()
 
 
 @dataclass(frozen=True)
