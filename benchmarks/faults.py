@@ -178,7 +178,7 @@ def victims(command: Command, fault: str) -> list[int]:
         case "conductor":
             return [command.process.pid]
         case "rewards":
-            return command.processes("stretto.rewards.worker")[:1]
+            return command.processes("stretto.rewards.service.worker")[:1]
         case "all":
             return command.processes()
     return command.processes(f"stretto.launch.{fault}_role")[:1]

@@ -33,6 +33,7 @@ class House:
     floors: Mapping[str, int]  # room -> 0 (ground) upwards
     imports: Mapping[str, frozenset[str]]
     light: frozenset[str]  # rooms that must not load torch
+    inside: Mapping[str, Mapping[str, int]]  # folder -> floors of the files and sub-rooms in it, where they are drawn
 
     @property
     def roof(self) -> frozenset[str]:
@@ -51,6 +52,14 @@ def read_house(text: str) -> House:
         floors={room: floor for floor, names in enumerate(rooms) for room in names},
         imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _ in rows},
         light=frozenset(room for room, _, torch in rows if torch.strip().startswith("no")),
+        inside={
+            folder: {
+                name: int(floor)
+                for floor, names in re.findall(r"^\| (\d+) \| ([^|]*) \|", section, flags=re.MULTILINE)
+                for name in re.findall(r"`(\w+)`", names)
+            }
+            for folder, section in re.findall(r"^## Inside `([\w/]+)`$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        },
     )
 
 
@@ -138,6 +147,29 @@ def wrong_way(package: Path, house: House) -> list[str]:
     ]
 
 
+def wrong_way_inside(package: Path, house: House) -> list[str]:
+    """Imports of a sub-room's neighbour or of a higher floor, inside of the rooms that are drawn."""
+    return [
+        f"{found.place}: {own} (floor {floors[own]} of {folder}) imports {target} (floor {floors[target]})"
+        for folder, floors in house.inside.items()
+        for found in imports(package)
+        if str(found.path).startswith(f"{folder}/")
+        for own in [found.path.parts[folder.count("/") + 1].removesuffix(".py")]
+        for target in sorted(_entries(found, folder) & floors.keys() - {own})
+        if own in floors and floors[target] >= floors[own] + _are_files(package / folder, own, target)
+    ]
+
+
+def _are_files(folder: Path, *names: str) -> bool:
+    return all((folder / f"{name}.py").is_file() for name in names)
+
+
+def _entries(found: Import, folder: str) -> frozenset[str]:
+    """What an import names of a folder: its files and sub-rooms."""
+    start = f"{PACKAGE}.{folder.replace('/', '.')}."
+    return frozenset(name.removeprefix(start).split(".")[0] for name in found.names if name.startswith(start))
+
+
 def unlisted(package: Path, house: House) -> list[str]:
     """Imports between rooms that the table does not list."""
     return [
@@ -160,9 +192,17 @@ def deferred(package: Path, house: House) -> list[str]:
 def undrawn(package: Path, house: House) -> list[str]:
     """Folders of the package that are no room of the drawing, and rooms of the drawing that are not there."""
     built = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    return [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())] + [
-        f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)
-    ]
+    return (
+        [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())]
+        + [f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)]
+        + [
+            f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
+            for folder, floors in house.inside.items()
+            if (package / folder).is_dir()
+            for inner in [{path.stem for path in (package / folder).iterdir() if path.stem.strip("_") == path.stem}]
+            for name in sorted(inner ^ floors.keys())
+        ]
+    )
 
 
 def nameless(package: Path) -> list[str]:

@@ -36,13 +36,14 @@ def test_the_drawing_has_five_floors_and_the_table_a_row_for_every_room() -> Non
     }
     assert by_floor == {
         0: {"core"},
-        1: {"model", "rewards", "weights", "store"},
-        2: {"engine", "rollout", "trainer"},
+        1: {"model", "sandbox", "weights", "store"},
+        2: {"engine", "rollout", "trainer", "rewards"},
         3: {"launch", "simulator", "dashboard"},
         4: {"cli"},
     }
     assert HOUSE.imports.keys() == HOUSE.floors.keys()
-    assert HOUSE.light == {"core", "rewards", "store", "rollout", "simulator", "dashboard", "cli"}
+    assert HOUSE.inside.keys() == {"rewards", "rewards/math", "sandbox"}
+    assert HOUSE.light == {"core", "rewards", "sandbox", "store", "rollout", "simulator", "dashboard", "cli"}
 
 
 def test_the_table_allows_nothing_that_the_law_forbids() -> None:
@@ -56,6 +57,7 @@ def test_the_table_allows_nothing_that_the_law_forbids() -> None:
 
 def test_a_room_imports_only_floors_below_it() -> None:
     assert_kept(law.wrong_way(PACKAGE, HOUSE))
+    assert_kept(law.wrong_way_inside(PACKAGE, HOUSE))
 
 
 def test_the_table_lists_every_import_between_rooms() -> None:
@@ -116,6 +118,11 @@ SMALL_DRAWING = """
 | `model` | tensors | core | yes |
 | `rewards` | verdicts | nothing | no |
 | `core` | words | nothing | no |
+
+## Inside `rewards`
+
+| 1 | `code`, `math` | the kinds |
+| 0 | `maths`, `numbers` | the numbers |
 """
 SMALL = law.read_house(SMALL_DRAWING)
 KEPT = {
@@ -124,7 +131,11 @@ KEPT = {
     "model/__init__.py": "",
     "model/load.py": "import torch\n\nfrom stretto.core import clock\n",
     "rewards/__init__.py": "",
-    "rewards/maths.py": "import re\n",
+    "rewards/maths.py": "import stretto.rewards.numbers\n",
+    "rewards/numbers.py": "",
+    "rewards/code/run.py": "from stretto.rewards import maths\n",
+    "rewards/math/read.py": "import stretto.rewards.math.write\n",
+    "rewards/math/write.py": "",
     "cli/__init__.py": "",
     "cli/main.py": "def train() -> None:\n    import stretto.model.load\n",
 }
@@ -144,6 +155,7 @@ def build(folder: Path, files: dict[str, str]) -> Path:
 
 CHECKERS: dict[str, Checker] = {
     "wrong_way": lambda package: law.wrong_way(package, SMALL),
+    "wrong_way_inside": lambda package: law.wrong_way_inside(package, SMALL),
     "unlisted": lambda package: law.unlisted(package, SMALL),
     "deferred": lambda package: law.deferred(package, SMALL),
     "undrawn": lambda package: law.undrawn(package, SMALL),
@@ -167,10 +179,23 @@ PLANTED: list[tuple[str, str, str, str]] = [
     ("wrong_way", "model/dots.py", "from ..rewards import maths\n", "model/dots.py:1: model (floor 1) imports rewards"),
     ("wrong_way", "model/up.py", "if TYPE_CHECKING:\n    from stretto.cli.main import train\n", "model/up.py:2: model"),
     ("wrong_way", "model/text.py", "import_module('stretto.cli.main')\n", "model (floor 1) imports cli (floor 2)"),
+    (
+        "wrong_way_inside",
+        "rewards/code/side.py",
+        "from stretto.rewards.math import read\n",
+        "rewards/code/side.py:1: code (floor 1 of rewards) imports math (floor 1)",
+    ),
+    (
+        "wrong_way_inside",
+        "rewards/numbers.py",
+        "import stretto.rewards.code.run\n",
+        "numbers (floor 0 of rewards) imports",
+    ),
     ("unlisted", "rewards/timed.py", "from stretto.core.clock import time\n", "does not say that rewards imports core"),
     ("deferred", "model/late.py", "def load():\n    import json\n", "model/late.py:2: imports json inside a function"),
     ("deferred", "model/late.py", "async def load():\n    import json\n", "imports json inside a function"),
     ("undrawn", "attic/box.py", "", "attic: built but not drawn"),
+    ("undrawn", "rewards/words/box.py", "", "rewards/words: built but not drawn"),
     ("nameless", "rewards/text_utils.py", "", "rewards/text_utils.py: a name that says nothing"),
     ("nameless", "model/helpers/one.py", "", "model/helpers: a name that says nothing"),
     ("busy_doors", "model/__init__.py", "from stretto.model import load\n", "model/__init__.py:1"),

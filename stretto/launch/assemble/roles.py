@@ -24,7 +24,7 @@ from stretto.loop.learner.recovery import Recovery
 from stretto.loop.records.recorder import Work
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal, gather_or_cancel
-from stretto.rewards.pool import RewardPool
+from stretto.rewards.service.pool import RewardPool
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.shared_memory import SHARED, remove, shared_folder
 

@@ -16,7 +16,7 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluation, Evaluator
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, gather_or_cancel, run_beside, until_cut_short
-from stretto.rewards.pool import RewardPool
+from stretto.rewards.service.pool import RewardPool
 
 
 def evaluate(model: Path, task: Path, overrides: Sequence[str], starter: Spawner = FRESH) -> Evaluation:

@@ -1,0 +1,69 @@
+"""What a reward returns becomes a verdict.
+
+Promises: a bool is worth what the recipe says; a finite number is the reward; everything else, and every exception, is
+undecided with its reason, and never a zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.service.judging import judge, verdict_of
+from stretto.rewards.service.wire import ScoreItem, Worth
+
+PAPER = Worth(right=5.0, wrong=-5.0)
+ITEM = ScoreItem(prompt="3+8=", completion="11", answer="11")
+
+
+def test_a_bool_is_worth_what_the_recipe_says() -> None:
+    assert verdict_of(True, PAPER) == Verdict(outcome=Outcome.RIGHT, reward=5.0)
+    assert verdict_of(False, PAPER) == Verdict(outcome=Outcome.WRONG, reward=-5.0)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**9), 10**9))
+def test_a_number_is_the_reward_and_right_above_the_middle(value: float) -> None:
+    verdict = verdict_of(value, PAPER)
+    assert verdict.reward == value
+    assert (verdict.outcome is Outcome.RIGHT) == (value > 0)
+
+
+@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -math.inf, 10**400, [1.0], 1j])
+def test_anything_else_is_undecided_with_its_reason(value: object) -> None:
+    verdict = verdict_of(value, PAPER)
+    assert verdict.outcome is Outcome.UNDECIDED
+    assert verdict.reward is None
+    assert verdict.reason.startswith("the reward returned ")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no digits"), "the reward raised ValueError: no digits"),
+        (SystemExit(), "the reward raised SystemExit"),
+        (KeyboardInterrupt(), "the reward raised KeyboardInterrupt"),
+        (Unspeakable(), "the reward raised Unspeakable: (its message cannot be shown)"),
+    ],
+)
+def test_whatever_a_reward_raises_is_a_reason(error: BaseException, reason: str) -> None:
+    def raising(prompt: str, completion: str, answer: str) -> bool:
+        raise error
+
+    verdict = judge(raising, ITEM, PAPER)
+    assert (verdict.outcome, verdict.reward, verdict.reason) == (Outcome.UNDECIDED, None, reason)
+
+
+def test_a_reason_is_never_a_whole_document() -> None:
+    def raising(prompt: str, completion: str, answer: str) -> bool:
+        raise ValueError("x" * 10**6)
+
+    assert len(judge(raising, ITEM, PAPER).reason) == 300
