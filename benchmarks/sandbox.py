@@ -21,9 +21,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.report import Table, save
-from stretto.rewards.code_config import CodeConfig
-from stretto.rewards.sandbox import Sandbox, SandboxFailed
-from stretto.rewards.sandbox_walls import Level, ladder
+from stretto.sandbox.config import SandboxConfig
+from stretto.sandbox.sandbox import Sandbox, SandboxFailed
+from stretto.sandbox.walls import Level, ladder
 
 PROGRAM = "print(1)"
 GOALS = {"warm": 5.0, "cold": 20.0}  # milliseconds
@@ -48,7 +48,7 @@ def offered(stack: ExitStack) -> dict[tuple[str, str], Callable[[], None]]:
     runs: dict[tuple[str, str], Callable[[], None]] = {("none", "plain subprocess"): plain}
     for warm in (True, False):
         for walls in ladder(warm):
-            sandbox = stack.enter_context(Sandbox(walls, CodeConfig(warm=warm)))
+            sandbox = stack.enter_context(Sandbox(walls, SandboxConfig(warm=warm)))
             how = "warm" if warm and walls.warm else "cold"
             run = sandboxed(sandbox)
             with contextlib.suppress(SandboxFailed):

@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.report import Table, save
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.pool import RewardPool
-from stretto.rewards.wire import ScoreItem
+from stretto.rewards.service.pool import RewardPool
+from stretto.rewards.service.wire import ScoreItem
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_cases.jsonl"
 JUDGES = {"stretto": "math", "math-verify": "benchmarks.plain_math_verify:math_verify"}

@@ -162,7 +162,8 @@ def wrong_way_inside(package: Path, house: House) -> list[str]:
                 if "/".join(target[:depth]) != room or len(target) == depth or target[depth] == parts[depth]:
                     continue
                 own, other = floors.get(parts[depth]), floors.get(target[depth])
-                if own is not None and other is not None and other >= own:
+                files = all((package / room / f"{entry}.py").is_file() for entry in (parts[depth], target[depth]))
+                if own is not None and other is not None and other >= own + files:
                     violations.append(f"{found.place}: {parts[depth]} imports {target[depth]}, not on a floor below it")
     return sorted(set(violations))
 
@@ -237,9 +238,17 @@ def deferred(package: Path, house: House) -> list[str]:
 def undrawn(package: Path, house: House) -> list[str]:
     """Folders of the package that are no room of the drawing, and rooms of the drawing that are not there."""
     built = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    return [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())] + [
-        f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)
-    ]
+    return (
+        [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())]
+        + [f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)]
+        + [
+            f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
+            for folder, floors in house.inside.items()
+            if (package / folder).is_dir()
+            for inner in [{path.stem for path in (package / folder).iterdir() if path.stem.strip("_") == path.stem}]
+            for name in sorted(inner ^ floors.keys())
+        ]
+    )
 
 
 def nameless(package: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rewards that come with stretto: where each one lives, and how long one answer may take it.
+"""The rewards that come with stretto: where each one lives, and how long one completion may take it.
 
 Only names stand here: a worker imports the one module that it needs, and the conductor none of them.
 """
@@ -13,7 +13,7 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A reward function as ``package.module:function``, and its hard limit for one answer in seconds.
+    """A reward function as ``package.module:function``, and its hard limit for one completion in seconds.
 
     `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
     cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from its section of
@@ -28,15 +28,18 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "code": BuiltIn(
-        "stretto.rewards.code:code_reward", timeout=30.0, gold="stretto.rewards.code_formats:gold", configured=True
+        "stretto.rewards.code.reward:code_reward",
+        timeout=30.0,
+        gold="stretto.rewards.code.formats:gold",
+        configured=True,
     ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
     "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
-    "math": BuiltIn("stretto.rewards.math:math", gold="stretto.rewards.math:gold"),
+    "math": BuiltIn("stretto.rewards.math.reward:math", gold="stretto.rewards.math.reward:gold"),
 }
 
 
 def timeout_of(function: str) -> float:
-    """Seconds that one answer may take where the recipe does not say: a built-in's own limit, else one second."""
+    """Seconds that one completion may take where the recipe does not say: a built-in's own limit, else one second."""
     return BUILT_IN[function].timeout if function in BUILT_IN else _ANSWER_SECONDS

@@ -7,8 +7,8 @@ from typing import Self
 from pydantic import BaseModel, Field, model_validator
 
 from stretto.rewards.built_in import timeout_of
-from stretto.rewards.code_config import CodeConfig
-from stretto.rewards.wire import LARGEST_REWARD
+from stretto.rewards.service.wire import LARGEST_REWARD
+from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
 
@@ -32,7 +32,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         default=None,
         gt=0,
         le=3600,
-        description="Seconds one answer may take; then its worker is killed. Left out: the reward's own limit, 1 s "
+        description="Seconds one completion may take; then its worker is killed. Left out: the reward's own limit, 1 s "
         "for most.",
     )
     memory_gib: float = Field(
@@ -50,7 +50,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     )
     wrong: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="Reward of a wrong answer.")
     max_consecutive_undecided: int = Field(
-        default=256, ge=1, description="So many undecided answers in a row end the run: the reward is broken."
+        default=256, ge=1, description="Undecided completions in a row that end the run: the reward is broken."
     )
     start_timeout: float = Field(
         default=60.0, gt=0, description="Seconds a worker may take to start and to import the reward."
@@ -58,17 +58,17 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     recycle_after: int = Field(
         default=10_000,
         ge=1,
-        description="Answers after which a worker is replaced: what the reward leaks, ends with it.",
+        description="Completions after which a worker is replaced: what the reward leaks ends with it.",
     )
     patience: float = Field(
         default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."
     )
 
-    code: CodeConfig = CodeConfig()
+    code: SandboxConfig = SandboxConfig()
 
     @property
     def seconds_per_answer(self) -> float:
-        """The hard limit for one answer: the recipe's, else that of the reward."""
+        """The hard limit for one completion: the recipe's, else that of the reward."""
         return timeout_of(self.function) if self.timeout is None else self.timeout
 
     @model_validator(mode="after")
@@ -79,9 +79,9 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _a_program_ends_before_its_worker(self) -> Self:
-        needed = self.code.answer_seconds + _AFTER_PROGRAMS
+        needed = self.code.completion_seconds + _AFTER_PROGRAMS
         if self.function == "code" and self.seconds_per_answer < needed:
             raise ValueError(
-                f"timeout ({self.seconds_per_answer:g}) must leave room for code.answer_seconds: {needed:g} or more"
+                f"timeout ({self.seconds_per_answer:g}) must leave room for code.completion_seconds: {needed:g} or more"
             )
         return self

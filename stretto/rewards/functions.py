@@ -17,17 +17,17 @@ class Undecided(Exception):
 
 
 class RewardFunction(Protocol):
-    """Judges one answer; called as ``function(prompt, completion, answer)`` with three strings.
+    """Judges one completion; called as ``function(prompt, completion, answer)`` with three strings.
 
-    `prompt` is the question as text, `completion` what the policy answered (special tokens removed), `answer` the
+    `prompt` is the question as text, `completion` what the policy generated (special tokens removed), `answer` the
     gold answer of the data row.
 
     A function with further parameters, or with ``**fields``, gets the row's other fields of these names.
 
     Returns True or False for right and wrong (the recipe says what they are worth), or a finite number that is the
-    reward itself; the answer then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
+    reward itself; the completion then counts as right above the middle of ``rewards.right`` and ``rewards.wrong``.
 
-    Anything else makes the answer *undecided*: it is never trained on and never a zero. So does raising `Undecided`
+    Anything else makes the completion *undecided*: it is never trained on and never a zero. So does raising `Undecided`
     or any other exception, returning None, NaN or an infinity, or running longer than ``rewards.timeout``.
     """
 
@@ -86,7 +86,7 @@ def _number_of(gold: str) -> str:
 def _canonical(text: str) -> str:
     """One spelling per integer; other text without the spaces around it.
 
-    Done on the text: a hostile answer of a million digits costs a scan, not an integer.
+    Done on the text: a hostile completion of a million digits costs a scan, not an integer.
     """
     text = text.strip()
     match = _INTEGER.fullmatch(text)

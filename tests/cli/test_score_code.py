@@ -20,7 +20,7 @@ CALLS = [{"call": "f", "args": [[1, 2]], "expected": 3}, {"call": "f", "args": [
 
 
 def score(tmp_path: Path, *rows: object, options: tuple[str, ...] = ()) -> list[dict[str, object]]:
-    file = tmp_path / "answers.jsonl"
+    file = tmp_path / "completions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = CliRunner().invoke(app, ["score", "code", str(file), *options])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
@@ -31,11 +31,11 @@ def score(tmp_path: Path, *rows: object, options: tuple[str, ...] = ()) -> list[
 @pytest.mark.parametrize("options", [(), ("--cold", "--workers", "1")])
 def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, options: tuple[str, ...]) -> None:
     rows = [
-        {"id": 1, "answer": "```python\nprint(int(input()) ** 2)\n```", "tests": SQUARE},
-        {"id": 2, "answer": "print(49)", "tests": SQUARE},
-        {"id": 3, "answer": "def f(x): return sum(x)", "tests": CALLS},
-        {"id": 4, "answer": "def f(x): return x[0] + x[1]", "tests": json.dumps(CALLS)},
-        {"id": 5, "answer": "I do not know. ```c```", "tests": {"inputs": ["1"], "outputs": ["1"]}},
+        {"id": 1, "completion": "```python\nprint(int(input()) ** 2)\n```", "tests": SQUARE},
+        {"id": 2, "completion": "print(49)", "tests": SQUARE},
+        {"id": 3, "completion": "def f(x): return sum(x)", "tests": CALLS},
+        {"id": 4, "completion": "def f(x): return x[0] + x[1]", "tests": json.dumps(CALLS)},
+        {"id": 5, "completion": "I do not know. ```c```", "tests": {"inputs": ["1"], "outputs": ["1"]}},
     ]
     found = score(tmp_path, *rows, options=options)
     assert [{**row, "verdict": v, "passed": p} for row, v, p in zip(rows, VERDICTS, PASSED, strict=True)] == [
@@ -51,15 +51,15 @@ PASSED = [2, 1, 2, 1, 0]
 
 
 def test_tests_that_cannot_be_read_are_named_with_their_lines(tmp_path: Path) -> None:
-    rows = [{"answer": "x", "tests": SQUARE}, {"answer": "x", "tests": [3]}, {"answer": "x", "tests": []}]
+    rows = [{"completion": "x", "tests": SQUARE}, {"completion": "x", "tests": [3]}, {"completion": "x", "tests": []}]
     with pytest.raises(DataError) as refused:
         score(tmp_path, *rows)
     words = str(refused.value)
-    assert "answers.jsonl:2: test 1 has int" in words
-    assert "answers.jsonl:3: there are no tests" in words
+    assert "completions.jsonl:2: test 1 has int" in words
+    assert "completions.jsonl:3: there are no tests" in words
     assert "the tests of 2 of 3 rows cannot be read" in words
 
 
 def test_lines_without_an_answer_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"answers\.jsonl:1: .*answer.*needed: answer, tests"):
+    with pytest.raises(DataError, match=r"completions\.jsonl:1: .*completion.*needed: completion, tests"):
         score(tmp_path, {"tests": SQUARE})

@@ -16,7 +16,7 @@ from tests.launch.running import Command, Laboratory, said, steps_done, wait_for
 
 HUNG = 2.0
 SURE = 3.0
-WORKER = "stretto.rewards.worker"
+WORKER = "stretto.rewards.service.worker"
 
 
 def seconds_until(condition: Callable[[], bool], awaited: str, command: Command) -> float:

@@ -33,7 +33,7 @@ from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.wal import check_log
 from stretto.store.lock import is_held
 from tests.faults.test_files import RECIPE, ROOT, one_step
-from tests.rewards.other_users import ORDINARY, as_user
+from tests.sandbox.other_users import ORDINARY, as_user
 
 WRITER = """
 import sys

@@ -38,7 +38,7 @@ MODULES = {
     "trainer": "stretto.trainer.roles.trainer",
     "supervised": "stretto.trainer.roles.supervised",
     "fork server": "stretto.processes.fork_server_role",
-    "rewards": "stretto.rewards.worker",
+    "rewards": "stretto.rewards.service.worker",
 }
 _MARK = "STRETTO_TEST_MARK"
 _PATIENCE = 100.0

@@ -33,7 +33,7 @@ def test_a_killed_engine_and_reward_worker_are_replaced(laboratory: Laboratory, 
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, "trainer.steps=40", "trainer.keep_versions=1") as command:
         wait_for_step(command, 2)
-        for pid in (command.role("engine"), *command.processes("stretto.rewards.worker")):
+        for pid in (command.role("engine"), *command.processes("stretto.rewards.service.worker")):
             os.kill(pid, signal.SIGKILL)
         ended = command.end()
         assert ended.code == 0, ended.err

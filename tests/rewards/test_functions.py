@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RewardFunctionError
 from stretto.rewards.functions import Undecided, exact_match, final_answer, last_number
-from stretto.rewards.loading import load_reward
+from stretto.rewards.service.loading import load_reward
 
 _MODULE = """
 import functools

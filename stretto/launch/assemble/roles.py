@@ -28,7 +28,7 @@ from stretto.loop.learner.recovery import Recovery
 from stretto.loop.records.recorder import Work
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
-from stretto.rewards.pool import RewardPool
+from stretto.rewards.service.pool import RewardPool
 from stretto.store import lock
 from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder

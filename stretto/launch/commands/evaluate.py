@@ -18,7 +18,7 @@ from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
-from stretto.rewards.pool import RewardPool
+from stretto.rewards.service.pool import RewardPool
 
 
 def evaluate(

@@ -10,9 +10,9 @@ from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleErr
 from stretto.core.records import Outcome
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.loading import PLACE
-from stretto.rewards.pool import DIED, TIMED_OUT, RewardPool
-from stretto.rewards.wire import ScoreItem
+from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
+from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Question, Questions
 
 _SHOWN = 20

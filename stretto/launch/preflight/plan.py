@@ -33,8 +33,8 @@ from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.loading import PLACE, load_reward
-from stretto.rewards.pool import check_reward
+from stretto.rewards.service.loading import PLACE, load_reward
+from stretto.rewards.service.pool import check_reward
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question

@@ -13,9 +13,9 @@ from stretto.core.errors import Problem, RewardFunctionError, RoleError
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.loading import PLACE
-from stretto.rewards.pool import TIMED_OUT, RewardPool
-from stretto.rewards.wire import ScoreItem
+from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.pool import TIMED_OUT, RewardPool
+from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Question
 
 _TRIED = 4

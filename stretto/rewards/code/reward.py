@@ -1,0 +1,180 @@
+"""The verdict on a program: run in a sandbox against inputs, judged outside of it.
+
+    completion ──► program ──► sandbox: one process per input ──► outputs ──► compared here with what was expected
+
+Right: every test passed. Wrong: a test did not, whatever the program did about it. Undecided: the sandbox or the tests
+are at fault, and nothing is known about the program.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stretto.rewards.code.comparison import same_text, same_value
+from stretto.rewards.code.formats import parse_tests
+from stretto.rewards.code.program import Program, extract_program, helpers
+from stretto.rewards.code.tests import CallTest, ProgramTests, StdinTest
+from stretto.rewards.functions import Undecided
+from stretto.sandbox.config import SandboxConfig
+from stretto.sandbox.probe import Report, probe
+from stretto.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
+from stretto.sandbox.walls import Walls
+
+_TRIES = 2  # a sandbox that fails is started again once before the answer is undecided
+
+
+class Judgement(NamedTuple):
+    """How many tests passed, of how many, and what came first of those that did not."""
+
+    passed: int
+    total: int
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.passed == self.total and not self.problem
+
+
+def code_reward(settings: str) -> CodeReward:
+    """The built-in reward ``code``; `settings` is a `SandboxConfig` as JSON.
+
+    Raises:
+        RewardFunctionError: no sandbox that is safe enough can be made here.
+    """
+    config = SandboxConfig.model_validate_json(settings)
+    return CodeReward(config, *probe(config))
+
+
+class CodeReward:
+    """Judges programs, one at a time, in one sandbox that it keeps.
+
+    Called as a reward, the gold answer is the tests as JSON, in any form of `formats`.
+    """
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        walls: Walls,
+        report: Report,
+        sandbox: Callable[[Walls, SandboxConfig], Sandbox] = Sandbox,
+    ) -> None:
+        self.report = report
+        self._config = config
+        self._sandbox = sandbox(walls, config)
+
+    def __call__(self, prompt: str, completion: str, answer: str) -> bool:
+        """Is the program right? Tests after the first that fails are not run.
+
+        Raises:
+            Undecided: the tests cannot be read, or the sandbox could not run them.
+        """
+        try:
+            return self.judge(completion, parse_tests(answer), to_the_end=False).right
+        except SandboxFailed as failure:
+            raise Undecided(str(failure)) from failure
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a run has to record: the level of its sandbox, and how that was found."""
+        return {"sandbox": str(self.report)}
+
+    def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
+        """Run the program of a completion against all tests, or until one fails.
+
+        Raises:
+            SandboxFailed: it could not be run.
+        """
+        program = program_of(completion, tests)
+        if program is None:
+            return Judgement(0, tests.count, "no program in the completion")
+        clock = _Clock(self._config)
+        passed, problem = self._judge_calls(program, tests.calls, clock) if tests.calls else (0, "")
+        for number, test in enumerate(tests.stdin, start=1):
+            if problem and not to_the_end:
+                break
+            found = self._judge_input(program, test, clock)
+            problem = problem or (f"test {number}: {found}" if found else "")
+            passed += not found
+        return Judgement(passed, tests.count, problem)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _judge_input(self, program: Program, test: StdinTest, clock: _Clock) -> str:
+        """What is wrong with the program on one input; empty: nothing."""
+        if clock.left <= 0:
+            return "time limit of all tests"
+        ended = self._run(program._asdict(), test.stdin.encode(errors="surrogateescape"), clock.allow(1))
+        clock.spent += ended.seconds
+        if not ended.well:
+            return ended.how
+        return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
+
+    def _judge_calls(self, program: Program, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
+        """All calls in one process, which is told the arguments and nothing of the results."""
+        calls = [{"name": test.call, "args": list(test.args)} for test in tests]
+        ended = self._run({**program._asdict(), "calls": calls}, b"", clock.allow(len(tests)))
+        clock.spent += ended.seconds
+        results = [_result(line) for line in ended.output.split(b"\n")]
+        if ended.well and (len(results) != len(tests) + 1 or ended.output[-1:] != b"\n"):
+            return 0, "it wrote among the results of its calls"
+        right = [
+            "value" in result and any(same_value(wanted, result["value"]) for wanted in test.accepted)
+            for test, result in zip(tests, results, strict=False)
+        ]
+        if not ended.well:
+            return sum(right), ended.how
+        problems = (
+            f"call {number}: {result.get('error', 'wrong result')}"
+            for number, (result, passed) in enumerate(zip(results, right, strict=False), start=1)
+            if not passed
+        )
+        return sum(right), next(problems, "")
+
+    def _run(self, task: dict[str, Any], given: bytes, seconds: float) -> ProgramEnd:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return self._sandbox.run(task, given, seconds)
+            except SandboxFailed:
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+
+def program_of(completion: str, tests: ProgramTests) -> Program | None:
+    """The program of a completion as it is run: behind the `prelude` and before the `setup`; behind the `preamble` too,
+    without the head of the function where the completion repeats it."""
+    called = frozenset(test.call for test in tests.calls)
+    source = extract_program(completion, tests.preamble, tests.entry_point, called)
+    if source is None:
+        return None
+    given = "" if source.startswith(tests.preamble) else helpers(tests.preamble, tests.entry_point)
+    return Program(source, before="\n".join(filter(None, (tests.prelude, given))), after=tests.setup)
+
+
+@dataclass
+class _Clock:
+    """Seconds that are left to one completion: its programs are charged, a sandbox that failed is not."""
+
+    config: SandboxConfig
+    spent: float = 0.0
+
+    @property
+    def left(self) -> float:
+        return self.config.completion_seconds - self.spent
+
+    def allow(self, tests: int) -> float:
+        """Seconds for the next run, which is of so many tests."""
+        return min(tests * self.config.seconds, self.left)
+
+
+def _result(line: bytes) -> dict[str, Any]:
+    """What the guest wrote about one call; the program may have written there too."""
+    try:
+        result = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) and len(result) == 1 else {}

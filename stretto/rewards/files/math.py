@@ -1,0 +1,46 @@
+"""``stretto score math``: a file of gold answers and completions, judged line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.records import Outcome
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.files.lines import Line, read_lines
+from stretto.rewards.service.scoring import scored
+from stretto.rewards.service.wire import ScoreItem
+
+
+class MathLine(msgspec.Struct, frozen=True):
+    """What a line must say; whatever else it says is kept."""
+
+    gold: str | int | float
+    completion: str
+
+
+def print_scored(path: Path, config: RewardsConfig) -> None:
+    """Print every line of the file, in order, with its `verdict` and the `seconds` that it took; why a line is
+    undecided is told on stderr.
+
+    Raises:
+        DataError: the file or some of its lines are not what they should be; nothing was judged.
+    """
+    asyncio.run(_print(read_lines(path, MathLine), config))
+
+
+async def _print(lines: list[Line[MathLine]], config: RewardsConfig) -> None:
+    items = [ScoreItem(prompt="", completion=line.fields.completion, answer=str(line.fields.gold)) for line in lines]
+    at, undecided = iter(lines), 0
+    async for verdict, seconds in scored(config, items):
+        line = next(at)
+        if verdict.outcome is Outcome.UNDECIDED:
+            undecided += 1
+            print(f"{line.place}: undecided: {verdict.reason}", file=sys.stderr)
+        row = line.row | {"verdict": verdict.outcome.value, "seconds": round(seconds, 4)}
+        print(msgspec.json.encode(row).decode(), flush=True)
+    if undecided:
+        print(f"{undecided:,} of {len(lines):,} lines undecided", file=sys.stderr)

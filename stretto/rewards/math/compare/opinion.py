@@ -1,0 +1,65 @@
+"""math-verify's own opinion, for what the strict reader does not know.
+
+It reads far more forms, and is easier to mislead: it drops what it cannot read, rounds to six decimals however small
+the numbers are, and goes back to an earlier formula when the last one makes no sense. So it is asked last, about the
+final answer only, and what it grants is checked once more where values can be compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from math_verify import parse, verify
+
+from stretto.rewards.math.compare.equality import same_value
+from stretto.rewards.math.limits import check_symbolic
+from stretto.rewards.math.parse.structure import Unreadable
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off: ours is not
+_LONGEST = 2_000
+_TRUNCATED = re.compile(
+    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$"
+    r"|^(?!.*\\begin).*&|^[^|{]*\|[^|{]*(?:\|[^|]*\|[^|]*)*$"
+)
+
+
+def accepts(gold: str, answer: str) -> bool:
+    """Does math-verify take `answer` for `gold`, and do their values not contradict it?
+
+    Raises:
+        Undecided: an expression may grow without bound.
+        Unreadable: it cannot read one of them.
+    """
+    one, other = parsed(gold), parsed(answer)
+    if not verify(one, other, timeout_seconds=None):
+        return False
+    return same_parsed(one[0], other[0])
+
+
+def same_parsed(one: object, other: object) -> bool:
+    """Two values that differ are not the same, whatever they round to."""
+    if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
+        if one.has(sympy.Float) or other.has(sympy.Float):
+            return True
+        return same_value(one, other) is not False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def parsed(text: str) -> list[Any]:
+    """What math-verify finds in a text.
+
+    Raises:
+        Undecided, Unreadable: as `accepts`.
+    """
+    if len(text) > _LONGEST or _TRUNCATED.search(text):
+        raise Unreadable("an ellipsis, a proportion, or too much text")
+    check_symbolic(text)
+    found: list[Any] = parse(text, parsing_timeout=None)
+    if not found or isinstance(found[0], str):
+        raise Unreadable(f"cannot read {text[:60]!r}")
+    return found

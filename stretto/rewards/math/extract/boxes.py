@@ -1,0 +1,91 @@
+r"""What stands in boxes: the last one that is not denied, and those that belong to one list with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from stretto.rewards.math.extract.denial import denied
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
+_JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
+_PARTED = re.compile(
+    r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)|\bpart\b",
+    re.IGNORECASE,
+)
+_DOLLAR = re.compile(r"(?<!\\)\$")
+
+
+class Box(NamedTuple):
+    """Where a box starts and ends, and what it holds."""
+
+    start: int
+    end: int
+    content: str
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last box that is not empty, and of those that belong to one list with it; "" where every box
+    is denied, None where there is none.
+
+    >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
+    ('3,4,5', '')
+    """
+    found = [box for box in _boxes(text) if box.content.strip()]
+    if not found:
+        bare = _BARE_BOX.findall(text)
+        return bare[-1] if bare else None
+    found = [box for box in found if not denied(text, box.start, box.end)]
+    if not found:
+        return ""
+    kept = [found[-1]]
+    for box in reversed(found[:-1]):
+        if not _belong_together(text[box.end : kept[0].start]):
+            break
+        kept.insert(0, box)
+    contents = [_inner(box.content) for box in kept]
+    return ",".join(dict.fromkeys(contents))
+
+
+def last_box(text: str) -> int:
+    """Where the last box starts; -1 where there is none."""
+    return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text)], default=-1)
+
+
+def _inner(content: str) -> str:
+    """Without marks of mathematics, which it is anyway; a box in a box is what the inner one holds."""
+    return boxed(content) or _DOLLAR.sub("", content.strip())
+
+
+def _boxes(text: str) -> Iterator[Box]:
+    """Each outermost box; one that is never closed goes to the end of its line."""
+    at = 0
+    while (found := _BOX.search(text, at)) is not None:
+        end = _brace_end(text, found.end())
+        if end < 0:
+            line = text[found.end() + 1 :].split("\n")[0]
+            if not _BOX.search(line):
+                yield Box(found.start(), len(text), line.rstrip("$. "))
+            return
+        yield Box(found.start(), end + 1, text[found.end() + 1 : end])
+        at = end + 1
+
+
+def _brace_end(text: str, start: int) -> int:
+    level = 0
+    for at in range(start, len(text)):
+        if text[at] == "{" and text[at - 1] != "\\":
+            level += 1
+        elif text[at] == "}" and text[at - 1] != "\\":
+            level -= 1
+            if level == 0:
+                return at
+    return -1
+
+
+def _belong_together(between: str) -> bool:
+    if _PARTED.search(between):
+        return False
+    return len(between) < 10 or (len(between) < 70 and _JOINED.search(between) is not None)

@@ -1,0 +1,286 @@
+r"""Where in a text the final answer stands.
+
+The rules, the first that applies:
+
+1. What a chat template added behind the answer is cut off, and so are a thought that ended (``</think>``) and the
+   question, where the model wrote it again.
+2. ``<answer>…</answer>``: the last one.
+3. ``\boxed{…}``: the last one, with those that a comma, "and" or "or" joins to it. "Final answer is …" behind it counts
+   more than the box.
+4. "The answer is …", "Answer: …": the last one.
+5. The whole text, if it is all mathematics, or a few words.
+6. The last formula, tuple or number.
+
+What is denied ("not 42", "42 is wrong") is no answer: the one before it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stretto.rewards.math.extract.boxes import boxed, last_box
+from stretto.rewards.math.extract.denial import denied, is_denying
+from stretto.rewards.math.limits import LONGEST_TAIL
+from stretto.rewards.math.parse.units import MAGNITUDES, SPOKEN, without_unit
+
+Span = tuple[int, int, str]  # start, end, content
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A final answer as it is written; `certain` where its ends are marked in the text, and are no guess."""
+
+    text: str
+    certain: bool
+
+
+_TEMPLATE_END = re.compile(
+    r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
+)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
+_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
+_BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # and no power
+_FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:\banswer|\bans|\b(?:correct|right) (?:option|choice|one))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
+    r"(?:\s*(?:option|choice)\b)?|####",
+    re.IGNORECASE,
+)
+_CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
+_CHOSEN = re.compile(
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
+    rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(  # "The answer is 42. No, 43."
+    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
+    r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
+    r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
+    r"|(?<!\\)\\\((?P<c>.{1,2000}?)(?<!\\)\\\)"
+    r"|(?<![\\0-9$])\$(?P<d>(?:\\\$|[^$\n]){1,2000}?)(?<!\\)\$(?![0-9])",
+    re.DOTALL,
+)
+_BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
+_NUMBER = re.compile(
+    r"(?<![0-9A-Za-z_^{\\.,])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?[$€£¥]?"
+    r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
+    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
+)
+_TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
+_EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
+_RELATION = re.compile(
+    rf"(?<![A-Za-z0-9\\$^_])[a-zA-Z](?:_?[0-9]|\([a-z]\))?(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
+)
+_EQUATION = re.compile(  # 2x + 3 = 13: of an unknown with a factor, whose letter is not that of a unit
+    rf"(?<![A-Za-z0-9\\$^_.])(?=[^=\n]{{0,60}}?[0-9]\*?[abcnp-rt-z](?![A-Za-z0-9])){_EXPRESSION}\s*=\s*{_EXPRESSION}"
+    r"(?![0-9a-zA-Z%])"
+)
+_SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
+_PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?::[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
+_TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
+_COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
+_ASIDE = re.compile(r",?\s+(?:not|rather than|instead of|because|since|given that|due to)\s")
+_LONGEST_WHOLE = 300
+_FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
+_STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
+_BOUND = re.compile(
+    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
+    r"\s+(\S.*)",
+    re.IGNORECASE,
+)
+_NOTATION = re.compile(
+    r"\\(?:text|mbox|mathrm|operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}"
+    r"|\\(?:begin|end)\s*\{[a-zA-Z*]+\}(?:\{[lcr|]*\})?|\\[a-zA-Z]+"
+)
+_SHORT_WORDS = re.compile(
+    r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
+    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten"
+)
+_WHOLE_WORDS = re.compile(
+    r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
+)
+
+
+def without_frame(completion: str, prompt: str = "") -> str:
+    """Rule 1."""
+    text = completion[-LONGEST_TAIL:]
+    if len(question := prompt.strip()) >= 12:
+        text = text.replace(question, "\n")
+    text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
+    head, found, tail = text.rpartition("</think>")
+    if found and _TEMPLATE_END.sub("", tail).strip():
+        text = tail
+    elif found:
+        text = head
+    end = _TEMPLATE_END.search(text.lstrip())
+    return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
+
+
+def final_answer(text: str) -> Piece | None:
+    """The final answer of a text without frame, or None where there is none."""
+    if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
+        return _untagged(tagged[-1].strip())
+    if (corrected := _CORRECTED.search(text)) is not None:
+        return Piece(corrected["piece"].strip("$"), certain=True)
+    box = boxed(text)
+    final = _marked(text, _FINAL)
+    if box is not None and (final is None or last_box(text) > final[0]):
+        return Piece(box, certain=True)
+    marked = final or _marked(text, _ANSWER)
+    if marked is not None:
+        return marked[1]
+    return _whole(text.strip()) or _last(text)
+
+
+def _untagged(inner: str) -> Piece:
+    """What stands between tags is the answer, or has it."""
+    if (whole := _whole(inner)) is not None:
+        return whole
+    return final_answer(inner) or Piece(_told(inner) if "\n" in inner else inner, certain=True)
+
+
+def _whole(text: str) -> Piece | None:
+    """A text that is an answer from its first letter to its last."""
+    if not is_short(text):
+        return None
+    if (chosen := _CHOSEN.fullmatch(text)) is not None:
+        return Piece(next(letter for letter in chosen.groups() if letter is not None), certain=True)
+    if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
+        return Piece(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
+    if _FEW_WORDS.fullmatch(text):
+        stance = _STANCE.fullmatch(text)
+        if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
+            return Piece(text, certain=True)
+        return Piece(stance[1], certain=True)
+    return None
+
+
+def _is_spoken(text: str) -> bool:
+    """A time, a proportion, "at least 5"."""
+    bound = _BOUND.fullmatch(text.rstrip("."))
+    if bound is not None:
+        return is_formula(without_unit(bound[1])[0])
+    return any(form.fullmatch(text.rstrip(".")) for form in (SPOKEN, _PROPORTION))
+
+
+def is_short(text: str) -> bool:
+    """Can a whole text be a final answer?"""
+    return 0 < len(text) <= _LONGEST_WHOLE and "\n\n" not in text
+
+
+def is_formula(text: str) -> bool:
+    """Is a whole text one formula, without prose around it?"""
+    if not is_short(text):
+        return False
+    inner = list(_FORMULA.finditer(text))
+    if inner and inner[0].end() - inner[0].start() == len(text.rstrip(". ")):
+        return True
+    bare = _WHOLE_WORDS.sub(" ", _NOTATION.sub(" ", text))
+    return not inner and all(_are_symbols(letters) for letters in re.findall(r"[A-Za-z]{2,}", bare))
+
+
+def _are_symbols(letters: str) -> bool:
+    """Letters that are a product, or the name of a line, ``abc``, ``AB``, and no word."""
+    return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
+
+
+# Marked answers.
+
+
+def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, Piece] | None:
+    """The last marked answer that is not denied, and where it begins."""
+    for found in reversed(list(mark.finditer(text))):
+        rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
+        lead = text[max(0, found.start() - 40) : found.end()]
+        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
+            continue
+        if re.match(r"(?:not|never)\b", rest):
+            _, but, rest = _sentence(rest).partition(" but ")
+            if not but:
+                return found.start(), Piece("", certain=True)
+        return found.start(), _piece_of(rest.lstrip())
+    return None
+
+
+def _piece_of(rest: str) -> Piece:
+    """The formulas at the beginning, or what the sentence says."""
+    if (inner := boxed(_sentence(rest))) is not None:
+        return Piece(inner, certain=True)
+    first = _FORMULA.match(rest)
+    if first is not None:
+        return Piece(",".join(_formulas(rest, first)), certain=True)
+    told = _told(rest)
+    if (is_short(told) and is_formula(without_unit(told)[0])) or _is_spoken(told) or not re.search("[0-9]", told):
+        return Piece(told, certain=False)
+    return _last(told) or Piece(told, certain=False)
+
+
+def _formulas(text: str, first: re.Match[str]) -> list[str]:
+    contents, at = [_content(first)], first.end()
+    while (joint := _BETWEEN.match(text, at)) is not None and (more := _FORMULA.match(text, joint.end())) is not None:
+        contents.append(_content(more))
+        at = more.end()
+    unit = re.match(r"\s*\\?%|\s*percent\b", text[at:])
+    return [*contents[:-1], contents[-1] + ("%" if unit else "")]
+
+
+def _content(found: re.Match[str]) -> str:
+    return next(group for group in found.groups() if group is not None)
+
+
+def _sentence(text: str) -> str:
+    end = _SENTENCE_END.search(text)
+    return text[: end.start()] if end is not None else text
+
+
+def _told(rest: str) -> str:
+    """The sentence, without what it denies."""
+    sentence = _ASIDE.split(_sentence(rest.strip()))[0]
+    return sentence.strip(' "“”*`')
+
+
+# No mark at all.
+
+
+def _last(text: str) -> Piece | None:
+    """The last formula or number that is not denied; an empty piece where all are."""
+    spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
+    for form in (_RELATION, _EQUATION, _TUPLE, _SET):
+        spans += _found(form, text, spans)
+    formulas = [(start, end) for start, end, _ in spans]
+    for form in (SPOKEN, _PROPORTION):
+        spans += _found(form, text, spans)
+    numbers = _found(_NUMBER, text, spans)
+    spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
+    refused = False
+    for position, (start, end, content) in enumerate(ordered := sorted(spans, reverse=True)):
+        if denied(text, start, end):
+            refused = True
+            continue
+        return Piece(_with_neighbours(text, ordered[position:], content), certain=(start, end) in formulas)
+    return Piece("", certain=True) if refused else None
+
+
+def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
+    """What has this form, and is in nothing that is taken already."""
+    places = [(found.start(), found.end(), found[0]) for found in form.finditer(text)]
+    return [place for place in places if not any(start <= place[0] < end for start, end, _ in taken)]
+
+
+def _with_neighbours(text: str, spans: Sequence[Span], content: str) -> str:
+    """The last formula, after those that "and", "or" or a comma joins to it."""
+    contents = [content]
+    for (start, _, _), (_, end, before) in pairwise(spans):
+        if _BETWEEN.fullmatch(text[end:start]) is None:
+            break
+        contents.insert(0, before)
+    return ",".join(contents)

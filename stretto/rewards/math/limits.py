@@ -1,0 +1,80 @@
+"""What is refused before anything is computed.
+
+``9^{9^{9^{9}}}`` takes fourteen characters to write and for ever to evaluate. A worker that hangs on it is killed
+after the hard limit, and the completion is undecided; but a second for each of a thousand of them is too much. So the
+text is measured first, and whoever evaluates stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from stretto.rewards.functions import Undecided
+
+LONGEST_COMPLETION: Final = 1 << 20  # characters of a whole completion
+LONGEST_TAIL: Final = 20_000  # characters at its end that are searched for the final answer
+LONGEST_PIECE: Final = 2_000  # characters of a final answer
+DEEPEST: Final = 40  # brackets within brackets
+LONGEST_NUMBER: Final = 1_000  # digits in a row
+LONGEST_WORD: Final = 60  # letters in a row
+MOST_OPERATIONS: Final = 200  # signs and commands
+LARGEST_EXPONENT: Final = 1 << 34  # bits of a number's magnitude while it is approximated
+LARGEST_INTEGER: Final = 1 << 17  # bits of a number that is computed exactly
+_LARGEST_POWER: Final = 64  # an exponent that the symbolic fallback may expand
+
+_DIGITS = re.compile(rf"[0-9]{{{LONGEST_NUMBER + 1}}}")
+_LETTERS = re.compile(rf"[a-zA-Z]{{{LONGEST_WORD + 1}}}")
+_OPERATION = re.compile(r"[-+*/|^!]|\\[a-zA-Z]+")
+_TOWER = re.compile(r"(?:\^[\s{(]*[^\s{}()^+*/=,-]{1,9}[\s})]*){5}|(?:\^\s*\{[^{}^]{0,9}){5}")
+_UNBOUNDED = re.compile(
+    r"\\(?:sum|prod|int|iint|oint|lim|binom|tbinom|dbinom)(?![a-z])|[0-9})\]]\s*!|\^\s*\{?[^{}]*\^|\^\s*\{?\s*\(?[a-z0-9]*\^"
+)
+# The LaTeX parser computes these while it reads.
+_COMPUTED = re.compile(r"\\(?:[dt]?binom|det|gcd|lcm|text\s*\{\s*(?:gcd|lcm|det|rank)|operatorname)(?![a-z])")
+_MANY = re.compile(r"[0-9]{6}|\^|&.*&.*&.*&.*&.*&.*&.*&.*&", re.DOTALL)
+_POWER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)")
+
+
+def check_piece(text: str) -> None:
+    """Is a final answer small enough to be read?
+
+    Raises:
+        Undecided: it is not; the reason says what is too much.
+    """
+    if len(text) > LONGEST_PIECE:
+        raise Undecided(f"a final answer of {len(text):,} characters; at most {LONGEST_PIECE:,} are read")
+    if _DIGITS.search(text):
+        raise Undecided(f"a number of more than {LONGEST_NUMBER:,} digits")
+    if _LETTERS.search(text):
+        raise Undecided(f"more than {LONGEST_WORD} letters in a row")
+    if _TOWER.search(text):
+        raise Undecided("a tower of powers")
+    if _COMPUTED.search(text) and _MANY.search(text):
+        raise Undecided("a function of numbers that are too large to compute")
+    if (deep := depth(text)) > DEEPEST:
+        raise Undecided(f"brackets {deep} deep; at most {DEEPEST} are read")
+    if (operations := len(_OPERATION.findall(text))) > MOST_OPERATIONS:
+        raise Undecided(f"{operations} signs and commands; at most {MOST_OPERATIONS} are read")
+
+
+def check_symbolic(text: str) -> None:
+    """May the symbolic fallback, which expands and simplifies, see this text?
+
+    Raises:
+        Undecided: it may not: something in it can grow without bound.
+    """
+    if _UNBOUNDED.search(text) or any(int(power) > _LARGEST_POWER for power in _POWER.findall(text)):
+        raise Undecided("an expression that may grow without bound")
+
+
+def depth(text: str) -> int:
+    """The deepest nesting of brackets of any kind."""
+    deepest = level = 0
+    for letter in text:
+        if letter in "([{":
+            level += 1
+            deepest = max(deepest, level)
+        elif letter in ")]}":
+            level -= 1
+    return deepest

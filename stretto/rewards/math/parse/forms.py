@@ -1,0 +1,65 @@
+r"""Final answers in two forms that say the same as a simpler one, and are read as that.
+
+``\begin{cases} x=1 \\ y=2 \end{cases}`` is ``x=1,y=2``; "x = nπ for all integers n" is ``x = k\pi``. Both are whole
+answers: inside of a formula nothing is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_TEXTS = re.compile(r"\\text\{([^{}]*)\}")
+_SYSTEM = re.compile(
+    r"(?:\\\{)?\s*\\begin\{(d?cases|array|aligned|gathered|align\*?|split)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}(?:\\\})?",
+    re.DOTALL,
+)
+_SIGN = re.compile(r"[=<>]|\\(?:le|ge|in|neq|approx|equiv)(?![a-z])")
+_SETS: Final = (
+    r"(?:\\mathbb\s*\{?\s*[ZNRQC]\s*\}?|\\text\{\s*[ZNRQC]\s*\}|\\?[ZNRQC](?![a-zA-Z]))(?:[\^_](?:\{[^{}]*\}|.))*"
+)
+_SEVERAL: Final = r"(?:all|any|every|some|each|arbitrary)"
+_DECLARED = re.compile(
+    rf"[,;\s(]*(?:where|with|for(?: {_SEVERAL})?)?[\s,]*([a-zA-Z])\s*\\in\s*{_SETS}[\s)]*$"
+    r"|[,;\s(]+(?:(?:where|with|for)\s+)?([a-zA-Z]) (?:is|being) (?:an? )?(?:\w+ )?(?:integers?|constant|number)[\s)]*$"
+    rf"|[,;\s(]+(?:where|with|for) {_SEVERAL}(?: \w+)?(?: integers?| constants?| numbers?)? ([a-zA-Z])[\s)]*$"
+)
+
+
+def reformed(text: str) -> str:
+    r"""A spelled final answer in its simpler form; itself, where there is none.
+
+    >>> reformed(r"\begin{cases}x=1\\y=2\end{cases}"), reformed(r"\frac{\pi}{4}+n\pi,n \in \mathbb{Z}")
+    ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')
+    """
+    if r"\begin" in text:
+        text = _SYSTEM.sub(_system, text)
+    if r"\begin" not in text:
+        text = text.replace(r"\\", ",")
+    return text if (declared := _declaration(text)) is None else declared
+
+
+def _system(found: re.Match[str]) -> str:
+    """The rows as a list; a matrix, and cases that hold under conditions, stay what they are."""
+    rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
+    if "align" in found[1] or found[1] == "split":
+        rows = [row.replace("&", "") for row in rows]
+    if any("&" in row or not _SIGN.search(row) for row in rows):
+        return found[0]
+    joined = ""
+    for row in rows:  # a row that begins with a sign goes on with the chain of the row above
+        joined += row.rstrip(",;") if not joined or _SIGN.match(row) else "," + row.rstrip(",;")
+    return joined
+
+
+def _declaration(text: str) -> str | None:
+    """Without "k ∈ Z" or "for all integers k" behind it, and with k as the name of the parameter; None: has none."""
+    plain = " ".join(_TEXTS.sub(lambda text: text[0] if len(text[1].strip()) == 1 else f" {text[1]} ", text).split())
+    found = _DECLARED.search(plain)
+    if found is None or not (head := plain[: found.start()].strip()):
+        return None
+    name = found[1] or found[2] or found[3]
+    alone = r"(?<![a-zA-Z\\]){}(?![a-zA-Z])"
+    if re.search(alone.format("k"), head) is not None:
+        return head
+    return re.sub(alone.format(name), "k", head)

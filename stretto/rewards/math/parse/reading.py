@@ -1,0 +1,247 @@
+r"""The structure of a final answer: lists, tuples, intervals, relations, matrices, ratios, words, and scalars.
+
+Structure is read here, since it decides what is right: whether order counts, whether an end belongs to an interval.
+What has no structure is a `Scalar`, and math-verify's own LaTeX parser reads it, when somebody asks for its value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final
+
+from stretto.rewards.math.limits import check_piece
+from stretto.rewards.math.parse.forms import reformed
+from stretto.rewards.math.parse.spelling import closing_at, spelled
+from stretto.rewards.math.parse.structure import (
+    Choice,
+    Dots,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Unreadable,
+    Words,
+)
+from stretto.rewards.math.parse.units import MAGNITUDES, SPOKEN, without_unit
+
+_SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
+_MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
+_TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
+_PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
+_CHOICE = re.compile(
+    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*([^\s,)}].*)",
+    re.DOTALL,
+)
+_REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
+_NOT_READ = re.compile(
+    r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}"
+    r"|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
+)
+_EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
+_INTRODUCED = re.compile(
+    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
+    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+)
+_MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
+_DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+
+
+@lru_cache(maxsize=1 << 14)
+def read(piece: str) -> Node:
+    """The structure of a final answer as it was written.
+
+    Raises:
+        Undecided: it is beyond the limits.
+        Unreadable: it has no form that is known here.
+    """
+    check_piece(piece)
+    return node(reformed(spelled(piece)))
+
+
+def node(text: str) -> Node:
+    """The structure of a spelled text."""
+    text = _outer(_INTRODUCED.sub("", text))
+    if not text:
+        raise Unreadable("nothing")
+    if text == r"\ldots":
+        return Dots()
+    if text == r"\emptyset":
+        return Listing("{", "}", ())
+    if text in _REALS:
+        return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
+    if SPOKEN.fullmatch(" ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())):
+        return Words(text)
+    if (chosen := _CHOICE.fullmatch(text)) is not None:
+        return Choice(chosen[1] or chosen[2] or chosen[3], node(chosen[4]))
+    if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
+        return _scalar(text)
+    if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
+        return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
+    if (words := _words(text)) is not None:
+        return words
+    items = [item for item in split(text, ",;") if item.strip()]
+    if len(items) > 1:
+        return _list("", "", items)
+    if (relation := _relation(text)) is not None:
+        return relation
+    parts = _split_on(text, r"\cup")
+    if len(parts) > 1:
+        return Union(tuple(map(node, parts)))
+    if (bracketed := _bracketed(text)) is not None:
+        return bracketed
+    if _EITHER_SIGN.search(text) is not None:
+        return Listing("", "", tuple(node(_EITHER_SIGN.sub(sign, text, count=1).lstrip("+ ")) for sign in "+-"))
+    parts = split(text, ":")
+    if len(parts) > 1:
+        return Ratio(tuple(map(node, parts)))
+    return _scalar(text)
+
+
+def _outer(text: str) -> str:
+    """Without edges, and without braces that only group."""
+    text = text.strip(" ,;:\n\t").rstrip(" .,;:\n\t")
+    while text.startswith("{") and closing_at(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def _words(text: str) -> Words | None:
+    if (found := _TEXT.fullmatch(text)) is not None:
+        return Words(found[1])
+    bare = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    if _PLAIN_WORDS.fullmatch(bare) and (bare.lower() == "no" or _has_word(bare)):
+        return Words(bare)
+    return None
+
+
+def _has_word(bare: str) -> bool:
+    """Words, and no product or difference of letters?"""
+    longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
+    return longest > 3 or (longest == 3 and "-" not in bare)
+
+
+def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
+    """A list; ``x = 1, 2, 3`` is one relation whose right side is the list."""
+    nodes = [node(item) for item in items]
+    first, *rest = nodes
+    names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in") and not opening
+    if isinstance(first, Relation) and names_all and not any(isinstance(other, Relation | Dots) for other in rest):
+        return Relation((*first.sides[:-1], Listing("", "", (first.sides[-1], *rest))), first.signs)
+    flat: list[Node] = []
+    for part in nodes:
+        flat.extend(part.items if isinstance(part, Listing) and not part.opening else [part])
+    return Listing(opening, closing, tuple(flat))
+
+
+def _relation(text: str) -> Node | None:
+    at, sides, signs, level = 0, [], [], 0
+    position = 0
+    while position < len(text):
+        letter = text[position]
+        level += (letter in "([{") - (letter in ")]}")
+        found = _SIGNS.match(text, position) if level == 0 else None
+        if found is None:
+            position += 1
+            continue
+        sides.append(text[at : found.start()])
+        signs.append(found[0])
+        at = position = found.end()
+    if not signs:
+        return None
+    sides.append(text[at:])
+    if r"\Rightarrow" in signs:
+        last = len(signs) - 1 - signs[::-1].index(r"\Rightarrow")
+        sides, signs = sides[last + 1 :], signs[last + 1 :]
+        return node(sides[0]) if not signs else _made(sides, signs)
+    return _made(sides, signs)
+
+
+def _made(sides: list[str], signs: list[str]) -> Node:
+    """``x = √2 ≈ 1.41`` says √2; ``x ≈ 1.41`` says 1.41."""
+    if r"\approx" in signs[1:]:
+        first = signs.index(r"\approx", 1)
+        sides, signs = sides[: first + 1], signs[:first]
+    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
+        return node(sides[0])
+    signs = ["=" if sign == r"\approx" else sign for sign in signs]
+    if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv"):
+        sides, signs = sides[1:], signs[1:]
+        if not signs:
+            return node(sides[0])
+    if not all(side.strip() for side in sides[1:]):
+        raise Unreadable("a relation without a side")
+    return Relation((*[_side(side) for side in sides[:-1]], node(sides[-1])), tuple(signs))
+
+
+def _side(text: str) -> Node:
+    """A side that is not the last may be anything: it only gives the last a name."""
+    try:
+        return node(text)
+    except Unreadable:
+        return Words(text)
+
+
+def _bracketed(text: str) -> Node | None:
+    is_set = text.startswith(r"\{")
+    start = 1 if is_set else 0
+    if text[start : start + 1] not in ("(", "[", "{") or closing_at(text, start) != len(text) - 1:
+        return None
+    inner = text[start + 1 : -2] if is_set else text[1:-1]
+    bar = re.search(r"\\mid(?![a-z])|(?<!\\)\|", inner) if is_set else None
+    if bar is not None and "|" not in inner[bar.end() :]:
+        return node(inner[bar.end() :])
+    items = split(inner, ",;")
+    if is_set:
+        return _list("{", "}", items) if inner.strip() else Listing("{", "}", ())
+    if len(items) > 1 and all(item.strip() for item in items):
+        return _list(text[0], text[-1], items)
+    if text[-1] == {"(": ")", "[": "]"}[text[0]]:
+        return node(inner)
+    raise Unreadable("brackets that do not belong together")
+
+
+def _scalar(text: str) -> Scalar:
+    scale = Fraction(1)
+    if (magnitude := _MAGNITUDE.search(text)) is not None:
+        scale = Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
+        text = re.sub(r"\\text\{\s*\}", "", text[: magnitude.start()] + text[magnitude.end() :])
+    body, unit = without_unit(text)
+    if body.endswith("%"):
+        scale = Fraction(1, 100)
+    body = _outer(body.rstrip("% "))
+    if r"^\circ" in body:
+        body = _DEGREES.sub(r"{(\1\\cdot\\pi/180)}" if _TRIGONOMETRIC.search(body) else r"\1", body)
+    if _GROUPED.fullmatch(body):
+        body = re.sub(r"[ ,]", "", body)
+    if not body or "%" in body or _NOT_READ.search(body):
+        raise Unreadable(f"cannot read {text!r}")
+    return Scalar(body, scale, unit)
+
+
+def split(text: str, separators: str) -> list[str]:
+    """At separators outside of all brackets."""
+    parts, level, start = [], 0, 0
+    for at, letter in enumerate(text):
+        if letter in "([{":
+            level += 1
+        elif letter in ")]}":
+            level -= 1
+        elif letter in separators and level == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    if level:
+        raise Unreadable("brackets that are not closed")
+    return [*parts, text[start:]]
+
+
+def _split_on(text: str, command: str) -> list[str]:
+    return split(re.sub(re.escape(command) + r"(?![a-z])", "\0", text), "\0")

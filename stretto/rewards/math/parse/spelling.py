@@ -1,0 +1,232 @@
+r"""One spelling for what is written in many ways, so that the reader of `reading` has few forms to know.
+
+The result is LaTeX without decoration: ``\dfrac12``, ``½`` and ``\tfrac{1}{2}`` are ``\frac{1}{2}``; ``pi/2`` is
+``\pi/2``; ``x^(3)`` is ``x^{3}``; "1 and 2" is "1,2". Nothing that carries value is dropped here: what cannot be
+spelled stays, and the reader refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_LETTERS: Final = str.maketrans(
+    {
+        **dict(zip("０１２３４５６７８９", "0123456789", strict=True)),
+        "−": "-",
+        "–": "-",
+        "—": "-",
+        "‐": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": "/",
+        "∕": "/",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\neq ",
+        "≈": r"\approx ",
+        "∞": r"\infty ",
+        "π": r"\pi ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "±": r"\pm ",
+        "°": r"^\circ ",
+        "…": r"\ldots ",
+        "∅": r"\emptyset ",
+        "％": "%",
+        **{sign: f"^{{{power}}}" for power, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        **{sign: f"_{{{place}}}" for place, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "θ": r"\theta ",
+        "，": ",",
+        "（": "(",
+        "）": ")",
+        "⟨": "(",
+        "⟩": ")",
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "‘": "'",
+        "’": "'",
+        **dict.fromkeys("€£¥₹₽₩₿", ""),
+        "¢": r"\text{ cents}",
+    }
+)
+_RADICAL = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|([0-9]+|[a-zA-Z]))")
+_RADICALS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha|beta"
+
+
+def _russian(found: re.Match[str]) -> str:
+    """``\\arctg``, ``\\ctg``: tangent and cotangent as they are called where many olympiads come from."""
+    arc, co = found[1] or found[3], found[2] or found[4]
+    return f"\\{arc or ''}{'cot' if co else 'tan'} "
+
+
+def _french(found: re.Match[str]) -> str:
+    """``]0,1[`` is ``(0,1)``."""
+    return {"[": "[", "]": "("}[found[1]] + found[2] + {"[": ")", "]": "]"}[found[3]]
+
+
+_REPLACED: Final = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (
+            r"\\(?:displaystyle|textstyle|limits|nolimits|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|mathstrut|strut)(?![a-zA-Z])",
+            "",
+        ),
+        (r"\\!", ""),
+        (r"\{,\}", ","),
+        (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
+        (r"\\(?:underline|boldsymbol|bm|pmb|vec|hat)\s*(?=\{)", ""),
+        (r"\\math(?:bf|it|rm|sf)\s*\{\s*([ijk])\s*\}(?=\s*(?:[-+]|$))", r"\1 "),
+        (r"\\lbrace(?![a-z])", r"\\{"),
+        (r"\\rbrace(?![a-z])", r"\\}"),
+        (r"\\langle(?![a-z])", "("),
+        (r"\\rangle(?![a-z])", ")"),
+        (
+            r"\\(?:math(?:rm|it|bf|sf|tt|normal)|text(?:rm|it|bf|sf|tt|normal)|mbox|hbox|operatorname)\s*\*?\s*\{",
+            r"\\text{",
+        ),
+        (r"\\text\s+\{", r"\\text{"),
+        (rf"\\text\s*\{{\s*({_NAMES})\s*\}}", r"\\\1 "),
+        (r"\\?(?:text\s*\{\s*(arc)?(c)?tg\s*\}|(?<=\\)(arc)?(c)?tg(?![a-z]))", _russian),
+        (r"\\lg(?![a-z])", r"\\log_{10}"),
+        (r"\\log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
+        (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
+        (r"\\text\{([^{}]*)\}\s*/\s*\\text\{\s*([^{}]*)\}", r"\\text{\1/\2}"),
+        (r"(?<![A-Za-z0-9}\\])C\s*_\s*\{?([0-9a-z]+)\}?\s*\^\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
+        (r"\{?\}?[_^]\s*\{?([0-9a-z]+)\}?\s*C\s*_\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
+        (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
+        (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
+        (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
+        (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
+        (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
+        (r"(?<=[0-9)])\s*or(?=[A-Za-z(])", ","),
+        (r"\\(?:d|t|c)frac", r"\\frac"),
+        (r"\\(?:d|t)binom", r"\\binom"),
+        (r"\\leqslant|\\leq(?![a-z])|<=|=<", r"\\le "),
+        (r"\\geqslant|\\geq(?![a-z])|>=", r"\\ge "),
+        (r"\\lt(?![a-z])", "<"),
+        (r"\\gt(?![a-z])", ">"),
+        (r"==+", "="),
+        (r"!=|\\ne(?![a-z])|\\not\s*=|<>", r"\\neq "),
+        (r"\\(?:iff|Leftrightarrow|implies|Longrightarrow)(?![a-z])", r"\\Rightarrow "),
+        (r"\\(?:simeq|sim|thickapprox)(?![a-z])", r"\\approx "),
+        (r"\\(?:dots[a-z]?|cdots|hdots|ddots)(?![a-z])|\.\.\.+", r"\\ldots "),
+        (r"\\(?:overline|widehat|overleftrightarrow|overrightarrow)\s*\{\s*([A-Z]{2})\s*\}", r"\1"),
+        (r"\\(?:varnothing|empty)(?![a-z])", r"\\emptyset "),
+        (r"\\degree(?:s)?(?![a-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\{\s*o\s*\}", r"^\\circ "),
+        (r"\\\$\s*([0-9][0-9.,]*)(?!\s*\\text)$", r"\1\\text{ dollars}"),
+        (r"\\\$", ""),
+        (r"\\(?:euro|pounds|yen)(?![a-z])(?:\{\})?", ""),
+        (r"\\%", "%"),
+        (r"\\pmod\s*(?:\{[^{}]*\}|[0-9a-z])|\(\s*\\?(?:b?mod|text\s*\{\s*mod\s*\})[^()]*\)", ""),
+        (r"\*\*", "^"),
+        (r"\\ast(?![a-z])|\*", r"\\cdot "),
+        (r"\\div(?![a-z])", "/"),
+        (r"(?<![a-zA-Z\\])(?:sqrt)\s*\{", r"\\sqrt{"),
+        (rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<=[0-9])pi(?![a-z])", r"\\pi "),
+        (r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"(?<![0-9a-zA-Z.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9a-zA-Z.])", r"\1\\cdot 10^{\2}"),
+        (r"\^\s*(-?[0-9]{2,}|-[0-9a-z])", r"^{\1}"),
+        (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*([0-9a-z])\s*\{", r"\\frac{\1}{"),
+        (rf"\\frac\s*{_GROUP}\s*([0-9a-z])", r"\\frac{\1}{\2}"),
+        (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
+        (r"(?<![0-9])\.(?=[0-9])", "0."),
+        (r"(?<=[0-9])\s*(?:percent(?:age)?|pct)(?![a-z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}", "%"),
+        (r"^\s*(?:minus|negative)\s+(?=[0-9\\(])", "-"),
+        (r"\s+", " "),
+    )
+)
+_CALLS: Final = (("sqrt", r"\sqrt{", "}"), ("exp", "e^{", "}"), ("abs", "|", "|"), ("frac", r"\frac{", "}"))
+_EDGES = " \t\n,;:"
+_SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|')\s*(?=[0-9]{3}(?![0-9]))")
+_SUM_OF_MONEY = re.compile(r"^\s*\$\s*([0-9][0-9.,]*)(?=[^$]*$)")
+_DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
+
+
+def spelled(text: str) -> str:
+    r"""The one spelling of a final answer.
+
+    >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
+    ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
+    """
+    text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))
+    text = unwrapped(_SPACING.sub(" ", text))
+    if r"\begin" not in text:
+        text = _DOUBLED.sub(r"\\", text)
+    text = _RADICAL.sub(lambda found: f"{_RADICALS[found[1]]}{{{found[2] or found[3]}}}", text)
+    for name, opening, closing in _CALLS:
+        text = _without_call(text, name, opening, closing)
+    text = _exponents(text)
+    for pattern, replacement in _REPLACED:
+        text = pattern.sub(replacement, text)
+    return _trimmed(text.replace("$", ""))
+
+
+def _trimmed(text: str) -> str:
+    """Without punctuation around it; a point in front belongs to the number."""
+    text = text.strip(_EDGES)
+    return text if text.endswith("..") else text.rstrip(_EDGES + ".")
+
+
+def unwrapped(text: str) -> str:
+    r"""Without the marks that only say "here is mathematics": ``$…$``, ``\(…\)``, ``**…**``, quotes."""
+    text = text.strip(' "`“”\n')
+    if not text.startswith(r"\\"):
+        for mark in (r"\(", r"\)", r"\[", r"\]"):
+            text = text.replace(mark, " ")
+    for mark in ("**", "__"):
+        text = text.removeprefix(mark).removesuffix(mark)
+    return _trimmed(text.replace("$$", " "))
+
+
+def compact(text: str) -> str:
+    """Without spaces: two answers that are the same then are the same, whatever they mean."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
+
+
+def closing_at(text: str, start: int) -> int:
+    """Where the bracket at `start` is closed by one of any kind, or -1."""
+    level = 0
+    for at in range(start, len(text)):
+        if text[at] in "([{":
+            level += 1
+        elif text[at] in ")]}":
+            level -= 1
+            if level == 0:
+                return at
+    return -1
+
+
+def _without_call(text: str, name: str, opening: str, closing: str) -> str:
+    """``sqrt(x)`` becomes ``\\sqrt{x}``, brackets inside included."""
+    at = 0
+    while (found := re.compile(rf"(?<![a-zA-Z\\])\\?{name}\s*\(").search(text, at)) is not None:
+        end = closing_at(text, found.end() - 1)
+        if end < 0:
+            return text
+        text = text[: found.start()] + opening + text[found.end() : end] + closing + text[end + 1 :]
+        at = found.start() + len(opening)
+    return text
+
+
+def _exponents(text: str) -> str:
+    """``x^(3+n)`` becomes ``x^{3+n}``."""
+    at = 0
+    while (found := re.compile(r"(?:\^|\*\*)\s*\(").search(text, at)) is not None:
+        end = closing_at(text, found.end() - 1)
+        if end < 0:
+            return text
+        text = text[: found.start()] + "^{" + text[found.end() : end] + "}" + text[end + 1 :]
+        at = found.start() + 2
+    return text

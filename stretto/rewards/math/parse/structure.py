@@ -1,0 +1,100 @@
+"""What a final answer can be: the structures that the reader finds and the comparison compares."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from stretto.rewards.math.parse.spelling import compact
+
+_COMMANDS = re.compile(r"\\[a-zA-Z]+")
+_ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[a-z]{2})", re.IGNORECASE)
+
+
+class Unreadable(Exception):
+    """Not a form that this file knows."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One expression, with what stood behind it: a word that scales it (percent, million), and a unit."""
+
+    latex: str
+    scale: Fraction = Fraction(1)
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A text answer: its letters and digits."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The letter of a choice, with what is to be chosen: ``(A) 5``."""
+
+    letter: str
+    content: Node
+
+
+@dataclass(frozen=True)
+class Dots:
+    """An ellipsis between the items of a list."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Items in brackets: ``(`` tuple or open end, ``[`` closed end, ``{`` set, nothing for a bare list."""
+
+    opening: str
+    closing: str
+    items: tuple[Node, ...]
+
+    @property
+    def ordered(self) -> bool:
+        return self.opening not in ("", "{")
+
+
+@dataclass(frozen=True)
+class Relation:
+    """``a = b``, ``a < b <= c``: sides, and the signs between them."""
+
+    sides: tuple[Node, ...]
+    signs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Union:
+    """Parts joined by a union sign."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of cells."""
+
+    rows: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """``a : b : c``, or a time of day: ``12:30``."""
+
+    parts: tuple[Node, ...]
+
+
+Node = Scalar | Words | Choice | Dots | Listing | Relation | Union | Matrix | Ratio
+
+
+def letters(given: Node | str) -> str:
+    """The letters and digits of a text answer, for comparing texts."""
+    text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
+    return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(_ARTICLE.sub("", text))).lower())
+
+
+def _source(given: Node) -> str:
+    return given.latex if isinstance(given, Scalar) else ""

@@ -1,0 +1,133 @@
+r"""Units: what stands behind a number and is no part of it.
+
+A unit is not asked for, so a final answer without one is right; of two known units both must be the same. Words that
+are no unit (``5 apples``) say nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_SPELLINGS: Final = {
+    "m": "m meter meters metre metres",
+    "cm": "cm centimeter centimeters centimetre centimetres",
+    "mm": "mm millimeter millimeters millimetre millimetres",
+    "km": "km kilometer kilometers kilometre kilometres",
+    "in": "inch inches",
+    "ft": "ft foot feet",
+    "yd": "yd yard yards",
+    "mi": "mile miles mi",
+    "g": "g gram grams gm",
+    "kg": "kg kilogram kilograms",
+    "mg": "mg milligram milligrams",
+    "lb": "lb lbs pound pounds",
+    "oz": "oz ounce ounces",
+    "l": "l liter liters litre litres",
+    "ml": "ml milliliter milliliters",
+    "s": "s sec second seconds",
+    "min": "min minute minutes",
+    "h": "h hr hrs hour hours",
+    "d": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "yr": "yr year years",
+    "mi/h": "mph",
+    "km/h": "kmh kmph",
+    "degree": "deg degree degrees",
+    "rad": "rad radian radians",
+    "cent": "cent cents",
+    "dollar": "dollar dollars usd",
+    "n": "newton newtons",
+    "j": "joule joules",
+    "w": "watt watts",
+    "hz": "hz",
+    "acre": "acre acres",
+    "gal": "gal gallon gallons",
+}
+KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+_POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
+#: Words behind a number that scale it.
+MAGNITUDES: Final = {
+    "hundred": 100,
+    "dozen": 12,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+
+_UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
+#: A date, a time of day, an amount in two units: numbers that are read as words.
+SPOKEN: Final = re.compile(
+    rf"{_MONTH} [0-9]{{1,2}}(?:,? [0-9]{{4}})?(?![0-9])|[0-9]{{1,2}} (?:of )?{_MONTH}(?:,? [0-9]{{4}})?(?![0-9])"
+    r"|[0-9]{1,2}(?::[0-9]{2})?\s?[apAP]\.?\s?[mM]\b\.?"
+    rf"|(?<![0-9.])[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS}),?\s(?:and\s)?[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS})(?![a-zA-Z])"
+)
+
+_IN_TEXT = re.compile(
+    r"^(?P<body>.*[^\s,;=<>+\-*/^])\s*\\text\{(?P<words>[^{}]*)\}\s*(?:\^\s*\{?(?P<power>-?[0-9])\}?)?$", re.DOTALL
+)
+_PLAIN = re.compile(
+    r"^(?P<body>.*[0-9})!%])(?P<space>\s*)(?P<words>[A-Za-z]+(?:[ /.]+[A-Za-z]+)*)\.?\s*"
+    r"(?:\^?\s*\{?(?P<power>[23])\}?)?$",
+    re.DOTALL,
+)
+_CIRCLE = re.compile(r"^(?P<body>[^\\]*[0-9})])\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")
+_BASE = re.compile(
+    r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|two|eight|ten)\}*$"
+)  # 101_2
+_BASE_WORDS: Final = {"two": "2", "eight": "8", "ten": "10"}
+_DENIED = re.compile(
+    r"\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial)\b",
+    re.IGNORECASE,
+)
+
+
+def without_unit(text: str) -> tuple[str, str]:
+    r"""The text before its unit, and the unit: a canonical name with its power, or "" where none is known.
+
+    >>> without_unit(r"15\text{ cm}^{2}"), without_unit("90^\\circ"), without_unit("5 apples"), without_unit("3x")
+    (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
+    """
+    if (based := _BASE.match(text)) is not None:
+        return based["body"], f"base {_BASE_WORDS.get(based['base'], based['base'])}"
+    if (circle := _CIRCLE.match(text)) is not None:
+        return circle["body"].strip(), "degree" + circle["scale"]
+    if (found := _IN_TEXT.match(text)) is not None and not _DENIED.search(found["words"]):
+        return found["body"].strip(), _unit(found["words"], found["power"])
+    found = _PLAIN.match(text)
+    if found is not None and _are_unit(found["words"], bool(found["space"])):
+        return found["body"].strip(), _unit(found["words"], found["power"])
+    return text, ""
+
+
+def _are_unit(words: str, apart: bool) -> bool:
+    """Are letters behind a number words, and not variables? ``3x`` and ``2ab`` are products."""
+    if _DENIED.search(words):
+        return False
+    parts = re.split(r"[ /.]+", words.lower())
+    if parts in (["squared"], ["cubed"]):
+        return False
+    if all(part in KNOWN or part in _POWERS or part in ("per", "of") for part in parts):
+        return apart or len(words) > 1
+    return apart and all(len(part) >= 4 or part in KNOWN or part in ("per", "of", "the", "in") for part in parts)
+
+
+def _unit(words: str, power: str | None) -> str:
+    above, _, below = re.sub(r"\s+per\s+", "/", words.strip(" .").lower()).partition("/")
+    if not below:
+        return _named(above, power)
+    names = _named(above, None), _named(below, power)
+    return "/".join(names) if all(names) else ""
+
+
+def _named(words: str, power: str | None) -> str:
+    parts = [part for part in re.split(r"[\s.]+", words) if part]
+    for part in parts:
+        power = power or _POWERS.get(part)
+    names = [KNOWN[part] for part in parts if part in KNOWN]
+    if len(names) != 1 or len(parts) > 2:
+        return ""
+    return f"{names[0]}^{power}" if power and power != "1" else names[0]

@@ -1,0 +1,139 @@
+"""Right or wrong for answers of mathematics.
+
+    completion ─► final answer ─► structure ─► compared with the gold answer's ─► right · wrong
+                   extract          parse        compare                             │ cannot tell
+                                                                       math-verify ◄─┘
+
+docs/rewards.md says what counts as right, and why.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from stretto.rewards.functions import Undecided
+from stretto.rewards.math.compare.comparison import same
+from stretto.rewards.math.compare.equality import same_value
+from stretto.rewards.math.compare.opinion import accepts, parsed
+from stretto.rewards.math.extract.denial import is_open
+from stretto.rewards.math.extract.final import Piece, final_answer, without_frame
+from stretto.rewards.math.limits import LONGEST_COMPLETION, check_piece, check_symbolic
+from stretto.rewards.math.parse.expressions import expression
+from stretto.rewards.math.parse.reading import read
+from stretto.rewards.math.parse.spelling import compact, spelled
+from stretto.rewards.math.parse.structure import (
+    Choice,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Unreadable,
+)
+
+
+def math(prompt: str, completion: str, answer: str) -> bool:
+    """Is the final answer of `completion` the gold `answer`?
+
+    Raises:
+        Undecided: the gold answer has no final answer in it, or an answer is beyond the limits, or cannot be read.
+    """
+    if len(completion) > LONGEST_COMPLETION:
+        raise Undecided(f"a completion of {len(completion):,} characters; at most {LONGEST_COMPLETION:,} are read")
+    gold = gold_piece(answer)
+    if completion.strip() == answer.strip():
+        return True
+    given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
+    if given is None or not given.text.strip():
+        return False
+    return judged(gold, given)
+
+
+def gold(prompt: str, completion: str, answer: str) -> bool:
+    """Can `answer` be a gold answer?
+
+    Raises:
+        Undecided: it cannot; the reason says why.
+    """
+    piece = gold_piece(answer)
+    try:
+        _understand(read(piece.text))
+    except Unreadable:
+        try:
+            parsed(_shown(piece))
+        except Unreadable as error:
+            raise Undecided(f"a gold answer that cannot be read: {error}") from None
+    return True
+
+
+@lru_cache(maxsize=1 << 16)
+def gold_piece(answer: str) -> Piece:
+    """The final answer of a gold answer.
+
+    Raises:
+        Undecided: there is none.
+    """
+    found = final_answer(without_frame(answer.replace("’", "'")))
+    if found is None or not found.text.strip():  # what nobody commits himself to in an answer may be a gold answer
+        found = Piece(answer.strip(), certain=False)
+    check_piece(found.text)
+    if not compact(spelled(found.text)):
+        raise Undecided(f"the gold answer {answer[:60]!r} holds no answer")
+    return found
+
+
+def judged(gold: Piece, given: Piece) -> bool:
+    """Compare two final answers, first strictly, then as math-verify does."""
+    check_piece(given.text)
+    if is_open(gold.text) != is_open(given.text):
+        return False
+    if compact(spelled(gold.text)) == compact(spelled(given.text)):
+        return True
+    expected, found = _structure(gold), _structure(given)
+    if expected is not None and found is not None:
+        opinion = same(expected, found)
+        if opinion is not None:
+            return opinion
+    try:
+        return accepts(_shown(gold), _shown(given))
+    except Unreadable as error:
+        raise Undecided(str(error)) from None
+
+
+def _understand(given: Node) -> None:
+    """Read every scalar of a structure, and find its value.
+
+    Raises:
+        Unreadable: there is one that cannot be read.
+        Undecided: there is one whose value is beyond the limits.
+    """
+    match given:
+        case Scalar(latex=latex):
+            found = expression(latex)
+            if same_value(found, found) is None:
+                check_symbolic(latex)
+        case Relation(sides=(*_, last)):
+            _understand(last)
+        case Listing(items=parts) | Union(parts=parts) | Ratio(parts=parts):
+            for part in parts:
+                _understand(part)
+        case Matrix(rows=rows):
+            for row in rows:
+                for cell in row:
+                    _understand(cell)
+        case Choice(content=content):
+            _understand(content)
+
+
+def _structure(piece: Piece) -> Node | None:
+    try:
+        return read(piece.text)
+    except Unreadable:
+        return None
+
+
+def _shown(piece: Piece) -> str:
+    """As math-verify expects a formula."""
+    return f"${spelled(piece.text)}$" if piece.certain else piece.text

@@ -1,0 +1,72 @@
+"""One call of a reward function becomes one verdict, whatever the function does."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from typing import Any
+
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.functions import RewardFunction, Undecided
+from stretto.rewards.service.wire import LARGEST_REWARD, ScoreItem, Worth
+
+_REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
+
+
+def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
+    """Call `function` on one answer; everything that is no verdict is undecided, with the reason."""
+    try:
+        value = _plain(function(item.prompt, item.completion, item.answer))
+    except Undecided as error:
+        return undecided(str(error))
+    # User code: not even SystemExit or KeyboardInterrupt raised in it may end the worker.
+    except BaseException as error:
+        return undecided(f"the reward raised {_described(error)}")
+    verdict = verdict_of(value, worth)
+    if verdict.outcome is Outcome.UNDECIDED and (code := getattr(function, "__code__", None)) is not None:
+        return undecided(f"{verdict.reason} ({code.co_filename}:{code.co_firstlineno})")
+    return verdict
+
+
+def verdict_of(value: object, worth: Worth) -> Verdict:
+    """The verdict for what a reward function returned: a bool, or a number that is the reward itself."""
+    if isinstance(value, bool):
+        return worth.verdict_right if value else worth.verdict_wrong
+    if not isinstance(value, int | float):
+        return undecided(f"the reward returned {type(value).__name__}, not a number or a bool")
+    try:
+        reward = float(value)
+    except OverflowError:
+        return undecided("the reward returned an integer beyond any float")
+    if not math.isfinite(reward):
+        return undecided(f"the reward returned {reward}")
+    if abs(reward) > LARGEST_REWARD:
+        return undecided(f"the reward returned {reward:g}; it must lie between ±{LARGEST_REWARD:g}")
+    return Verdict(outcome=Outcome.RIGHT if reward > worth.threshold else Outcome.WRONG, reward=reward)
+
+
+def _plain(value: Any) -> object:
+    """A scalar of numpy or torch, or an array of no dimensions, as Python's own number."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def undecided(reason: str) -> Verdict:
+    """No verdict: the answer will be failed with this reason, never scored zero."""
+    return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=reason[:_REASON_LIMIT])
+
+
+def _described(error: BaseException) -> str:
+    try:
+        text = str(error)
+    # Even an exception's own __str__ is user code.
+    except BaseException:
+        text = "(its message cannot be shown)"
+    kind = f"{type(error).__name__}{_place(error)}"
+    return f"{kind}: {text}" if text else kind
+
+
+def _place(error: BaseException) -> str:
+    """`` in FILE:LINE``: the line of the reward's own file that was under way, whichever library raised the error."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
+    own = [f" in {file}:{line}" for file, line in frames if file == frames[0][0]]
+    return own[-1] if own else ""

@@ -1,0 +1,367 @@
+"""The reward service: worker processes that can be killed, scoring while generation goes on.
+
+    score(items) ─► queue ─► least busy worker ─► verdicts
+                      ▲           │ hangs or dies
+                      └───────────┘ it is killed and replaced, the others' answers are asked again
+
+A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So an answer costs at most its timeout, the
+slot always comes back, and the answer that was the cause is undecided: with a reason, and never a zero reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, described
+from stretto.core.events import Span
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.facts import Facts
+from stretto.rewards.service.judging import undecided
+from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.process import WorkerProcess
+from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
+from stretto.rewards.service.wire import Reply, Request, ScoreItem
+
+ROLE = "rewards"
+TIMED_OUT, DIED = "timeout after", "worker died"  # how the reasons of verdicts begin that the machine had a part in
+_DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
+_LOSSES = 2  # workers that one answer may bring down before it is undecided
+_START_TRIES = 3
+_LOG_BYTES = 8 << 20  # of what the rewards print; beyond them the newer half is dropped
+_LOOK_SECONDS = 0.25
+_SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the timeline
+
+
+class RewardPool:
+    """Several workers behind one question.
+
+    Example::
+
+        async with RewardPool(RewardsConfig(function="final_answer", workers=2)) as pool:
+            [verdict] = await pool.score([ScoreItem(prompt="3+8=", completion="11", answer="11")])
+    """
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        *,
+        log: Path | None = None,
+        on_change: Callable[[str], None] = lambda sentence: None,
+        hung: float = 10.0,
+        rows: Mapping[tuple[str, str], str] | None = None,
+    ) -> None:
+        """`on_change` hears of a worker that comes back with other `facts` than those on record, or that gave no
+        heartbeat for `hung` seconds and is replaced. `rows`: the further fields of a question, a JSON object, by its
+        prompt and its gold answer."""
+        self._hung = hung
+        self._rows = rows or {}
+        self.busy_seconds = 0.0  # seconds of all workers together
+        self._facts, self._on_change = Facts(), on_change
+        self._config, self._log = config, log
+        self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
+        self._queue: deque[Chunk] = deque()
+        self._calls: set[Call] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spans: list[Span] = []
+        self._failure: BaseException | None = None
+        self._requests = 0
+        self._seconds_per_item = 0.0
+        self._undecided_in_a_row = 0
+
+    @property
+    def workers(self) -> int:
+        return len(self._slots)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What the reward wants recorded with the run."""
+        return self._facts.known
+
+    async def start(self) -> None:
+        """Start all workers.
+
+        Raises:
+            RewardFunctionError: the reward cannot be used; the message says why.
+            RoleDied, DeadlineExceeded: a worker does not start.
+        """
+        self._spawn(self._watch())
+        try:
+            await asyncio.gather(*[self._start(slot) for slot in self._slots])
+        except BaseException:
+            await self.close()
+            raise
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
+        """One verdict per item, in order.
+
+        Raises:
+            RewardFunctionError: so many answers in a row were undecided that the reward must be broken.
+            RoleDied: a worker cannot be brought back, or the pool is closed.
+            DeadlineExceeded: ``rewards.patience`` went by.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not items:
+            return []
+        call = Call(items)
+        self._calls.add(call)
+        self._queue.extend(chunks(call, self._seconds_per_item))
+        self._dispatch()
+        try:
+            async with deadline(ROLE, f"{len(items)} verdicts", self._config.patience):
+                await call.done
+        finally:
+            self._calls.discard(call)
+        verdicts = [verdict for verdict in call.verdicts if verdict is not None]
+        self._count(verdicts)
+        return verdicts
+
+    async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
+        """As `score`, for several answers to one prompt."""
+        fields = self._rows.get((prompt, answer), "")
+        return await self.score([ScoreItem(prompt, text, answer, fields) for text in completions])
+
+    def drain_spans(self) -> list[Span]:
+        """The stretches of work since the last call, for the timeline."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    async def close(self) -> None:
+        """Kill all workers and wait until they are gone; whoever still waits for verdicts gets a `RoleDied`."""
+        self._fail(RoleDied(ROLE, "was closed"))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*[slot.process.end() for slot in self._slots if slot.process is not None])
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Workers: start, watch, lose, start again.
+
+    async def _start(self, slot: _Slot) -> None:
+        for tries_left in reversed(range(_START_TRIES)):
+            try:
+                return await self._start_once(slot)
+            except (RoleDied, OSError) as error:  # OSError: no room for another process, for the moment
+                if not tries_left and isinstance(error, OSError):
+                    raise RoleDied(ROLE, f"cannot be started: {described(error)}", str(self._log or "")) from error
+                if not tries_left:
+                    raise
+                await asyncio.sleep(0.2)
+        return None
+
+    async def _start_once(self, slot: _Slot) -> None:
+        slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
+        assert slot.process is not None
+        await slot.process.start(self._config, self._log)
+        slot.ready = True
+        for sentence in self._facts.hear(slot.name, slot.process.facts):
+            self._on_change(sentence)
+        self._dispatch()
+
+    async def _watch(self) -> None:
+        """Kill a worker that judges one answer for longer than the timeout, or that does not move when it should."""
+        timeout = self._config.seconds_per_answer
+        pause = min(_LOOK_SECONDS, timeout / 10)
+        while True:
+            await asyncio.sleep(pause)
+            for slot in self._slots:
+                if slot.process is None:
+                    continue
+                still = slot.still_for(4 * pause)
+                if slot.ready and slot.process.ended:
+                    slot.process.give_up("")
+                elif slot.ready and slot.is_judging and still >= timeout:
+                    slot.condemned = slot.seen
+                    slot.process.kill()
+                elif not slot.is_judging and still >= self._hung:
+                    silent = "did not reply" if slot.ready and slot.outstanding else "gave no sign of life"
+                    slot.process.give_up(how := f"{silent} for {still:.0f} s")
+                    self._on_change(f"{slot.name} {how}: a new one is started")
+            self._cut_log()
+
+    def _cut_log(self) -> None:
+        """A reward that prints without end must not fill the disk: the beginning stays, and what came last."""
+        with contextlib.suppress(OSError):  # a worker that cannot write to it is told of where it is started
+            if self._log is not None and self._log.stat().st_size > _LOG_BYTES:
+                os.truncate(self._log, _LOG_BYTES // 2)
+                with self._log.open("a") as log:
+                    log.write(f"\n[output cut after {_LOG_BYTES >> 21} MiB]\n")
+
+    def _lost(self, slot: _Slot) -> None:
+        if slot.ready and self._failure is None:
+            slot.ready = False
+            self._spawn(self._replace(slot))
+
+    async def _replace(self, slot: _Slot) -> None:
+        assert slot.process is not None
+        progress = slot.process.progress
+        how = await slot.process.end()
+        lost = blame(tuple(slot.outstanding), slot.answered, progress)
+        slot.outstanding.clear()
+        self._ask_again(lost.innocent, how)
+        if lost.culprit is not None:
+            if progress == slot.condemned:
+                lost.culprit.settle([undecided(f"{TIMED_OUT} {self._config.seconds_per_answer:g} s")])
+            else:
+                self._ask_again([lost.culprit], how)
+        self._dispatch()
+        await self._start(slot)
+
+    async def _recycle(self, slot: _Slot) -> None:
+        assert slot.process is not None
+        await slot.process.end()
+        await self._start(slot)
+
+    # Chunks: out, back, out again.
+
+    def _dispatch(self) -> None:
+        while self._queue:
+            slot = min(self._slots, key=self._load)
+            if self._load(slot) >= _DEPTH:
+                return
+            chunk = self._queue.popleft()
+            if not chunk.call.done.done():
+                self._send(slot, chunk)
+
+    def _load(self, slot: _Slot) -> int:
+        """Chunks that it holds; one that takes no more is full."""
+        return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
+
+    def _is_worn(self, slot: _Slot) -> bool:
+        return slot.answered >= self._config.recycle_after
+
+    def _send(self, slot: _Slot, chunk: Chunk) -> None:
+        assert slot.process is not None
+        self._requests += 1
+        try:
+            slot.process.send(Request(id=self._requests, items=chunk.items))
+        except UnicodeEncodeError:
+            if len(chunk.indices) == 1:
+                chunk.settle([undecided("the text is not valid Unicode (a lone surrogate)")])
+            else:
+                self._queue.extendleft(Chunk(chunk.call, (index,)) for index in reversed(chunk.indices))
+            return
+        slot.outstanding.append(chunk)
+
+    def _replied(self, slot: _Slot, reply: Reply) -> None:
+        chunk = slot.outstanding.popleft()
+        slot.answered += len(reply.verdicts)
+        chunk.settle(reply.verdicts)
+        seconds = reply.end - reply.start
+        self.busy_seconds += seconds
+        self._seconds_per_item += 0.1 * (seconds / len(reply.verdicts) - self._seconds_per_item)
+        self._note(Span(role=slot.name, name="score", start=reply.start, end=reply.end))
+        if self._is_worn(slot) and not slot.outstanding and self._failure is None:
+            slot.ready = False
+            self._spawn(self._recycle(slot))
+        self._dispatch()
+
+    def _ask_again(self, lost: Sequence[Chunk], how: str) -> None:
+        for chunk in reversed(lost):
+            if chunk.losses < _LOSSES:
+                self._queue.appendleft(chunk)
+            else:
+                chunk.settle([undecided(f"{DIED}: {how}")] * len(chunk.indices))
+
+    # Accounts.
+
+    def _note(self, span: Span) -> None:
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.role == span.role and span.start - last.end < _SPAN_GAP:
+            self._spans[-1] = Span(role=span.role, name=span.name, start=last.start, end=span.end)
+        else:
+            self._spans.append(span)
+
+    def _count(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            if verdict.outcome is not Outcome.UNDECIDED:
+                self._undecided_in_a_row = 0
+                continue
+            self._undecided_in_a_row += 1
+            if self._undecided_in_a_row >= self._config.max_consecutive_undecided:
+                found = f"the last {self._undecided_in_a_row} answers were undecided, the last one: {verdict.reason}"
+                remedy = "mend the reward, or allow more with rewards.max_consecutive_undecided"
+                raise RewardFunctionError([Problem(PLACE, found, remedy)])
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for call in self._calls:
+            if not call.done.done():
+                call.done.set_exception(self._failure)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the work behind the calls: what it fails of, they fail of."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+
+class _Slot:
+    """A place for one worker, and what that worker owes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.process: WorkerProcess | None = None
+        self.ready = False
+        self.outstanding: deque[Chunk] = deque()
+        self.answered = 0
+        self.condemned: int | None = None  # the counter at which the worker was killed for being stuck
+        self.seen = 0
+        self._signs: object = None
+        self._looked, self._still = time.monotonic(), 0.0
+
+    def begin(self, process: WorkerProcess) -> None:
+        self.process, self.answered, self.condemned, self.seen = process, 0, None, 0
+        self._signs, self._still = None, 0.0
+
+    @property
+    def is_judging(self) -> bool:
+        """As it was looked at last."""
+        return self.seen % 2 == 1
+
+    def still_for(self, longest: float) -> float:
+        """Seconds for which its counter has not moved; while it owes nothing, or starts, a beat is a movement too.
+
+        Of the time since the last look at most `longest` seconds count: a machine that slept is nobody's fault."""
+        assert self.process is not None
+        now, progress, signs = time.monotonic(), self.process.progress, self.process.signs
+        elapsed, self._looked = min(now - self._looked, longest), now
+        moved = progress != self.seen or (not self.outstanding and signs != self._signs)
+        self.seen, self._signs = progress, signs
+        self._still = 0.0 if moved else self._still + elapsed
+        return self._still
+
+
+async def check_reward(config: RewardsConfig) -> None:
+    """Can this reward be used? Tried in a worker process, so that a module that hangs or exits harms nobody.
+
+    Raises:
+        RewardFunctionError: it cannot; the message says why.
+        RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
+    """
+    async with RewardPool(config.model_copy(update={"workers": 1})):
+        pass

@@ -1,0 +1,242 @@
+"""One worker process as the pool sees it: start it, hand it requests, kill it, learn how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
+from stretto.core.frames import Unframer, frame
+from stretto.processes.heartbeat import cpu_ticks
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.wire import (
+    LARGEST_REPLY,
+    FromWorker,
+    JudgingCounter,
+    Ready,
+    Refused,
+    Reply,
+    Request,
+    WorkerSettings,
+    Worth,
+)
+from stretto.sandbox.cgroups import remove_groups_of
+
+_REAP_SECONDS = 5.0
+
+
+class WorkerProcess:
+    """A running worker. `on_reply` is called with each reply, `on_lost` once when its end of the wire closes.
+
+    Raises (from `start`):
+        RewardFunctionError: the worker cannot use the reward function.
+        RoleDied: it ended while starting.
+        DeadlineExceeded: it did not get ready in ``start_timeout``.
+    """
+
+    def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
+        self.name = name
+        self.facts: dict[str, str] = {}
+        self._wire = _Wire(self._received, self._lost, self.give_up)
+        self._on_reply, self._on_lost = on_reply, on_lost
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._progress: JudgingCounter | None = None
+        self._why = ""  # the pool gave it up
+
+    async def start(self, config: RewardsConfig, log: Path | None) -> None:
+        ours, theirs = socket.socketpair()
+        self._progress, descriptor = JudgingCounter.create()
+        try:
+            settings = WorkerSettings(
+                function=config.function,
+                settings=config.code.model_dump_json() if config.function == "code" else "{}",
+                worth=Worth(right=config.right, wrong=config.wrong),
+                socket=theirs.fileno(),
+                progress=descriptor,
+                parent=os.getpid(),
+                memory=int(config.memory_gib * (1 << 30)),
+                path=config.path,
+            )
+            self._process = _spawn(settings, log)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(descriptor)
+        await asyncio.get_running_loop().create_connection(lambda: self._wire, sock=ours)
+        try:
+            async with deadline("rewards", f"{self.name} to import {config.function}", config.start_timeout):
+                await self._ready
+        except _LostWhileStarting:
+            how = await self.end()
+            raise RoleDied(self.name, f"ended while starting: {how}", str(log or "")) from None
+        except BaseException:
+            await self.end()
+            raise
+
+    @property
+    def progress(self) -> int:
+        """Twice the answers judged since the start, plus one while an answer is being judged."""
+        return self._progress.count if self._progress is not None else 0
+
+    @property
+    def signs(self) -> object:
+        """Changes while it lives and waits, or starts; before its first beat, while it computes."""
+        if self._process is None or self._progress is None:
+            return None
+        return self._progress.beats or cpu_ticks(self._process.pid)
+
+    @property
+    def ended(self) -> bool:
+        """Is it gone? Its socket does not say so as long as a process that it forked holds that open."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        process = self._process
+        return (
+            process is not None and process.returncode is None and os.waitid(os.P_PID, process.pid, options) is not None
+        )
+
+    def give_up(self, why: str) -> None:
+        """Kill it; `why` is how it is said to have ended."""
+        self._why = self._why or why
+        self.kill()
+        self._wire.close()
+
+    def send(self, request: Request) -> None:
+        """Hand over one request.
+
+        Raises:
+            UnicodeEncodeError: a text holds a lone surrogate, which no wire and no file can carry.
+        """
+        self._wire.write(frame(request))
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and to whatever it started, in sessions of its own too."""
+        if self._process is not None and self._process.returncode is None:
+            for pid in (*_descendants(self._process.pid), self._process.pid):
+                for send in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        send(pid, signal.SIGKILL)
+
+    async def end(self) -> str:
+        """Kill, wait until the kernel has let go of it, and say how it ended: ``signal 9``, ``exit status 3``."""
+        self.kill()
+        self._wire.close()
+        self._ready.cancel()
+        code = await self._exit_code()
+        if self._process is not None and self.facts:  # it had a sandbox
+            await asyncio.to_thread(remove_groups_of, self._process.pid)
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if code is None:
+            return f"still there {_REAP_SECONDS:g} s after SIGKILL"
+        if self._why:
+            return self._why
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    async def _exit_code(self) -> int | None:
+        pause, give_up = 0.001, time.monotonic() + _REAP_SECONDS
+        while self._process is not None and time.monotonic() < give_up:
+            if (code := self._process.poll()) is not None:
+                return code
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return None
+
+    def _received(self, message: FromWorker) -> None:
+        match message:
+            case Reply():
+                self._on_reply(message)
+            case Ready() if not self._ready.done():
+                self.facts = message.facts
+                self._ready.set_result(None)
+            case Refused() if not self._ready.done():
+                problem = Problem(message.place, message.found, message.remedy)
+                self._ready.set_exception(RewardFunctionError([problem]))
+
+    def _lost(self) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(_LostWhileStarting())
+        elif not self._ready.cancelled() and self._ready.exception() is None:
+            self._on_lost()
+
+
+class _LostWhileStarting(Exception):
+    pass
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process has started, those that these have started, and so on."""
+    found = list[int]()
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _spawn(settings: WorkerSettings, log: Path | None) -> subprocess.Popen[bytes]:
+    """Its own session, so that Ctrl-C in the terminal reaches the conductor alone; prints go to the log."""
+    arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
+    output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
+    try:
+        return subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(settings.socket, settings.progress),
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    finally:
+        if not isinstance(output, int):
+            output.close()
+
+
+class _Wire(asyncio.Protocol):
+    """The pool's end of one socket."""
+
+    def __init__(
+        self, received: Callable[[FromWorker], None], lost: Callable[[], None], distrust: Callable[[str], None]
+    ) -> None:
+        self._received, self._lost, self._distrust = received, lost, distrust
+        self._transport: asyncio.Transport | None = None
+        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._unframer = Unframer(LARGEST_REPLY)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._unframer.feed(data):
+                self._received(self._decoder.decode(body))
+        except (WireError, msgspec.DecodeError):
+            self._distrust("something wrote into its replies")  # user code, to a descriptor that is not its own
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

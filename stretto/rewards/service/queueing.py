@@ -1,0 +1,90 @@
+"""The pure part of the pool: which answers are asked for together, who is to blame, what is asked again.
+
+Call ──cut──► Chunk, Chunk ──► worker ──► verdicts back into the Call
+                ▲                │
+                └── asked again ◄┘ the worker was lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stretto.core.records import Verdict
+from stretto.rewards.service.wire import ScoreItem
+
+_CHUNK_SECONDS = 0.02  # work worth one wake-up of the conductor, little enough to be shared among workers
+_CHUNK_ITEMS = 64
+
+
+class Call:
+    """One call of `RewardPool.score`: its answers, and the verdicts that have come so far."""
+
+    def __init__(self, items: Sequence[ScoreItem]) -> None:
+        self.items = items
+        self.verdicts: list[Verdict | None] = [None] * len(items)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._missing = len(items)
+
+    def settle(self, index: int, verdict: Verdict) -> None:
+        if self.verdicts[index] is None:
+            self.verdicts[index] = verdict
+            self._missing -= 1
+            if self._missing == 0 and not self.done.done():
+                self.done.set_result(None)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Answers of one call that one worker is asked for together; `losses` workers were lost over it before."""
+
+    call: Call
+    indices: tuple[int, ...]
+    losses: int = 0
+
+    @property
+    def items(self) -> tuple[ScoreItem, ...]:
+        return tuple([self.call.items[index] for index in self.indices])
+
+    def settle(self, verdicts: Sequence[Verdict]) -> None:
+        for index, verdict in zip(self.indices, verdicts, strict=True):
+            self.call.settle(index, verdict)
+
+
+def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
+    """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow answers one by one."""
+    size = _CHUNK_ITEMS
+    if seconds_per_item > 0:
+        size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))
+    total = len(call.items)
+    return [Chunk(call, tuple(range(at, min(at + size, total)))) for at in range(0, total, size)]
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What was lost with a worker: the answer it was busy with (alone in its chunk), and all the innocent ones."""
+
+    culprit: Chunk | None
+    innocent: tuple[Chunk, ...] = field(default=())
+
+
+def blame(outstanding: Sequence[Chunk], answered: int, progress: int) -> Blame:
+    """Split the chunks that a lost worker still owed.
+
+    Args:
+        outstanding: in the order in which they were sent.
+        answered: how many answers of earlier chunks the worker had replied to.
+        progress: the worker's counter (`wire.JudgingCounter`): odd while an answer was being judged.
+    """
+    at = progress // 2 - answered
+    for position, chunk in enumerate(outstanding if progress % 2 and at >= 0 else ()):
+        if at < len(chunk.indices):
+            culprit = Chunk(chunk.call, (chunk.indices[at],), chunk.losses + 1)
+            others = chunk.indices[:at] + chunk.indices[at + 1 :]
+            rest = [Chunk(chunk.call, others)] if others else []
+            return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
+        at -= len(chunk.indices)
+    # It was between two answers, or a reward has written over the counter.
+    again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]
+    return Blame(None, (*again, *outstanding[1:]))

@@ -1,0 +1,40 @@
+"""Score the answers of a file with the workers that a run has: ``stretto score``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from stretto.core.records import Verdict
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.pool import RewardPool
+from stretto.rewards.service.wire import ScoreItem
+
+
+async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIterator[tuple[Verdict, float]]:
+    """The verdict of every item and the seconds it took, in order, each as soon as all before it are there.
+
+    However many answers are undecided, the rest are judged.
+
+    Raises:
+        RewardFunctionError, RoleDied, DeadlineExceeded: as `RewardPool`.
+    """
+    config = config.model_copy(update={"max_consecutive_undecided": len(items) + 1})
+    async with RewardPool(config) as pool:
+        free = asyncio.Semaphore(pool.workers)  # no answer waits behind another one while its seconds are counted
+
+        async def judged(item: ScoreItem) -> tuple[Verdict, float]:
+            async with free:
+                start = time.monotonic()
+                [verdict] = await pool.score([item])
+                return verdict, time.monotonic() - start
+
+        tasks = [asyncio.create_task(judged(item)) for item in items]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

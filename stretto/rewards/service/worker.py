@@ -1,0 +1,126 @@
+"""A process that judges answers: ``python -m stretto.rewards.service.worker SETTINGS``.
+
+It owns one socket and nothing else: the user's prints go to the log, a user's exception becomes an undecided verdict,
+and when the function or the process hangs the pool kills it. It imports little: a killed worker is back at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import resource
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import msgspec
+
+from stretto.core.errors import RewardFunctionError
+from stretto.core.frames import Unframer, frame
+from stretto.core.records import Verdict
+from stretto.processes.heartbeat import die_with_parent, survive_a_full_disk
+from stretto.rewards.functions import RewardFunction
+from stretto.rewards.service.judging import judge
+from stretto.rewards.service.loading import facts_of, fields_taken, load_reward
+from stretto.rewards.service.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
+
+_READ_BYTES = 1 << 20
+_BEAT_SECONDS = 1.0
+_OUT_OF_REACH = range(100, 200)  # descriptors that a program which guesses does not write to
+
+
+class Worker:
+    """Reads requests, judges their answers in order, replies once per request, until the socket closes."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._worth = settings.worth
+        self._function_name, self._settings = settings.function, settings.settings
+        self._socket = socket.socket(fileno=_moved(settings.socket))
+        self._progress = JudgingCounter(settings.progress)
+
+    def run(self) -> None:
+        try:
+            with self._beating():
+                function = load_reward(self._function_name, self._settings)
+        except RewardFunctionError as error:
+            problem = error.problems[0]
+            self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
+            return
+        self._socket.sendall(frame(Ready(facts=facts_of(self._function_name, function))))
+        decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
+        while data := self._read():
+            for body in unframer.feed(data):
+                request = decoder.decode(body)
+                start = time.monotonic()
+                verdicts = tuple([self._judged(function, item) for item in request.items])
+                reply = Reply(request=request.id, verdicts=verdicts, start=start, end=time.monotonic())
+                self._socket.sendall(frame(reply))
+
+    def _read(self) -> bytes:
+        """What the pool sends next; has no deadline, because the pool closes the socket when it ends."""
+        self._progress.beat()
+        while not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
+            self._progress.beat()
+        return self._socket.recv(_READ_BYTES)
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """A thread beats during the import, which may take long; later none is left, so that a reward may fork."""
+        over = threading.Event()
+
+        def beat() -> None:
+            self._progress.beat()
+            while not over.wait(_BEAT_SECONDS):
+                self._progress.beat()
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _judged(self, function: RewardFunction, item: ScoreItem) -> Verdict:
+        self._progress.count += 1
+        fields = fields_taken(function, item.fields)
+        verdict = judge(partial(function, **fields) if fields else function, item, self._worth)
+        self._progress.count += 1
+        return verdict
+
+
+def _moved(descriptor: int) -> int:
+    """The same socket under another number, which what the reward starts does not inherit."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
+    os.close(descriptor)
+    return moved
+
+
+def _bound_memory(limit: int) -> None:
+    """Of the data, not of the address space: torch and CUDA reserve far more addresses than they use memory."""
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def main(arguments: list[str]) -> None:
+    settings = msgspec.json.decode(arguments[0], type=WorkerSettings)
+    survive_a_full_disk()
+    die_with_parent(settings.parent)
+    _bound_memory(settings.memory)
+    if settings.path is not None:
+        sys.path.insert(0, settings.path)
+    try:
+        Worker(settings).run()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the pool closed its end first
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,374 @@
+"""What runs inside a sandbox: a warm interpreter that forks once for every program.
+
+    host ── settings, then one order per program ──► guest ── forks ──► walls ──► the program
+                                                       ▲                              │
+                                                       └──────── how it ended ◄───────┘
+
+The host sends this file, and `values`, to a bare interpreter (``python -I -S -B``), so they stand alone, and
+import little. The guest
+never reads a program, an input or an output: they travel in descriptors that it hands on, so a later program cannot
+find an earlier one in its memory. No expected output ever comes in here.
+
+Every step from the fork to the program either works or ends the child with a message, and the run is then undecided: a
+wall that is missing is never passed over in silence.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import _socket
+import builtins
+import marshal
+import os
+import resource
+import select
+import struct
+import sys
+import time
+
+from stretto.sandbox.values import lively, plain, written
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
+ORDER = struct.Struct("<d")  # seconds by the wall clock; descriptors: input, output, errors, task
+REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem
+SETTINGS_BYTES = 1 << 16
+STARTED = b"+"
+
+_MACHINE = os.uname().machine
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SIGKILL, _SIGCHLD = 9, 17
+_NOSUID_NODEV = 2 | 4
+_CAPABILITY_VERSION_3 = 0x20080522
+_LANDLOCK_READ, _LANDLOCK_EXECUTE, _LANDLOCK_LIST = 4, 1, 8
+_LANDLOCK_OF_A_FILE = 1 | 2 | 4 | 1 << 14  # execute, write, read, truncate
+_FIRST_FREE = 5  # descriptors of a child: input, output, errors, task, and where it says that it has started
+
+_USE_ERRNO = 1 | 8  # the C calling convention, and a copy of errno
+_INTEGERS = struct.Struct("i")
+
+
+# The ctypes module and array would take a third of a guest's start; this is all that is needed of them.
+
+
+class _Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "i"
+
+
+class _Character(_ctypes._SimpleCData):  # type: ignore[type-arg]
+    _type_ = "c"
+
+
+class _Function(_ctypes.CFuncPtr):
+    _flags_ = _USE_ERRNO
+    _restype_ = _Int
+
+
+def _function(name: str) -> Callable[..., int]:
+    """A function of the C library; integers go to it as `int`, bytes as pointers."""
+    return _Function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name))  # type: ignore[arg-type]
+
+
+_syscall, _prctl_call, _mount = _function("syscall"), _function("prctl"), _function("mount")
+
+
+class Guest:
+    """One interpreter inside the walls of one sandbox. `settings` are those of `walls.guest_settings`."""
+
+    def __init__(self, control: _socket.socket) -> None:
+        body, (self._proc,) = _receive(control, SETTINGS_BYTES)
+        self._settings: dict[str, Any] = marshal.loads(body)
+        self._control = control
+        _become(self._settings["uid"])
+        for name in self._settings["loaded"]:  # what many programs import, once for all of them
+            __import__(name)
+        self._ids = os.getuid(), os.getgid()
+
+    def serve(self) -> None:
+        """Orders, one at a time, until the host closes its end."""
+        self._control.send(b"ready")
+        while True:
+            order, given = _receive(self._control, ORDER.size)
+            if not order:
+                os._exit(0)
+            if len(order) != ORDER.size:
+                continue  # the host wanted a program stopped that had just ended by itself
+            self._control.send(self._run(ORDER.unpack(order)[0], given))
+
+    def _run(self, seconds: float, given: list[int]) -> bytes:
+        """One program from its fork to its end, and how it ended."""
+        start = time.monotonic()
+        told, tell = os.pipe()
+        child = _fork(self._settings["namespaces"])
+        if child == 0:
+            self._live([*given, tell])
+        for descriptor in (*given, tell):
+            os.close(descriptor)
+        timed_out = _wait(child, self._control, start + seconds)
+        _, wait_status, usage = os.wait4(child, 0)
+        with open(told, "rb") as pipe:
+            words = pipe.read()
+        problem = b"" if words == STARTED else words or b"it died before its program"
+        status, processor = os.waitstatus_to_exitcode(wait_status), usage.ru_utime + usage.ru_stime
+        return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
+
+    def _live(self, given: list[int]) -> None:
+        """The whole life of a child; it never returns."""
+        try:
+            self._raise_walls(given)
+        except BaseException as error:  # the host must hear of it, whatever it is, and the program must not run
+            os.write(given[-1], f"{type(error).__name__}: {error}"[:500].encode())
+            os._exit(70)
+        os._exit(perform())
+
+    def _raise_walls(self, given: list[int]) -> None:
+        settings = self._settings
+        _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+        self._tell_proc("oom_score_adj", "1000")  # when memory is short, the program goes and the guest stays
+        limits = dict(settings["limits"])
+        if settings["threads"]:  # the user has other processes, which count too
+            limits["RLIMIT_NPROC"] = self._tasks_of(self._ids[0]) + settings["threads"]
+        if settings["namespaces"]:
+            self._map_user()
+            _mount_tmp(settings["tmp"])
+        if settings["landlock"]:
+            _landlock(**settings["landlock"])
+        _keep_only(given)
+        for name, value in limits.items():
+            _limit(getattr(resource, name), value)
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        _drop_capabilities()
+        os.chdir(settings["folder"])
+        if settings["seccomp"]:
+            _filter_calls(bytes.fromhex(settings["seccomp"]))
+        os.write(_FIRST_FREE - 1, STARTED)
+        os.close(_FIRST_FREE - 1)
+
+    def _map_user(self) -> None:
+        """The same user inside as outside."""
+        user, group = self._ids
+        self._tell_proc("setgroups", "deny")
+        self._tell_proc("uid_map", f"{user} {user} 1")
+        self._tell_proc("gid_map", f"{group} {group} 1")
+
+    def _tasks_of(self, user: int) -> int:
+        """Threads that the user has now, in all processes."""
+        found = 0
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        processes = os.listdir(folder)
+        os.close(folder)
+        for process in filter(str.isdecimal, processes):
+            try:
+                if os.stat(process, dir_fd=self._proc).st_uid == user:
+                    found += os.stat(f"{process}/task", dir_fd=self._proc).st_nlink - 2
+            except OSError:  # it has ended
+                continue
+        return found
+
+    def _tell_proc(self, name: str, text: str) -> None:
+        descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)
+        os.write(descriptor, text.encode())
+        os.close(descriptor)
+
+
+def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """One message and the descriptors that came with it."""
+    descriptors: list[int] = []
+    body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * _INTEGERS.size))
+    for level, kind, data in ancillary:
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
+            whole = data[: len(data) - len(data) % _INTEGERS.size]
+            descriptors += [number for (number,) in _INTEGERS.iter_unpack(whole)]
+    return body, descriptors
+
+
+def _become(uid: int | None) -> None:
+    """Root becomes the user `uid`; `None`: the guest was started as who it shall be."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        _prctl(_PR_SET_DUMPABLE, 1)  # else its own uid_map would belong to root
+
+
+def _fork(namespaces: int) -> int:
+    """As `os.fork`; with `namespaces` the child is the first process of a new one, and when it ends the kernel ends
+    whatever it has started."""
+    if not namespaces:
+        return os.fork()
+    return _checked("clone", _syscall(_SYS_CLONE[_MACHINE], namespaces | _SIGCHLD, None, None, None, None))
+
+
+def _wait(child: int, control: _socket.socket, until: float) -> bool:
+    """Wait until the child ends. It is killed when its time is up (then True), or when the host says so or is gone."""
+    descriptor = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.register(control.fileno(), select.POLLIN)
+    try:
+        ready = dict(poll.poll(max(0.0, until - time.monotonic()) * 1000))
+    finally:
+        os.close(descriptor)
+    if descriptor in ready:
+        return False
+    os.kill(child, _SIGKILL)
+    return not ready
+
+
+# Walls. Each of them either stands or raises.
+
+
+def _mount_tmp(options: str) -> None:
+    _checked("mount", _mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
+
+
+def _keep_only(given: list[int]) -> None:
+    """Number the given descriptors from 0 and close all others."""
+    parked = 64
+    for number, descriptor in enumerate(given):
+        os.dup2(descriptor, parked + number)
+    for number in range(len(given)):
+        os.dup2(parked + number, number)
+    os.closerange(len(given), 1 << 20)
+
+
+def _limit(resource_number: int, value: int) -> None:
+    _, highest = resource.getrlimit(resource_number)
+    value = value if highest == resource.RLIM_INFINITY else min(value, highest)
+    resource.setrlimit(resource_number, (value, value))
+
+
+def _drop_capabilities() -> None:
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+    _checked("capset", _syscall(_SYS_CAPSET[_MACHINE], header, bytes(24)))
+
+
+def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
+    """Only files below `read` can be read, only those below `write` written; `files` and `scopes` are what the kernel
+    shall watch over."""
+    attributes = struct.pack("<QQQ", files, 0, scopes)
+    size = 24 if scopes else 8
+    ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))
+    readable = _LANDLOCK_READ | _LANDLOCK_EXECUTE | _LANDLOCK_LIST
+    for paths, allowed in ((read, readable), (write, files)):
+        for path in paths:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("<Qi", allowed if os.path.isdir(path) else allowed & _LANDLOCK_OF_A_FILE, place)
+            _checked(f"landlock {path}", _syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0))
+            os.close(place)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _checked("landlock_restrict_self", _syscall(_LANDLOCK_RESTRICT, ruleset, 0))
+    os.close(ruleset)
+
+
+def _filter_calls(instructions: bytes) -> None:
+    buffer = (_Character * len(instructions)).from_buffer_copy(instructions)
+    program = struct.pack("@HP", len(instructions) // 8, _ctypes.addressof(buffer))
+    _checked("seccomp", _prctl_call(_PR_SET_SECCOMP, 2, program, 0, 0))
+
+
+def _prctl(option: int, value: int) -> None:
+    _checked(f"prctl {option}", _prctl_call(option, value, 0, 0, 0))
+
+
+def _checked(what: str, result: int) -> int:
+    if result < 0:
+        number = _ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+# The program.
+
+
+def perform() -> int:
+    """Run the task in descriptor 3; the exit status."""
+    with open(3, "rb") as file:
+        task: dict[str, Any] = marshal.load(file)
+    sys.argv = ["program.py"]
+    # The site module, which the guest does without, would make these; scripts end with them.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    calls = task.get("calls")
+    if calls is None:
+        return _concluded(lambda: _execute(task, "__main__"))
+    results = os.dup(1)
+    os.dup2(2, 1)  # what the program prints is no result
+    _reopen()
+    return _concluded(lambda: _call_all(_execute(task, "program"), calls, results))
+
+
+def _concluded(work: Callable[[], object]) -> int:
+    """Do it as an interpreter does a script: threads are waited for, exit functions run, buffers are written."""
+    _reopen()
+    status = 0
+    try:
+        work()
+        if (threading := sys.modules.get("threading")) is not None:
+            threading._shutdown()
+    except SystemExit as leaving:
+        status = _status(leaving.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    try:
+        if (leave := sys.modules.get("atexit")) is not None:
+            leave._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        status = status or 120
+    return status
+
+
+def _status(code: object) -> int:
+    """What ``sys.exit(code)`` makes of its argument."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _reopen() -> None:
+    """Standard streams that know nothing of what the guest did with its own."""
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
+    """The program, between what is run before and after it: parts of one module, each compiled by itself, so that the
+    first line of a program is its first line (``from __future__ import annotations``)."""
+    module = type(sys)(name)
+    sys.modules[name] = module
+    for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
+        if text := task.get(part, ""):
+            exec(compile(text, file, "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
+    """One line for each call: ``{"value": ...}`` or ``{"error": ...}``."""
+    for call in calls:
+        try:
+            function = _found(namespace, call["name"])
+            line = written({"value": plain(function(*map(lively, call["args"])))})
+        except Exception as error:  # of the program; the next call may do better
+            line = written({"error": f"{type(error).__name__}: {error}"[:200]})
+        rest = line.encode() + b"\n"
+        while rest:
+            rest = rest[os.write(results, rest) :]
+
+
+def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
+    """The function of that name, or the method of a class ``Solution``."""
+    if name not in namespace and "Solution" in namespace:
+        return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
+    return namespace[name]  # type: ignore[no-any-return]

@@ -1,0 +1,70 @@
+"""Arguments and results of calls as JSON that loses nothing: a tuple is no list, a key may be a number.
+
+The guest of a sandbox has this file too (`guest`), so it stands alone, and imports little.
+"""
+
+from __future__ import annotations
+
+import _json
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+TUPLE, SET, DICT, BYTES = "\0tuple", "\0set", "\0dict", "\0bytes"
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON that tells a tuple from a list, a set and keys of any kind.
+
+    Raises:
+        TypeError: it is, or holds, something else than numbers, texts, bytes, None and these containers.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, tuple):
+        return {TUPLE: [plain(item) for item in value]}
+    if isinstance(value, set | frozenset):
+        return {SET: sorted((plain(item) for item in value), key=written)}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("\0") for key in value):
+            return {key: plain(item) for key, item in value.items()}
+        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=written)}
+    if isinstance(value, bytes):
+        return {BYTES: value.hex()}
+    raise TypeError(f"a {type(value).__name__} is no result that a test can expect")
+
+
+def written(value: Any) -> str:
+    """The JSON of a plain value; what the json module, which is slow to import, would write."""
+    if isinstance(value, str):
+        return _json.encode_basestring_ascii(str(value))
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int):
+        return int.__repr__(value)
+    if isinstance(value, float):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(float.__repr__(value), float.__repr__(value))
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
+
+
+def lively(value: Any) -> Any:
+    """The inverse of `plain`."""
+    if isinstance(value, list):
+        return [lively(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match list(value.items()):
+        case [(key, items)] if key == TUPLE:
+            return tuple(map(lively, items))
+        case [(key, items)] if key == SET:
+            return set(map(lively, items))
+        case [(key, items)] if key == DICT:
+            return {lively(name): lively(item) for name, item in items}
+        case [(key, digits)] if key == BYTES:
+            return bytes.fromhex(digits)
+    return {key: lively(item) for key, item in value.items()}

@@ -1,0 +1,128 @@
+"""When an output is the expected one.
+
+Promises: spaces at the ends of lines and empty lines at the end do not matter, all other differences do; integers are
+exact, other numbers within a millionth; values of different kinds are different; a tuple passes for a list and a list
+not for a tuple.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.rewards.code.comparison import same_text, same_value
+from stretto.sandbox.values import lively, plain, written
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+LITERALS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers() | st.tuples(st.integers()), inner, max_size=3)
+        | st.sets(st.integers() | st.text(max_size=2), max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        ("1\n2", "1  \r\n2\n\n\n", True),
+        ("1 2", "1   2", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("", "\n \n", True),
+        ("", "x", False),
+        ("x", "", False),
+        ("YES", "yes", False),
+        ("7", "07", True),
+        ("7", "+7", True),
+        ("-0", "0", False),
+        ("7", "7.0", False),
+        ("7.0", "7", True),
+        ("0.5", ".5", True),
+        ("0.333333", "0.33333300001", True),
+        ("0.333333", "0.33334", False),
+        ("1e3", "1000", True),
+        ("0.0000001", "0.0000002", False),
+        ("1" * 500, "1" * 500, True),
+        ("1" * 500, "0" + "1" * 500, False),
+        ("9007199254740993", "9007199254740992", False),
+        ("1_0", "10", False),
+        ("١", "1", False),
+        ("nan", "0", False),
+    ],
+)
+def test_texts(expected: str, found: str, same: bool) -> None:
+    assert same_text(expected, found) is same
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        (2, 2, True),
+        (2, 2.0, True),
+        (2, 2.0000001, False),
+        (2.0, 2, True),
+        (1.0, 1.0000005, True),
+        (1.0, 1.00001, False),
+        (1.0, 10**400, False),
+        (1, True, False),
+        (True, 1, False),
+        (0, None, False),
+        (0, False, False),
+        ("1", 1, False),
+        ([1, 2], [1, 2], True),
+        ([1, 2], [2, 1], False),
+        ([1], [1, 1], False),
+        ([1, 2], (1, 2), True),
+        ((1, 2), [1, 2], False),
+        ([[1]], ((1,),), True),
+        ({"a": [1]}, {"a": (1,)}, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ({1: "x"}, {1: "x"}, True),
+        ({1: "x"}, {"1": "x"}, False),
+        ({1, 2}, {2, 1}, True),
+        ({1, 2}, [1, 2], False),
+        (b"x", b"x", True),
+        (b"x", "x", False),
+        (math.nan, math.nan, True),
+        (math.inf, math.inf, True),
+        (math.inf, 1e308, False),
+    ],
+)
+def test_values(expected: Any, found: Any, same: bool) -> None:
+    assert same_value(plain(expected), plain(found)) is same
+
+
+@given(JSON)
+def test_a_value_is_itself(value: Any) -> None:
+    assert same_value(plain(value), plain(value))
+
+
+@given(LITERALS)
+def test_what_is_sent_into_the_sandbox_arrives_as_it_was(value: Any) -> None:
+    assert lively(plain(value)) == value
+
+
+@given(JSON)
+def test_results_are_written_as_the_json_module_would(value: Any) -> None:
+    assert json.loads(written(plain(value))) == value
+
+
+@given(st.integers(), st.integers(1, 10**6))
+def test_no_other_integer_is_the_expected_one(value: int, off: int) -> None:
+    assert not same_text(str(value), str(value + off))
+    assert not same_value(value, value + off)

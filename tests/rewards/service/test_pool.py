@@ -1,0 +1,399 @@
+"""The reward service, with real processes.
+
+Promises: one verdict per answer, in order, whatever the reward does; an answer that hangs or kills its worker is
+undecided with its reason and costs the others nothing; the slot always comes back; nothing is left after `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from stretto.core.errors import DeadlineExceeded, RewardFunctionError, RoleDied
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.pool import RewardPool, check_reward
+from stretto.rewards.service.wire import ScoreItem
+
+_MODULE = """
+import os, signal, subprocess, sys, time
+leaked = []
+def leaks(prompt, completion, answer):
+    leaked.append(open(os.devnull))
+    return len(leaked) <= int(answer)
+def reward(prompt, completion, answer):
+    print("noise on stdout")
+    if completion == "hang": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while completion == "hang": pass
+    if completion == "exit": os._exit(3)
+    if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "leave": sys.exit(1)
+    if completion == "none": return None
+    if completion == "slow": time.sleep(0.05)
+    if completion == "once" and not os.path.exists(answer):
+        open(answer, "w").close()
+        os._exit(1)
+    return completion == answer
+def garbage(prompt, completion, answer):
+    for fd in (int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2):
+        try: answer in os.readlink(f"/proc/self/fd/{fd}") and os.write(fd, bytes.fromhex(completion))
+        except OSError: pass
+    return True
+def child(prompt, completion, answer):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=completion == "hang").pid
+    with open(answer, "a") as file: file.write(f" {child}")
+    if not os.fork(): time.sleep(600)
+    if completion == "exit": os._exit(3)
+    time.sleep(600)
+def floods(prompt, completion, answer):
+    for _ in range(64): os.write(1, b"x" * (1 << 20))
+    print("last", time.sleep(1))
+    return True
+def greedy(prompt, completion, answer):
+    return len(bytearray(1 << 30)) > 0
+"""
+
+Result = TypeVar("Result")
+
+
+def run(work: Coroutine[None, None, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def items(*completions: str, answer: str = "ok") -> list[ScoreItem]:
+    return [ScoreItem(prompt="", completion=completion, answer=answer) for completion in completions]
+
+
+def children() -> list[int]:
+    """The workers that this process has started and not yet reaped."""
+    started = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started}  # of a zombie it is empty
+    return [pid for pid, command in commands.items() if not command or b"stretto.rewards.service.worker" in command]
+
+
+def runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def outcomes(verdicts: list[Verdict]) -> list[str]:
+    return [verdict.outcome.value for verdict in verdicts]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardsConfig]:
+    (tmp_path / "pool_rewards.py").write_text(_MODULE)
+    (tmp_path / "broken_rewards.py").write_text("import nothing_of_the_kind")
+    (tmp_path / "stuck_rewards.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "dying_rewards.py").write_text("import os; os._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(function: str = "pool_rewards:reward", **settings: object) -> RewardsConfig:
+        return RewardsConfig.model_validate({"function": function, "timeout": 0.3} | settings)
+
+    return make
+
+
+Make = Callable[..., RewardsConfig]
+
+
+def scored(config: RewardsConfig, work: Callable[[RewardPool], Awaitable[Result]], **settings: Any) -> Result:
+    async def main() -> Result:
+        async with RewardPool(config, **settings) as pool:
+            return await work(pool)
+
+    return run(main())
+
+
+def test_verdicts_come_back_in_order_for_many_callers_at_once(config: Make) -> None:
+    async def work(pool: RewardPool) -> list[list[Verdict]]:
+        return await asyncio.gather(*[pool.score(items(*["ok", "no"] * 4)) for _ in range(50)])
+
+    expected = ["right", "wrong"] * 4
+    assert all(outcomes(verdicts) == expected for verdicts in scored(config(workers=2), work))
+
+
+def test_a_call_for_nothing_is_answered_with_nothing(config: Make) -> None:
+    assert scored(config("exact_match"), lambda pool: pool.score([])) == []
+
+
+def test_a_group_is_scored_against_one_answer(config: Make) -> None:
+    verdicts = scored(config("final_answer"), lambda pool: pool.score_group("3+8=", ["3+8=11", "3+8=12"], "11"))
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
+
+
+def test_an_answer_that_hangs_is_undecided_and_the_others_are_scored(config: Make) -> None:
+    async def work(pool: RewardPool) -> tuple[list[Verdict], float, list[Verdict]]:
+        start = time.monotonic()
+        first = await pool.score(items("ok", "no", "hang", "ok"))
+        return first, time.monotonic() - start, await pool.score(items("ok"))
+
+    first, seconds, afterwards = scored(config(workers=1), work)
+    assert outcomes(first) == ["right", "wrong", "undecided", "right"]
+    assert first[2].reason == "timeout after 0.3 s"
+    assert 0.3 <= seconds < 5
+    assert outcomes(afterwards) == ["right"]
+
+
+def test_a_worker_is_replaced_before_what_its_reward_leaks_does_harm(config: Make) -> None:
+    leaks = config("pool_rewards:leaks", workers=1, recycle_after=4)
+
+    async def one_by_one(pool: RewardPool) -> list[Verdict]:
+        return [verdict for _ in range(10) for verdict in await pool.score(items("", answer="4"))]
+
+    async def together(pool: RewardPool) -> list[list[Verdict]]:
+        return await asyncio.gather(*[pool.score(items("ok", "no")) for _ in range(20)])
+
+    assert outcomes(scored(leaks, one_by_one)) == ["right"] * 10
+    worn = config(workers=2, recycle_after=3)
+    assert [outcomes(verdicts) for verdicts in scored(worn, together)] == [["right", "wrong"]] * 20
+
+
+def test_hanging_answers_never_use_up_the_slots(config: Make) -> None:
+    verdicts = scored(config(workers=2), lambda pool: pool.score(items(*["hang", "ok"] * 3)))
+    assert outcomes(verdicts) == ["undecided", "right"] * 3
+
+
+@pytest.mark.parametrize(("completion", "how"), [("exit", "exit status 3"), ("kill", "signal 9")])
+def test_an_answer_that_kills_its_worker_twice_is_undecided(config: Make, completion: str, how: str) -> None:
+    verdicts = scored(config(workers=2), lambda pool: pool.score(items("ok", completion, "no")))
+    assert outcomes(verdicts) == ["right", "undecided", "wrong"]
+    assert verdicts[1].reason == f"worker died: {how}"
+
+
+def test_an_answer_whose_worker_died_by_accident_is_scored_again(config: Make, tmp_path: Path) -> None:
+    mark = str(tmp_path / "mark")
+    [verdict] = scored(config(), lambda pool: pool.score(items("once", answer=mark)))
+    assert verdict.outcome is Outcome.WRONG
+
+
+def test_what_a_reward_raises_or_returns_wrongly_is_undecided(config: Make) -> None:
+    verdicts = scored(config(), lambda pool: pool.score(items("leave", "none", "ok")))
+    raised, returned, none = [verdict.reason for verdict in verdicts]
+    assert re.fullmatch(r"the reward raised SystemExit in \S+pool_rewards\.py:\d+: 1", raised)
+    assert re.fullmatch(r"the reward returned NoneType, not a number or a bool \(\S+pool_rewards\.py:\d+\)", returned)
+    assert not none
+
+
+def test_an_idle_worker_that_is_killed_comes_back(config: Make) -> None:
+    async def work(pool: RewardPool) -> list[Verdict]:
+        [child] = children()
+        os.kill(child, signal.SIGKILL)
+        return [verdict for _ in range(2) for verdict in await pool.score(items("ok"))]
+
+    assert outcomes(scored(config(), work)) == ["right", "right"]
+
+
+@pytest.mark.parametrize(
+    ("written", "to", "how"),
+    [
+        ("ff" * 64, "", "something wrote into its replies"),
+        ("00000005", "socket", "something wrote into its replies"),  # announces a frame of 80 MiB
+        ("00000100", "socket", "did not reply for 1 s"),  # of 64 KiB: it may be a reply
+    ],
+)
+def test_a_reward_that_writes_to_the_wire_is_undecided(config: Make, written: str, to: str, how: str) -> None:
+    work = scored(config("pool_rewards:garbage"), lambda pool: pool.score(items(written, answer=to)), hung=1.0)
+    assert [verdict.reason for verdict in work] == [f"worker died: {how}"]
+
+
+def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(config: Make) -> None:
+    said: list[str] = []
+
+    async def work(pool: RewardPool) -> list[Verdict]:
+        for _ in range(2):  # the second time, what takes its place may be starting yet
+            [child] = children()
+            os.kill(child, signal.SIGSTOP)
+            while runs(child):
+                await asyncio.sleep(0.02)
+            while not children():
+                await asyncio.sleep(0.001)
+        return await pool.score(items("ok", "no"))
+
+    assert outcomes(scored(config(), work, hung=1.5, on_change=said.append)) == ["right", "wrong"]
+    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 gave no sign of life"] * 2
+
+
+HOW_THEY_END = [("hang", "timeout after 0.3 s"), ("exit", "worker died: exit status 3")]
+
+
+@pytest.mark.parametrize(("completion", "how"), HOW_THEY_END)
+def test_what_a_reward_started_ends_with_its_worker(config: Make, tmp_path: Path, completion: str, how: str) -> None:
+    mark = tmp_path / "mark"
+    [verdict] = scored(config("pool_rewards:child"), lambda pool: pool.score(items(completion, answer=str(mark))))
+    assert verdict.reason == how
+    started = mark.read_text().split()
+    assert [runs(int(pid)) for pid in started] == [False] * len(started) != []
+
+
+def test_a_reward_that_takes_too_much_memory_is_undecided(config: Make) -> None:
+    [verdict] = scored(config("pool_rewards:greedy", memory_gib=0.5), lambda pool: pool.score(items("")))
+    assert verdict.reason == "the reward raised MemoryError"
+
+
+def test_a_reward_that_floods_its_log_does_not_fill_the_disk(config: Make, tmp_path: Path) -> None:
+    log = tmp_path / "rewards.txt"
+    scored(config("pool_rewards:floods", timeout=20.0), lambda pool: pool.score(items("")), log=log)
+    text = log.read_text()
+    assert len(text) < 10 << 20
+    assert text.endswith("[output cut after 4 MiB]\nlast None\n")
+
+
+def test_text_that_no_wire_can_carry_is_undecided(config: Make) -> None:
+    verdicts = scored(config("exact_match"), lambda pool: pool.score(items("ok", "\ud800", "no")))
+    assert outcomes(verdicts) == ["right", "undecided", "wrong"]
+
+
+def test_too_many_undecided_in_a_row_end_the_run(config: Make) -> None:
+    async def work(pool: RewardPool) -> None:
+        await pool.score(items("none", "none", "ok", "none", "none"))
+        await pool.score(items("none"))
+
+    with pytest.raises(RewardFunctionError, match=r"the last 3 answers were undecided.*NoneType"):
+        scored(config(max_consecutive_undecided=3), work)
+
+
+def test_slow_answers_are_shared_among_the_workers(config: Make) -> None:
+    async def work(pool: RewardPool) -> tuple[float, int]:
+        await pool.score(items(*["slow"] * 8))
+        pool.drain_spans()
+        await pool.score(items(*["slow"] * 8))
+        return pool.busy_seconds, len({span.role for span in pool.drain_spans()})
+
+    busy, roles = scored(config(workers=2, timeout=5.0), work)
+    assert busy >= 16 * 0.05
+    assert roles == 2
+
+
+def test_spans_say_when_workers_scored(config: Make) -> None:
+    async def work(pool: RewardPool) -> None:
+        before = time.monotonic()
+        await pool.score(items("ok"))
+        [span] = pool.drain_spans()
+        assert (span.role, span.name) == ("rewards-0", "score")
+        assert before <= span.start <= span.end <= time.monotonic()
+        assert pool.drain_spans() == []
+
+    scored(config(), work)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("finalanswer", "did you mean 'final_answer'"), ("broken_rewards:f", "nothing_of_the_kind")],
+)
+def test_a_reward_that_cannot_be_used_is_refused_before_the_run(config: Make, function: str, words: str) -> None:
+    with pytest.raises(RewardFunctionError, match=words):
+        run(check_reward(config(function)))
+    assert children() == []
+
+
+def test_a_worker_that_dies_or_hangs_while_starting_is_named(config: Make) -> None:
+    with pytest.raises(RoleDied, match="rewards-0 ended while starting: exit status 7"):
+        run(check_reward(config("dying_rewards:f")))
+    with pytest.raises(DeadlineExceeded, match="rewards-0 to import stuck_rewards:f"):
+        run(check_reward(config("stuck_rewards:f", start_timeout=0.3)))
+    assert children() == []
+
+
+def test_a_worker_that_cannot_be_brought_back_ends_the_run(config: Make, tmp_path: Path) -> None:
+    async def work(pool: RewardPool) -> None:
+        (tmp_path / "pool_rewards.py").write_text("import os; os._exit(7)")
+        await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RoleDied, match="rewards-0 ended while starting: exit status 7"):
+        scored(config(), work)
+
+
+def test_a_worker_that_comes_back_is_refused_as_at_the_start(config: Make, tmp_path: Path) -> None:
+    async def work(pool: RewardPool) -> None:
+        (tmp_path / "pool_rewards.py").write_text("import nothing_of_the_kind")
+        await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RewardFunctionError, match="nothing_of_the_kind"):
+        scored(config(), work)
+
+
+def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(pool: RewardPool) -> None:
+        monkeypatch.setattr("sys.executable", "/nowhere/python")
+        await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RoleDied, match=r"rewards cannot be started: /nowhere/python: No such file"):
+        scored(config(patience=5.0), work)
+
+
+def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Path) -> None:
+    """The worker's log cannot be opened any more: an error that no place of the pool expects."""
+
+    async def main() -> None:
+        pool = RewardPool(config(patience=5.0), log=tmp_path / "logs" / "rewards.txt")
+        (tmp_path / "logs").mkdir()
+        async with pool:
+            shutil.rmtree(tmp_path / "logs")
+            await pool.score(items("exit", "ok"))
+
+    with pytest.raises(RoleDied, match=r"rewards cannot be started: .*rewards\.txt: No such file"):
+        run(main())
+
+
+def test_closing_leaves_no_process_and_answers_whoever_waits(config: Make) -> None:
+    async def main() -> None:
+        pool = RewardPool(config(workers=2, timeout=60))
+        await pool.start()
+        waiting = asyncio.create_task(pool.score(items("hang", "hang", "ok")))
+        await asyncio.sleep(0.1)
+        await pool.close()
+        with pytest.raises(RoleDied, match="was closed"):
+            await waiting
+        with pytest.raises(RoleDied, match="was closed"):
+            await pool.score(items("ok"))
+
+    run(main())
+    assert children() == []
+
+
+def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
+    program = (
+        "import asyncio, os\n"
+        "from stretto.rewards.config import RewardsConfig\n"
+        "from stretto.rewards.service.pool import RewardPool\n"
+        "from stretto.rewards.service.wire import ScoreItem\n"
+        "async def main():\n"
+        "    pool = RewardPool(RewardsConfig(function='pool_rewards:reward', timeout=60))\n"
+        "    await pool.start()\n"
+        "    asyncio.ensure_future(pool.score([ScoreItem(prompt='', completion='hang', answer='')]))\n"
+        "    await asyncio.sleep(0.1)\n"
+        "    print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    root = str(Path(__file__).parents[3])
+    path = os.pathsep.join([root, os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60
+    )
+    worker = int(done.stdout)
+    until = time.monotonic() + 5
+    while runs(worker):
+        assert time.monotonic() < until, "the worker outlived its parent"
+        time.sleep(0.01)
+
+
+def test_what_a_reward_prints_is_in_the_log(config: Make, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with RewardPool(config(), log=tmp_path / "rewards.txt") as pool:
+            await pool.score(items("ok", "ok"))
+
+    run(main())
+    assert (tmp_path / "rewards.txt").read_text() == "noise on stdout\n" * 2
