@@ -18,6 +18,8 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.kernel_choice import choose
+from stretto.model.kernels.matmul import use_onednn
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
@@ -29,7 +31,7 @@ class EngineSpec(Record, frozen=True):
     """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
 
     `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
-    is, as version 0, until something is published.
+    is, as version 0, until something is published. `kernels` is the file that says which kernels the run uses.
     """
 
     name: str
@@ -40,6 +42,7 @@ class EngineSpec(Record, frozen=True):
     config: str
     threads: int
     publication_seconds: float
+    kernels: str | None = None
 
 
 def await_publication(subscriber: SharedMemorySubscriber, owner: str, seconds: float) -> None:
@@ -66,6 +69,7 @@ def main(arguments: list[str]) -> int:
 def _serve(spec: EngineSpec) -> None:
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
+    use_onednn(model, chooser=partial(choose, record=Path(spec.kernels) if spec.kernels else None))
     engine = NativeEngine(model, config, name=spec.name, detokenizer=partial(load_tokenizer, spec.model))
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:

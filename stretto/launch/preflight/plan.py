@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.core.machine import cache_folder
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
@@ -210,14 +211,6 @@ def base_folder(recipe: Startable) -> Path:
     if not folder.exists():
         build_policy(recipe.model.build, folder, recipe.seed)
     return folder
-
-
-def cache_folder() -> Path:
-    """Where built models and warm starts are kept between runs: ``$STRETTO_CACHE``, else the user's cache."""
-    root = os.environ.get("STRETTO_CACHE")
-    if root:
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
 
 
 def digest(*parts: object) -> str:
