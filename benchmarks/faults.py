@@ -35,7 +35,7 @@ import msgspec
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
 from stretto.audit.check import check_run
-from stretto.launch.preflight.plan import cache_folder
+from stretto.core.machine import cache_folder
 from stretto.rewards.functions import final_answer
 from stretto.store.inspection import inspect_run
 from tests.launch.running import MODULES, Command, Laboratory, said, steps_done, wait_until

@@ -24,7 +24,7 @@ from benchmarks.faults import victims
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
 from stretto.audit.check import check_run
-from stretto.launch.preflight.plan import cache_folder
+from stretto.core.machine import cache_folder
 from tests.launch.running import Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")

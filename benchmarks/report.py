@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,10 @@ def _is_number(cell: str) -> bool:
 
 
 def save(name: str, results: object) -> Path:
-    """Write ``benchmarks/results/<name>.json``: the results with the day, the machine and the library versions."""
+    """Write ``benchmarks/results/<name>.json``: the results with the day, the machine and the library versions.
+
+    What was measured on another processor is kept beside it, as ``<name>.<processor>.json``.
+    """
     content: dict[str, Any] = {
         "benchmark": name,
         "measured": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -85,6 +90,18 @@ def save(name: str, results: object) -> Path:
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
+    if path.exists() and (before := _processor(path)) != _slug(machine().processor):
+        path.replace(RESULTS / f"{name}.{before}.json")
     write_atomically(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    (RESULTS / f"{name}.{_slug(machine().processor)}.json").unlink(missing_ok=True)
     print(f"written to {path.relative_to(RESULTS.parent.parent)}")
     return path
+
+
+def _processor(path: Path) -> str:
+    """The slug of the processor that a result was measured on."""
+    return _slug(json.loads(path.read_text())["machine"]["processor"])
+
+
+def _slug(processor: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", processor.lower().replace("(r)", "")).strip("-")

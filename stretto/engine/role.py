@@ -18,6 +18,8 @@ from stretto.engine.spec import EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.model.kernels.choice import choose
+from stretto.model.kernels.matmul import use_onednn
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
@@ -49,6 +51,7 @@ def main(arguments: list[str]) -> int:
 def _serve(spec: EngineSpec) -> None:
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
+    use_onednn(model, chooser=partial(choose, record=Path(spec.kernels) if spec.kernels else None))
     engine = NativeEngine(model, config, name=spec.name, detokenizer=partial(load_tokenizer, spec.model))
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:

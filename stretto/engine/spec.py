@@ -9,7 +9,7 @@ class EngineSpec(Record, frozen=True):
     """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
 
     `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
-    is, as version 0, until something is published.
+    is, as version 0, until something is published. `kernels` is the file that says which kernels the run uses.
     """
 
     name: str
@@ -20,3 +20,4 @@ class EngineSpec(Record, frozen=True):
     config: str
     threads: int
     publication_seconds: float
+    kernels: str | None = None

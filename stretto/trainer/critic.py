@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, StopReason, Trajectory
 from stretto.model.hf.layers import checkpoint_activations
+from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, hidden_states
 from stretto.trainer.batch.minibatch import Minibatch
@@ -89,7 +90,7 @@ class StateValues(nn.Module):
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         super().__init__()
         model.eval()
-        use_onednn(model)
+        use_onednn(model, TRAINING)
         if config.activation_checkpointing:
             checkpoint_activations(model)
         assert isinstance(model.base_model, PreTrainedModel), type(model.base_model)

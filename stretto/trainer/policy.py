@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
+from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
@@ -26,7 +27,7 @@ class Policy(nn.Module):
         super().__init__()
         model.eval()
         check_policy(model)
-        use_onednn(model)
+        use_onednn(model, TRAINING)
         self.model = model
         self._sampling, self._half = sampling, config.dtype != "float32"
 

@@ -8,7 +8,8 @@ from stretto.core.records import Record, Sampling
 class TrainerSpec(Record, frozen=True):
     """What the trainer is started with; the two configurations are JSON texts of their pydantic models.
 
-    `sampling` is the record that the engines' requests carry: both sides speak of one distribution.
+    `sampling` is the record that the engines' requests carry: both sides speak of one distribution. `kernels` is the
+    file that says which kernels the run uses; None: a run that has no such file.
     """
 
     model: str
@@ -21,7 +22,8 @@ class TrainerSpec(Record, frozen=True):
     checkpoint: str | None = None
     descriptor: int = -1
     log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
-    hung: float = 10.0  # seconds without a sign of life after which another rank is killed
+    kernels: str | None = None
+    hung: float = 10.0  # seconds without a heartbeat after which another rank is killed
 
 
 class SupervisedSpec(Record, frozen=True):

@@ -1,16 +1,21 @@
 """Promises of what the benchmarks write:
 
 - a table lines its columns up and refuses rows that do not fit it;
-- a result names the machine and the library versions, and is whole or absent.
+- a result names the machine and the library versions, and is whole or absent;
+- what was measured on one processor outlives a measurement on another;
+- a rate is of as many tokens as were asked for, or there is none.
 """
 
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks import report
+from benchmarks.generators import Prompts, timed
 from benchmarks.report import Table, save
+from stretto.store.folder.provenance import machine
 
 
 def test_columns_line_up_and_numbers_stand_to_the_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +46,33 @@ def test_a_result_names_its_machine_and_versions(tmp_path: Path, monkeypatch: py
     assert content["results"] == {"rate": 3}
     assert content["machine"]["cores"] >= 1
     assert "python" in content["versions"]
+
+
+def test_the_results_of_two_processors_stand_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "benchmarks" / "results")
+    here = machine()
+    for processor, rate in (("AMD EPYC", 1), ("Intel(R) Xeon(R) Processor", 2), ("AMD EPYC", 3)):
+        there = msgspec.structs.replace(here, processor=processor)
+        monkeypatch.setattr(report, "machine", lambda there=there: there)
+        save("speed", {"rate": rate})
+    kept = {path.name: json.loads(path.read_text()) for path in report.RESULTS.iterdir()}
+    assert {name: (one["machine"]["processor"], one["results"]["rate"]) for name, one in kept.items()} == {
+        "speed.json": ("AMD EPYC", 3),
+        "speed.intel-xeon-processor.json": ("Intel(R) Xeon(R) Processor", 2),
+    }
+
+
+def test_a_pass_that_ends_early_is_no_rate() -> None:
+    lengths = iter([12, 3])
+
+    def generate(asked: Prompts, tokens: int) -> int:
+        return next(lengths)
+
+    with pytest.raises(ValueError, match="3 tokens instead of 2 times 6"):
+        timed(generate, [(1,), (2,)], 6, passes=2)
+
+
+def test_of_some_passes_the_fastest_counts() -> None:
+    row = timed(lambda asked, tokens: len(asked) * tokens, [(1,), (2,)], 6, passes=3)
+    assert (row["sequences"], row["tokens"], len(row["passes"])) == (2, 12, 3)
+    assert row["seconds"] == min(row["passes"])

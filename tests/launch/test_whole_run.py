@@ -71,7 +71,8 @@ def trajectories(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_the_run_folder_holds_everything_that_explains_the_run(run_dir: Path) -> None:
-    files = {"recipe.toml", "versions.json", "machine.json", "log.txt", "metrics.jsonl", "spans.jsonl", "ledger.sqlite"}
+    files = {"recipe.toml", "versions.json", "machine.json", "kernels.json", "log.txt"}
+    files |= {"metrics.jsonl", "spans.jsonl", "ledger.sqlite"}
     assert files <= {path.name for path in run_dir.iterdir()}
     assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [
         "engine-0.txt",

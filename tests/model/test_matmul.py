@@ -1,4 +1,5 @@
-"""Promises: layers that multiply by oneDNN give the values and gradients of `nn.Linear`, and can be changed back."""
+"""Promises: layers that multiply by any kernel give the values of `nn.Linear`, those of a trainer its gradients too; a
+kernel's copy of a weight follows the weight."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from stretto.model.kernels.choice import GENERATION, TRAINING, Name
 from stretto.model.kernels.matmul import OneDnnLinear, use_onednn
+from tests.model.choosing import always
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -17,7 +20,7 @@ def pair(wide_in: int, wide_out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]
     plain = nn.Linear(wide_in, wide_out, bias=bias)
     ours = nn.Linear(wide_in, wide_out, bias=bias)
     ours.load_state_dict(plain.state_dict())
-    assert use_onednn(ours) == 1
+    assert use_onednn(ours, TRAINING, always("onednn", 4)) == 1
     assert type(ours) is OneDnnLinear
     return plain, ours
 
@@ -55,7 +58,33 @@ def test_autocast_is_respected() -> None:
 def test_the_change_leaves_names_and_other_layers_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     names = list(model.state_dict())
-    assert use_onednn(model) == 2
+    assert use_onednn(model, TRAINING, always("onednn")) == 2
     assert list(model.state_dict()) == names
     assert [type(layer) for layer in model] == [OneDnnLinear, nn.ReLU, OneDnnLinear]
     assert use_onednn(model) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", GENERATION)
+def test_every_kernel_follows_a_weight_that_is_written_to(kernel: Name, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    plain, ours = (nn.Linear(96, 40).to(dtype).requires_grad_(False) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    fits = dtype in ((torch.float32,) if kernel in ("onednn", "columns") else (torch.float32, torch.bfloat16))
+    use_onednn(ours, chooser=always(kernel if fits else "linear", fewest=3))
+    eps = torch.finfo(dtype).eps
+    for _ in range(3):
+        for tokens in (1, 2, 3, 70):
+            x = torch.randn(1, tokens, 96).to(dtype)
+            with torch.inference_mode():
+                torch.testing.assert_close(ours(x), plain(x), rtol=2 * eps, atol=96 * eps)
+        for written in (plain, ours):
+            written.weight.copy_(torch.arange(40 * 96).reshape(40, 96).remainder(7) / 7 + plain.weight[0, 0])
+
+
+def test_a_weight_that_is_an_embedding_as_well_keeps_its_place_in_memory() -> None:
+    embedding, tied, free = nn.Embedding(40, 96), nn.Linear(96, 40), nn.Linear(40, 40)
+    tied.weight = embedding.weight
+    use_onednn(nn.Sequential(embedding, tied, free), chooser=always("columns"))
+    assert embedding.weight.is_contiguous()
+    assert not free.weight.is_contiguous()

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stretto.model.trace.rewrites import multiply, rotate, sign
+from stretto.model.kernels.choice import KernelChoice
+from stretto.model.kernels.matmul import Kernel
+from stretto.model.trace.rewrites import rotate, sign
 from tests.tolerances import assert_close
 
 
@@ -28,11 +30,11 @@ def test_a_quarter_turn_swaps_the_halves_and_one_sign() -> None:
     assert rotate(x, cos, sign(sin)).tolist() == [[-3.0, -4.0, 1.0, 2.0]]
 
 
-def test_few_tokens_are_multiplied_by_the_default_and_many_by_onednn() -> None:
-    layer = nn.Linear(64, 512).requires_grad_(False)
-    fewest = 24
+def test_few_tokens_are_multiplied_by_the_default_and_many_by_the_kernel() -> None:
+    layer, fewest = nn.Linear(64, 512).requires_grad_(False), 24
+    kernel = Kernel(KernelChoice("onednn", fewest), torch.float32)
     for tokens in (1, fewest - 1, fewest, fewest + 1):
         x = torch.randn(1, tokens, 64)
-        assert_close(multiply(x, layer.weight, layer.bias, fewest), layer(x), 64)
+        assert_close(kernel.multiply(x, layer.weight, layer.bias), layer(x), 64)
     x = torch.randn(1, fewest - 1, 64)
-    assert torch.equal(multiply(x, layer.weight, layer.bias, fewest), layer(x))
+    assert torch.equal(kernel.multiply(x, layer.weight, layer.bias), layer(x))

@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
+from stretto.model.kernels.choice import Name
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.trace.trace import ModuleForward, TracedForward, trace
+from tests.model.choosing import always
 from tests.model.families import FAMILIES, VOCABULARY, config
 from tests.tolerances import assert_close, operations_of
 
@@ -70,18 +72,28 @@ def test_in_bfloat16_captured_calls_round_as_the_module_does() -> None:
     assert torch.equal(two_steps(captured), two_steps(called))
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_captured_calls_multiply_by_onednn_where_the_module_does(before: bool) -> None:
-    policy = model(QWEN, intermediate_size=3000)  # nine tokens and more, of 32 times 3,000 multiplications each
-    if before:  # the two tracings then differ in who multiplies
-        use_onednn(policy)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("onednn", "float32"),
+        ("columns", "float32"),
+        ("packed", "float32"),
+        ("packed", "bfloat16"),
+        ("widened", "bfloat16"),
+    ],
+)
+def test_captured_calls_multiply_by_the_kernels_of_the_module(kernel: Name, dtype: str) -> None:
+    policy = model(QWEN).to(getattr(torch, dtype))
+    use_onednn(policy, chooser=always(kernel, fewest=6))  # the two tracings differ in who would multiply
     captured, called = both(policy)
-    use_onednn(policy)
     assert torch.equal(two_steps(captured), two_steps(called))
 
 
-def test_weights_that_are_copied_into_the_model_are_seen() -> None:
-    captured, called = both(model(QWEN))
+@pytest.mark.parametrize("kernel", ["linear", "columns", "packed"])
+def test_weights_that_are_copied_into_the_model_are_seen(kernel: Name) -> None:
+    policy = model(QWEN)
+    use_onednn(policy, chooser=always(kernel))
+    captured, called = both(policy)
     before = two_steps(captured)
     captured.clear()
     with torch.no_grad():
@@ -176,9 +188,9 @@ def test_the_number_of_tokens_itself_may_stand_in_a_call() -> None:
 @pytest.mark.parametrize(
     ("family", "calls"),
     [
-        (QWEN, {"rms_norm": 9, "rotate": 4, "sign": 1, "multiply": 15}),  # four norms in a layer and one at the end
-        (("qwen2", 4, 2, {}), {"rms_norm": 5, "rotate": 4, "sign": 1, "multiply": 15}),
-        (("gemma3_text", 4, 2, {}), {"rms_norm": 13, "rotate": 4, "multiply": 15}),
+        (QWEN, {"rms_norm": 9, "rotate": 4, "sign": 1, "linear": 15}),  # four norms in a layer and one at the end
+        (("qwen2", 4, 2, {}), {"rms_norm": 5, "rotate": 4, "sign": 1, "linear": 15}),
+        (("gemma3_text", 4, 2, {}), {"rms_norm": 13, "rotate": 4, "linear": 15}),
     ],
     ids=str,
 )

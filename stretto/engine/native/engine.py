@@ -64,8 +64,8 @@ class NativeEngine:
         detokenizer: Callable[[], Detokenizer] | None = None,
     ) -> None:
         """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
-        self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         use_onednn(model)
+        self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         self._parameters = Parameters(model)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config

@@ -114,7 +114,9 @@ async def roles(
     owned = lock.acquire(sockets)  # until this process ends: whoever finds the name elsewhere leaves them to us
     folder.write(_SOCKETS, f"{sockets}\n")
     mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
-    meeting = Endpoints(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets)
+    recorded = version == 0 or folder.kernels.exists()  # not in what an earlier stretto began
+    kernels = folder.kernels if recorded else None
+    meeting = Endpoints(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets, kernels=kernels)
     model = folder.policy(0)
     lineage = Recovery(folder, recipe.store.keep_checkpoints)
     trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, lineage, starter=starter)

@@ -16,11 +16,13 @@ _LONGEST_SOCKET_FOLDER = 70
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where roles meet: a name and a folder for published weights, and a folder for sockets."""
+    """Where roles meet: a name and a folder for published weights, a folder for sockets, and the file that says which
+    kernels all of them use."""
 
     mailbox: str
     mailbox_folder: Path
     sockets: Path
+    kernels: Path | None = None
 
 
 def socket_folder() -> Path:
@@ -52,6 +54,7 @@ def _engine_spec(plan: Plan, model: Path, meeting: Endpoints, number: int, publi
         config=config.model_dump_json(),
         threads=config.threads,
         publication_seconds=plan.recipe.deadlines.start if published else 0.0,
+        kernels=str(meeting.kernels) if meeting.kernels is not None else None,
     )
 
 
@@ -66,4 +69,5 @@ def trainer_spec(plan: Plan, model: Path, meeting: Endpoints) -> TrainerSpec:
         algorithm=recipe.algorithm.model_dump_json(),
         sampling=plan.sampling,
         threads=recipe.trainer.threads,
+        kernels=str(meeting.kernels) if meeting.kernels is not None else None,
     )

@@ -11,8 +11,9 @@ import xxhash
 
 from stretto import __version__
 from stretto.core.errors import Problem, RecipeError
+from stretto.core.machine import cache_folder
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
-from stretto.launch.preflight.plan import Plan, cache_folder, check_cache, digest, make_plan
+from stretto.launch.preflight.plan import Plan, check_cache, digest, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import Demonstrations

@@ -188,6 +188,7 @@ async def _trainer(
         sampling=recipe.sampling.record(load_tokenizer(model).eos_token_ids),
         threads=recipe.trainer.threads,
         checkpoint=str(checkpoint) if checkpoint is not None else None,
+        kernels=str(folder.kernels) if folder.kernels.exists() else None,
     )
     try:
         await link.start(spec, version, publish=False)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.core.machine import cache_folder
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
@@ -245,14 +246,6 @@ def base_folder(recipe: Startable) -> Path:
         check_cache()
         build_policy(recipe.model.build, folder, recipe.seed)
     return folder
-
-
-def cache_folder() -> Path:
-    """Where built models and warm starts are kept between runs: ``$STRETTO_CACHE``, else the user's cache."""
-    root = os.environ.get("STRETTO_CACHE")
-    if root:
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "stretto"
 
 
 def check_cache() -> None:

@@ -1,30 +1,62 @@
-"""Float32 products on the processor through oneDNN.
-
-torch's default float32 product is MKL, which leaves AVX-512 unused on some processors: oneDNN is 2.1 times as fast in
-the forward pass and for the gradient of the input, 1.3 to 2 times for the gradient of the weight (64 to 768 wide, 2,048
-tokens, one core). Both compute in float32; their results differ by rounding only.
+"""Linear layers that multiply by the kernel which was measured to be the fastest (`stretto.model.kernels.choice`).
 
 `use_onednn` replaces the class of a model's linear layers and of nothing else, so that parameters, names and saved
-files stay what they were.
+files stay what they were. Gradients are taken for oneDNN's float32 products, which a trainer may choose: in the
+backward pass too they are up to twice as fast as MKL on some processors.
 
 Axes: T token, K input width, N output width.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-#: Below this many multiplications a product is too small to be worth oneDNN's longer call. One token times a large
-#: weight is worth it: that reads the weight from memory at 1.5 times MKL's pace.
-FEWEST_MULTIPLICATIONS = 3 << 18
+from stretto.model.kernels.choice import (
+    GENERATION,
+    SHARED,
+    KernelChoice,
+    Name,
+    Shape,
+    choose,
+    multiply,
+    prepare,
+    product,
+)
+
+#: The choice for each shape of a weight; the arguments are those of `stretto.model.kernels.choice.choose`.
+Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
 
-def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """left · rightᵀ + bias, [M, N]; either may be a transposed view."""
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
+class Kernel:
+    """A chosen kernel and, where it wants one, its own copy of the weight, made anew when the weight has changed."""
+
+    def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
+        self.choice, self.dtype = choice, dtype
+        self.of_torch = choice.kernel in ("linear", "columns")  # a plain layer multiplies so
+        self._prepared: Tensor | None = None
+        self._version = (0, 0)  # of which weight that was made, and after how many writes to it
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer over the next to last axis of `x`."""
+        if x.shape[-2] < self.choice.fewest:
+            return functional.linear(x, weight, bias)
+        return self.multiply_many(x, weight, bias)
+
+    def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `multiply`, for as many tokens as the choice wants."""
+        if self.choice.kernel not in ("packed", "widened"):
+            return multiply(self.choice.kernel, x, weight, bias)
+        version = (id(weight), weight._version)
+        if self._prepared is None or version != self._version:
+            self._prepared, self._version = prepare(self.choice.kernel, weight.detach()), version
+        return multiply(self.choice.kernel, x, self._prepared, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -51,25 +83,55 @@ def _weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies by oneDNN in float32 on the processor, and like `nn.Linear` everywhere else."""
+    """A linear layer that multiplies by its kernel on the processor, and like `nn.Linear` everywhere else."""
+
+    kernel: Kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.numel() // self.in_features
-        plain = x.device.type != "cpu" or x.dtype != torch.float32 or self.weight.dtype != torch.float32
-        small = tokens * self.weight.numel() < FEWEST_MULTIPLICATIONS
-        if plain or small or torch.is_autocast_enabled("cpu"):
+        tokens, kernel = x.numel() // self.in_features, self.kernel
+        if kernel.of_torch or tokens < kernel.choice.fewest or torch.is_autocast_enabled("cpu"):
+            return super().forward(x)
+        if x.device.type != "cpu" or x.dtype != kernel.dtype or self.weight.dtype != kernel.dtype:
             return super().forward(x)
         if not torch.is_grad_enabled():  # spares the bookkeeping of autograd, which counts in a decode step
-            return product(x, self.weight, self.bias)
+            return kernel.multiply_many(x, self.weight, self.bias)
+        if kernel.choice.kernel != "onednn":
+            return super().forward(x)
         y = _Linear.apply(x.reshape(tokens, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
         return cast(Tensor, y).view(*x.shape[:-1], self.out_features)
 
 
-def use_onednn(model: nn.Module) -> int:
-    """Let every plain `nn.Linear` of the model multiply by oneDNN; returns how many (0 where torch has no oneDNN)."""
-    if not torch.backends.mkldnn.is_available():
-        return 0
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
+def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: Chooser = choose) -> int:
+    """Let every plain `nn.Linear` of the model multiply by its fastest kernel; returns how many were changed.
+
+    With ``columns`` among the kernels, weights may change how they lie in memory.
+    """
+    layers = [module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type == "cpu"]
+    readers = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    kinds: dict[tuple[torch.dtype, tuple[Name, ...]], list[nn.Linear]] = {}
     for layer in layers:
-        layer.__class__ = OneDnnLinear
+        offered = [kernel for kernel in kernels if kernel in SHARED or readers[id(layer.weight)] == 1]
+        kinds.setdefault((layer.weight.dtype, tuple(offered)), []).append(layer)
+    for (dtype, offer), alike in kinds.items():
+        chosen = chooser(sorted({(one.out_features, one.in_features) for one in alike}), dtype, offer)
+        for layer in alike:
+            choice = chosen.get((layer.out_features, layer.in_features), KernelChoice())
+            if choice.kernel == "columns":
+                layer.weight.data = prepare("columns", layer.weight.data)
+            layer.__class__ = OneDnnLinear
+            cast(OneDnnLinear, layer).kernel = Kernel(choice, dtype)
     return len(layers)
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[dict[int, Kernel]]:
+    """Its linear layers are `nn.Linear` meanwhile; yields the kernels by the identity of their weights."""
+    layers: list[nn.Linear] = [module for module in model.modules() if isinstance(module, OneDnnLinear)]
+    kernels = {id(layer.weight): cast(OneDnnLinear, layer).kernel for layer in layers}
+    try:
+        for layer in layers:
+            layer.__class__ = nn.Linear
+        yield kernels
+    finally:
+        for layer in layers:
+            layer.__class__ = OneDnnLinear

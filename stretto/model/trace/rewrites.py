@@ -2,22 +2,21 @@
 
     x * rsqrt(mean(x²) + ε), times a weight      rms_norm                 equal to the last bit
     x·cos + cat(-x₂, x₁)·sin                     the sign goes to sin     equal to the last bit
-    linear                                       oneDNN where it pays     equal to rounding
+    linear                                       the layer's kernel       equal to rounding
 
 Which rewritings pay, and which were tried and do not, stands in docs/log.md.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.nn import functional
 
-from stretto.model.kernels.matmul import FEWEST_MULTIPLICATIONS, product
+from stretto.model.kernels.matmul import Kernel
 from stretto.model.trace.match import call_instead, call_name, fitting, replace
 
 _INVERSE_ROOT = ("rsqrt", ("add", ("mean", ("pow", "x", 2), -1, True), "epsilon"))
@@ -28,16 +27,16 @@ _ROTATION = ("add", ("mul", "x", "cos"), ("mul", _TURNED, "sin"))
 _LINEAR = ("linear", "x", "weight", "bias")
 
 
-def simplify(graph: Graph) -> None:
-    """Rewrite the calls of a graph in place; `node.meta` holds "shape" and "dtype" of what is computed.
+def simplify(graph: Graph, kernels: Mapping[Node, Kernel]) -> None:
+    """Rewrite the calls of a graph in place; `node.meta` holds "shape" and "dtype" of what is computed, `kernels` who
+    multiplies by a weight.
 
     Nothing in the graph may write in place or be random. Of a shape, the last size is the same in every run.
     """
     _compute_once(graph)
     _normalize(graph)
     _rotate(graph)
-    if torch.backends.mkldnn.is_available():
-        _multiply(graph)
+    _multiply(graph, kernels)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -52,11 +51,6 @@ def sign(sin: Tensor) -> Tensor:
     """cat(-sin₁, sin₂)"""
     first, second = sin.chunk(2, -1)
     return torch.cat((-first, second), -1)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, fewest: int) -> Tensor:
-    """A linear layer, by oneDNN from so many tokens on."""
-    return functional.linear(x, weight, bias) if x.shape[-2] < fewest else product(x, weight, bias)
 
 
 def _compute_once(graph: Graph) -> None:
@@ -95,9 +89,7 @@ def _rotate(graph: Graph) -> None:
             call_instead(node, rotate, found["x"], found["cos"], signed[sin])
 
 
-def _multiply(graph: Graph) -> None:
+def _multiply(graph: Graph, kernels: Mapping[Node, Kernel]) -> None:
     for node, found in fitting(graph, _LINEAR):
-        if node.meta["dtype"] == torch.float32:
-            multiplications = math.prod(found["weight"].meta["shape"])  # for one token
-            fewest = math.ceil(FEWEST_MULTIPLICATIONS / multiplications)
-            call_instead(node, multiply, found["x"], found["weight"], found["bias"], fewest)
+        if (kernel := kernels.get(found["weight"])) is not None and not kernel.of_torch:
+            call_instead(node, kernel.multiply, found["x"], found["weight"], found["bias"])

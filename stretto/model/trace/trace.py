@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
+from stretto.model.kernels.matmul import Kernel, plain
 from stretto.model.trace.rewrites import simplify
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ def trace(model: PreTrainedModel) -> TracedForward | ModuleForward:
     own = model.config._attn_implementation
     model.set_attn_implementation(_STAND_IN)
     try:
-        captured = _trace(model)
+        with plain(model) as kernels:
+            captured = _trace(model, kernels)
         _compare(model, captured)
     except Exception as error:  # whatever a module or torch's tracing does not like, the module itself is still there
         log.info("%s runs as a module, not captured: %s", type(model).__name__, error)
@@ -164,8 +165,6 @@ class _Recorder(TorchFunctionMode):
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         given, named = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
         name = func.__name__
-        if name == "_linear_pointwise":  # oneDNN's, which the module chose for so many tokens
-            return self.graph.call_function(functional.linear, given[:3])
         if name == "__getitem__":
             return self.graph.call_function(operator.getitem, given, named)
         if getattr(Tensor, name, None) is func:
@@ -202,10 +201,10 @@ def attend(attention: AttentionFunction, layer: Layer, query: Tensor, key: Tenso
 
 
 @torch.no_grad()
-def _trace(model: PreTrainedModel) -> TracedForward:
+def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel]) -> TracedForward:
     first, second = (_record(model, tokens, rows) for tokens, rows in _TRACED)
     graph = _unite(first, second)
-    simplify(graph)
+    simplify(graph, {node: kernels[id(x)] for node, x in first.constants.items() if id(x) in kernels})
     used = tuple(first.constants[node] for node in graph.nodes if node in first.constants)
     return TracedForward(graph, GraphModule(nn.Module(), graph).forward, used)
 

@@ -7,8 +7,8 @@ import platform
 import shutil
 import subprocess
 from importlib import metadata
-from pathlib import Path
 
+from stretto.core.machine import cores, processor
 from stretto.core.records import Record
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn")
@@ -40,20 +40,11 @@ def machine() -> Machine:
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Machine(
         system=f"{platform.system()} {platform.release()}",
-        processor=_processor(),
-        cores=len(os.sched_getaffinity(0)),
+        processor=processor(),
+        cores=cores(),
         memory_gib=round(pages * page / 2**30, 1),
         accelerators=_accelerators(),
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _accelerators() -> tuple[str, ...]:

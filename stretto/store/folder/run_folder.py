@@ -1,6 +1,7 @@
 """A run folder: where everything of one run lies, and who may write there.
 
 recipe.toml versions.json machine.json      what was run, with what, where
+kernels.json                                which kernels its roles multiply by
 rewards.json                                what its reward said of itself: the level of its sandbox
 log.txt logs/<role>.txt                     what was said
 metrics.jsonl spans.jsonl                   what was measured
@@ -160,6 +161,10 @@ class RunFolder:
     @property
     def spans(self) -> Path:
         return self.path / "spans.jsonl"
+
+    @property
+    def kernels(self) -> Path:
+        return self.path / "kernels.json"
 
     @property
     def ledger(self) -> Path:

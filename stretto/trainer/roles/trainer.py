@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel
 from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
 from stretto.model.hf.folder import load_policy, save_policy
+from stretto.model.kernels.choice import TRAINING, choose, unrecorded
+from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role
@@ -75,9 +78,15 @@ class TrainerRole:
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
         """The policy at the start, ready to be trained."""
-        model = _load(Path(self._spec.model), config)
+        model = self._load(Path(self._spec.model))
         if config.lora is not None:
             adapt(model, config.lora)
+        return model
+
+    def _load(self, folder: Path) -> PreTrainedModel:
+        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._config.device)
+        record = self._spec.kernels
+        use_onednn(model, TRAINING, unrecorded if record is None else partial(choose, record=Path(record)))
         return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
@@ -86,7 +95,7 @@ class TrainerRole:
         if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
-        return ReferencePolicy(_load(folder, config), config, self._spec.sampling, self._ranks)
+        return ReferencePolicy(self._load(folder), config, self._spec.sampling, self._ranks)
 
     def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
         """A critic that begins as the policy at the start."""
@@ -148,10 +157,6 @@ class TrainerRole:
             save_adapters(self._trainer.learner.model, self._config.lora, self._ranks, Path(folder) / "adapter")
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
         return PolicySaved(folder=folder, span=span)
-
-
-def _load(folder: Path, config: TrainerConfig) -> PreTrainedModel:
-    return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=config.device)
 
 
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:

@@ -1,0 +1,199 @@
+"""Which kernel multiplies by a weight on this processor: the fastest in a measurement.
+
+    linear     torch's own product, MKL for float32 and oneDNN for bfloat16
+    onednn     oneDNN's, of the weight as it is
+    columns    torch's own, of a weight that lies column by column in memory
+    packed     oneDNN's, of a copy of the weight in oneDNN's own order
+    widened    for bfloat16: torch's float32 product of a float32 copy of the weight, column by column
+
+A measurement takes milliseconds for a shape, once for a processor, its cores and threads, a torch and a type: results
+are kept in the user's cache. Rounding differs between kernels, so processes that have to agree to the last bit must
+choose alike. They name one record, the file of their run: the first of them measures while the others wait for its
+lock, and what stands there is never measured again, by those who resume or replay the run either.
+
+Axes: T token, K input width, N output width.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stretto.core.machine import cache_folder, cores, processor
+from stretto.core.records import Record
+
+log = logging.getLogger(__name__)
+
+Shape = tuple[int, int]
+Name = Literal["linear", "onednn", "columns", "packed", "widened"]
+
+#: What a trainer may choose from: its weights change in every step, and are saved and divided as they lie.
+TRAINING: tuple[Name, ...] = ("onednn",)
+#: For a weight that something else reads as well, such as an embedding.
+SHARED: tuple[Name, ...] = ("onednn", "packed", "widened")
+GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "widened")
+
+FILE = "kernels.json"
+_TOKENS = (1, 16, 64, 256)
+_MOST_MULTIPLICATIONS = 1 << 26  # a larger product is multiplied like the largest that was measured
+_FEWEST_MULTIPLICATIONS = 3 << 18  # of the largest product, below which nothing is measured
+_COLD_BYTES = 4 << 20  # a step reads each weight from outside of the core's own cache
+_ROUNDS = 2
+_GAINS = {"onednn": 1.05, "columns": 1.03, "packed": 1.15, "widened": 1.15}  # a copy costs memory, and time per version
+_LOCK_SECONDS = 20.0
+
+
+class KernelChoice(Record, frozen=True):
+    """A kernel, and the fewest tokens for which it is used; fewer are multiplied by ``linear``."""
+
+    kernel: Name = "linear"
+    fewest: int = 1
+    gain: float = 1.0  # over ``linear``, the geometric mean over 1 to 256 tokens
+
+
+def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
+    """The choices of runs that have no record: oneDNN for float32 products of 786,432 multiplications and more."""
+    if not _fits("onednn", dtype):
+        return {}
+    return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
+
+
+def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """oneDNN's left · rightᵀ + bias, [M, N]; either may be a transposed view."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
+
+
+def prepare(kernel: str, weight_NK: Tensor) -> Tensor:
+    """The weight as a kernel wants it; the weight itself where that is how it lies."""
+    if kernel == "columns":
+        return weight_NK.t().contiguous().t()
+    if kernel == "packed":
+        return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_NK, _TOKENS[-2]))
+    return prepare("columns", weight_NK.float()) if kernel == "widened" else weight_NK
+
+
+def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias, of a prepared weight."""
+    if kernel in ("onednn", "packed"):
+        return product(x_TK, prepared, bias_N)
+    if kernel == "widened":
+        return functional.linear(x_TK.float(), prepared, None if bias_N is None else bias_N.float()).to(x_TK.dtype)
+    return functional.linear(x_TK, prepared, bias_N)
+
+
+def choose(
+    shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
+) -> dict[Shape, KernelChoice]:
+    """The choice for each weight [N, K], from the record, else from the user's cache, else measured; kept in both."""
+    offered = [kernel for kernel in kernels if _fits(kernel, dtype)]
+    place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
+    names = {shape: f"{place}: {dtype}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
+    if not names and record is None:
+        return {}
+    files = [*([record] if record is not None else []), cache_folder() / FILE]
+    with ExitStack() as locks:
+        written = [file for file in files if locks.enter_context(_locked(file))]  # all processes in this order
+        known = {name: choice for file in reversed(files) for name, choice in _read(file).items()}
+        chosen = {shape: known.get(name) or measure(shape, dtype, offered) for shape, name in names.items()}
+        for file in written:
+            _add(file, {names[shape]: choice for shape, choice in chosen.items()})
+    return chosen
+
+
+def _fits(kernel: str, dtype: torch.dtype) -> bool:
+    if kernel in ("onednn", "packed") and not torch.backends.mkldnn.is_available():
+        return False
+    wanted = {"columns": (torch.float32,), "onednn": (torch.float32,), "widened": (torch.bfloat16,)}
+    return dtype in wanted.get(kernel, (torch.float32, torch.bfloat16))
+
+
+@torch.inference_mode()
+def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
+    """Time the kernels in turn, for a few and for many tokens."""
+    copies = max(1, min(2, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
+    plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
+    weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
+    counts = [count for count in _TOKENS if count == 1 or count * math.prod(shape) <= _MOST_MULTIPLICATIONS]
+    seconds = [_seconds(torch.randn(count, shape[1]).to(dtype), weights) for count in counts]
+    seconds += [seconds[-1]] * (len(_TOKENS) - len(counts))
+
+    def gain(kernel: Name, fewest: int) -> float:
+        times = zip(_TOKENS, seconds, strict=True)
+        logs = (math.log(one["linear"] / one[kernel]) for count, one in times if kernel == "columns" or count >= fewest)
+        return math.exp(sum(logs) / len(_TOKENS))
+
+    offers = [KernelChoice(kernel, fewest, round(gain(kernel, fewest), 3)) for kernel in kernels for fewest in counts]
+    best = max(offers, key=lambda offer: (offer.gain / _GAINS[offer.kernel], -offer.fewest))
+    return best if best.gain >= _GAINS[best.kernel] else KernelChoice()
+
+
+def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]]) -> dict[Name, float]:
+    """Of one pass over the weights by each kernel, the best of a few."""
+    # On one thread its own time counts: work beside it would only disturb.
+    clock: Callable[[], float] = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    best = dict.fromkeys(weights, math.inf)
+    for turn, kernel in itertools.product(range(_ROUNDS + 1), weights):
+        start = clock()
+        for weight in weights[kernel]:
+            multiply(kernel, x_TK, weight, None)
+        if turn:  # the first one makes code
+            best[kernel] = min(best[kernel], clock() - start)
+    return best
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[bool]:
+    """Hold the lock of a file while it is read and written; False where that cannot be, and it is not written then."""
+    with ExitStack() as held:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(file.with_name(f".{file.name}.lock").open("w"))
+            end = time.monotonic() + _LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.01)
+        except OSError as error:
+            log.warning("kernels are chosen without %s, which cannot be written: %s", file, error)
+            yield False
+        else:
+            yield True
+
+
+def _read(file: Path) -> dict[str, KernelChoice]:
+    """What was chosen before; nothing, where the file is absent or damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, KernelChoice])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _add(file: Path, chosen: dict[str, KernelChoice]) -> None:
+    known = _read(file)
+    if chosen.keys() <= known.keys() and file.exists():
+        return
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(chosen | known)) + b"\n")
+        part.replace(file)
+    except OSError as error:
+        log.warning("the choice of kernels is not kept in %s: %s", file, error)
+        part.unlink(missing_ok=True)
