@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics format format-check lint types tests bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics format format-check lint types tests coverage bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -21,7 +21,7 @@ setup: .venv/ready-run  ## .venv with the pinned packages and stretto itself
 demo: .venv/ready-run  ## train recipes/arithmetic.toml: a small model learns to reason, in minutes
 	$(BIN)/stretto train recipes/arithmetic.toml
 
-test: format-check lint types tests  ## every check: format, lint, types, tests with coverage
+test: format-check lint types tests  ## every check: format, lint, types, tests
 
 format-check: .venv/ready-test
 	$(RUN) ruff format --check .
@@ -33,8 +33,14 @@ types: .venv/ready-test
 	$(RUN) mypy
 
 # Two at a time, because a run of its own has several processes already and two cores are what has to be there.
+# In the order of the folders, which leaves the lightest for the end.
+PYTEST := $(RUN) pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 tests: .venv/ready-test  ## the tests alone
-	$(RUN) pytest --numprocesses 2 --dist loadfile --cov --cov-report=term
+	$(PYTEST)
+
+coverage: .venv/ready-test  ## the tests, slower, and which lines they have run
+	$(PYTEST) --cov --cov-report=term
 
 # Each setting is an older processor to torch, oneDNN, MKL and numba alike; `tests` has run on this one.
 HASWELL := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \

@@ -71,11 +71,18 @@ class ConductorEnd(Generic[Received]):
         self._near, self.far = socket.socketpair()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._opening = self._closed = False
 
     async def open(self) -> None:
         """To be called once the far end has been handed to the role."""
         self.far.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=self._near)
+        self._opening = True
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=self._near)
+        finally:
+            self._opening = False
+            if self._closed:
+                self.close()
 
     @property
     def is_open(self) -> bool:
@@ -114,8 +121,9 @@ class ConductorEnd(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     def close(self) -> None:
+        self._closed = True
         if self._writer is not None:
             self._writer.close()
-        else:
+        elif not self._opening:  # else the event loop is about to read from it, and would never hear of its end
             self._near.close()
             self.far.close()

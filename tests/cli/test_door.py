@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from tests.launch.running import TINY, Ended, Laboratory, with_sections
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "sft", "dpo", "eval", "serve", "inspect", "export"]
 HEAVY = ["torch", "transformers", "matplotlib", "numpy", "asyncio", "rich.table"]  # pydantic is typer's own
-HELP_SECONDS = 0.6  # of processor time; the promise is 0.3 on a quiet machine
+MODULES = 400  # 265 today; with torch there would be thousands
 
 Door = Callable[..., Ended]
 
@@ -35,14 +34,11 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
         "import sys\nfrom stretto.cli.main import main\n"
         f"sys.argv = ['stretto', *{arguments!r}, '--help']\n"
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
-        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), len(sys.modules) < {MODULES}, file=sys.stderr)"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "Usage: stretto" in done.stdout
-    assert done.stderr == "[]\n"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < HELP_SECONDS
+    assert done.stderr == "[] True\n"
 
 
 def test_help_lists_every_command(door: Door) -> None:

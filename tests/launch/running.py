@@ -114,6 +114,21 @@ class Command:
             assert list(shared_files(self.run_dir)) == []
 
 
+@contextmanager
+def default_dispositions() -> Iterator[None]:
+    """Signals end this process, and what it starts, as at a terminal: `nohup` ignores SIGHUP and a shell SIGINT for its
+    jobs in the background, and both are inherited."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
 def with_no_fuss(pid: int) -> None:
     """SIGKILL to a process of ours that may have ended meanwhile."""
     try:
@@ -174,16 +189,17 @@ class Laboratory:
             "TMPDIR": str(temporary),
             _MARK: mark,
         }
-        process = subprocess.Popen(
-            [*before, sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.folder,
-            env=inherited | environment,
-            start_new_session=True,
-        )
+        with default_dispositions():
+            process = subprocess.Popen(
+                [*before, sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=self.folder,
+                env=inherited | environment,
+                start_new_session=True,
+            )
         command = Command(process, mark, temporary, run_dir)
         try:
             yield command

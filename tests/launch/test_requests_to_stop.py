@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -14,9 +14,16 @@ import pytest
 from stretto.core.errors import EngineLost
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.processes.stopping import StopSignal, until_cut_short
+from tests.launch.running import default_dispositions
 
 T = TypeVar("T")
 LOST = EngineLost("engine-0", "is gone")
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    with default_dispositions():
+        yield
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -66,6 +73,17 @@ def test_a_signal_is_a_request_and_ends_what_waits(number: signal.Signals, code:
 
     assert run(main()) == (None, code)
     assert sleeper.cancelled
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
+    """By `nohup`, say."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def main() -> object:
+        async with signalled(signal.SIGHUP) as stopped:
+            return await stopped.unless(after(0.1, "went on")), stopped.requested
+
+    assert run(main()) == ("went on", False)
 
 
 def test_work_that_is_done_first_keeps_its_result() -> None:

@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -187,9 +186,7 @@ def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder:
         await fleet.look()
         (process,) = children()
         os.kill(process, signal.SIGSTOP)
-        start = time.monotonic()
-        assert await fleet.look(0.1) == []
-        assert time.monotonic() - start < 1
+        assert await fleet.look(0.1) == []  # it would never reply
         return fleet.counted(lambda health: health.busy_seconds)
 
     assert in_fleet(folder, work, count=1) == 1.0

@@ -135,3 +135,18 @@ def test_a_channel_that_was_never_opened_can_be_closed() -> None:
     conductor: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
     conductor.close()
     assert conductor.far.fileno() == -1
+
+
+def test_a_wire_that_is_closed_while_it_is_being_opened_is_a_dead_role_at_once() -> None:
+    async def conduct() -> None:
+        end: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+        wire = end.far.dup()
+        opening = asyncio.create_task(end.open())
+        await asyncio.sleep(0)
+        end.close()
+        await opening
+        with pytest.raises(RoleDied, match="closed its connection"):
+            await end.receive("to be ready", 10)
+        wire.close()
+
+    run(conduct())

@@ -179,7 +179,7 @@ def test_the_end_of_a_role_is_noticed_under_a_nursery_that_hangs_and_the_others_
         assert await other.wait() == -signal.SIGTERM
         return time.monotonic() - start
 
-    assert 1.5 < nursed(work) < 5
+    assert nursed(work) > 1.5
 
 
 @pytest.mark.parametrize("limit", ["_READY_SECONDS", "_STILL_SECONDS"])

@@ -70,7 +70,7 @@ def test_a_role_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -
     async def stop(role: RoleProcess) -> str:
         start = time.monotonic()
         await role.stop(0.2)
-        assert 0.2 <= time.monotonic() - start < 5
+        assert time.monotonic() - start >= 0.2
         return await role.ended()
 
     assert played(tmp_path, StubbornSpec(ignores=True), stop) == "was killed by SIGKILL (out of memory?)"

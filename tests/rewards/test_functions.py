@@ -62,9 +62,9 @@ def test_every_spelling_of_an_integer_is_the_integer(number: int, zeros: int) ->
 
 
 def test_a_number_of_a_million_digits_is_judged_at_once() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert final_answer("", "9=" + "9" * 10**6, "9" * 10**6)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 5  # what is quadratic takes minutes
 
 
 def test_an_exact_match_ignores_only_the_spaces_around() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -91,16 +91,19 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         StoreError: another format, not a ledger, damaged, or not writable.
     """
     check_log(path)
-    try:
-        connection = sqlite3.connect(path, isolation_level=None)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
-        connection.create_function("seal", -1, seal, deterministic=True)
-        _check_format(path, connection, FORMAT)
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
+    with ExitStack() as undo:
+        try:
+            connection = sqlite3.connect(path, isolation_level=None)
+            undo.callback(connection.close)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+            connection.create_function("seal", -1, seal, deterministic=True)
+            _check_format(path, connection, FORMAT)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
+        undo.pop_all()
     return connection
 
 
@@ -114,11 +117,14 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise StoreError(f"{path}: does not exist")
     check_resting_log(path)
-    try:
-        connection = sqlite3.connect(_address(path), isolation_level=None, uri=True)
-        _check_format(path, connection, _OLDEST)
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
+    with ExitStack() as undo:
+        try:
+            connection = sqlite3.connect(_address(path), isolation_level=None, uri=True)
+            undo.callback(connection.close)
+            _check_format(path, connection, _OLDEST)
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise StoreError(f"{path}: cannot be read as a ledger: {error}") from error
+        undo.pop_all()
     return connection
 
 

@@ -57,9 +57,9 @@ def outcome(answer: str, gold: str) -> str:
 @pytest.mark.parametrize("kind", BOMBS)
 @pytest.mark.parametrize("gold", ["42", "$x^2+y^2=4$"])
 def test_no_bomb_is_right_and_none_is_computed(kind: str, gold: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert outcome(BOMBS[kind], gold) != "right"
-    assert time.perf_counter() - start < 5.0  # a quarter of a second at most; computed, for ever
+    assert time.process_time() - start < 5.0  # a quarter of a second at most; computed, for ever
 
 
 def good(count: int) -> list[ScoreItem]:
