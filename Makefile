@@ -54,7 +54,7 @@ ifeq ($(shell uname -m),x86_64)
 endif
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
-	$(RUN) mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .
