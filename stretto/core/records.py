@@ -261,6 +261,8 @@ class Trajectory(Record, frozen=True):
     @property
     def stop_reason(self) -> StopReason | None:
         """Why its last sampled segment ended."""
+        if len(self.segments) == 1:
+            return self.segments[0].stop_reason
         return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)
 
     @property
