@@ -53,7 +53,9 @@ class FakeEngines:
     """Answers that are there before they are asked for: one set for each version."""
 
     def __init__(self, versions: int) -> None:
-        self._answers = [[_completion(version, member) for member in range(GROUP)] for version in range(versions)]
+        self._segments = [
+            [(_completion(version, member).segment,) for member in range(GROUP)] for version in range(versions)
+        ]
         chance = random.Random(1)
         self._durations = cycle([chance.lognormvariate(0.0, 0.8) for _ in range(997)])
         self._verdicts = [Verdict(outcome=Outcome.WRONG, reward=0.0), Verdict(outcome=Outcome.RIGHT, reward=1.0)]
@@ -67,11 +69,11 @@ class FakeEngines:
         return [
             Trajectory(
                 id=trajectory_id(ticket.group_id, member),
-                segments=(completion.segment,),
+                segments=segments,
                 verdict=self._verdicts[member % 2],
                 text="1+2=3",
             )
-            for member, completion in enumerate(self._answers[ticket.admitted_version])
+            for member, segments in enumerate(self._segments[ticket.admitted_version])
         ]
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -229,17 +231,22 @@ class Trajectory(Record, frozen=True):
     @property
     def token_ids(self) -> tuple[int, ...]:
         """[T] all tokens behind the prompt, sampled and given."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return self._joined("token_ids")
 
     @property
     def behavior_logprobs(self) -> tuple[float, ...]:
         """[S] of the sampled tokens."""
-        return tuple(logprob for segment in self.segments for logprob in segment.behavior_logprobs)
+        return self._joined("behavior_logprobs")
 
     @property
     def versions(self) -> tuple[int, ...]:
         """[S] of the sampled tokens."""
-        return tuple(version for segment in self.segments for version in segment.versions)
+        return self._joined("versions")
+
+    def _joined(self, field: str) -> tuple[Any, ...]:
+        if len(self.segments) == 1:  # a single turn, which is asked for in every decision: without a copy
+            return getattr(self.segments[0], field)  # type: ignore[no-any-return]
+        return tuple(chain.from_iterable(getattr(segment, field) for segment in self.segments))
 
     @property
     def sampled_places(self) -> tuple[int, ...]:
@@ -254,6 +261,8 @@ class Trajectory(Record, frozen=True):
     @property
     def stop_reason(self) -> StopReason | None:
         """Why its last sampled segment ended."""
+        if len(self.segments) == 1:
+            return self.segments[0].stop_reason
         return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)
 
     @property
@@ -287,7 +296,8 @@ class Group(Record, frozen=True):
     @property
     def oldest_version(self) -> int:
         """The oldest version that sampled any token of the group."""
-        return min((t.versions[0] for t in self.trajectories if t.versions), default=0)
+        sampled = (segment.versions for trajectory in self.trajectories for segment in trajectory.segments)
+        return min((versions[0] for versions in sampled if versions), default=0)
 
 
 class Batch(Record, frozen=True):

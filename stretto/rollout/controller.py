@@ -56,13 +56,10 @@ class Ticket(Record, frozen=True):
     """A group in flight: its prompt, the version under which it was admitted, and one random seed for each member."""
 
     order: int
+    group_id: str
     draw: Draw
     admitted_version: int
     seeds: tuple[int, ...]
-
-    @property
-    def group_id(self) -> str:
-        return self.draw.group_id
 
     @property
     def members(self) -> range:
@@ -163,9 +160,9 @@ class Controller:
         return ControllerState(position=self._prompts.position(), failures=failures)
 
     def _ticket(self, draw: Draw, admitted_version: int) -> Ticket:
-        members = range(self.config.group_size)
-        seeds = tuple(derive_seed(self._seed, trajectory_id(draw.group_id, member)) for member in members)
-        ticket = Ticket(order=self._order, draw=draw, admitted_version=admitted_version, seeds=seeds)
+        members, group_id = range(self.config.group_size), draw.group_id
+        seeds = tuple([derive_seed(self._seed, trajectory_id(group_id, member)) for member in members])
+        ticket = Ticket(self._order, group_id, draw, admitted_version, seeds)
         self._order += 1
         return ticket
 

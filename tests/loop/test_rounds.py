@@ -24,7 +24,7 @@ NAMES = ["0.5.0", "0.3.0", "0.9.0"]
 
 def ticket(name: str, order: int) -> Ticket:
     prompt = Prompt(id=name.split(".")[1], token_ids=(1,), text="", answer="")
-    return Ticket(order=order, draw=Draw(epoch=0, prompt=prompt, attempt=0), admitted_version=0, seeds=(1, 2))
+    return Ticket(order, name, Draw(epoch=0, prompt=prompt, attempt=0), admitted_version=0, seeds=(1, 2))
 
 
 TICKETS = [ticket(name, order) for order, name in enumerate(NAMES)]
