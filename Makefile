@@ -1,8 +1,8 @@
-# make setup | demo | test | bench | help        Nothing but Python 3.11+ and make has to be there.
+# make setup | demo | test | docs | bench | help        Nothing but Python 3.11+ and make has to be there.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics format format-check lint types tests coverage bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -53,6 +53,9 @@ ifeq ($(shell uname -m),x86_64)
 	$(NEHALEM) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
 endif
 
+docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
 format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
@@ -93,3 +96,6 @@ clean:  ## remove caches; keeps .venv and runs
 
 .venv/ready-test: requirements/test.txt .venv/ready-run
 	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh test
+
+.venv/ready-docs: requirements/docs.txt .venv/ready-run
+	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh docs

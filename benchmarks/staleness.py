@@ -174,7 +174,7 @@ def summary(rows: Sequence[dict[str, Any]], group_size: int, sigma: float) -> st
     found = {(row["beyond_bound"], row["max_staleness"]): row for row in rows if _is_of(row, group_size, sigma)}
     lines = [
         "| η | train, mask: step time | train: worst staleness | mask: tokens masked "
-        "| wait: step time | expire: step time | answers expired | tokens dropped |",
+        "| wait: step time | expire: step time | completions expired | tokens dropped |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for eta in BOUNDS:

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes or completes .venv in the current folder: `setup.sh run` for what runs, `setup.sh test` for the checks on top.
+# Makes or completes .venv in the current folder: `setup.sh run` for what runs, `setup.sh test` for the checks on
+# top, `setup.sh docs` for the site.
 # PYTHON  interpreter to use (otherwise the first on the PATH that is 3.11 or newer)
 # TORCH   version of torch to install
 set -eu
@@ -86,10 +87,10 @@ run)
     pip_install --no-deps --no-build-isolation --editable .
     offer_bubblewrap
     ;;
-test)
-    echo "setup: the packages of requirements/test.txt"
-    pip_install --requirement requirements/test.txt
+test | docs)
+    echo "setup: the packages of requirements/$1.txt"
+    pip_install --requirement "requirements/$1.txt"
     ;;
-*) fail "unknown part: $1 (run or test)" ;;
+*) fail "unknown part: $1 (run, test or docs)" ;;
 esac
 touch ".venv/ready-$1"

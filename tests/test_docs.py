@@ -4,7 +4,8 @@
 - every number that a run writes has its line in docs/metrics.md;
 - docs/recipe.md is what the configurations say, and every key has its sentence;
 - docs/faults.md lists the laws of the checker, and counts its own rows;
-- the tables of docs/staleness.md and docs/faults.md are those of the benchmarks' committed results.
+- the tables of docs/staleness.md, docs/faults.md, docs/results.md and the README are those of the committed results;
+- the site has every page in its navigation, and loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks import report
 from benchmarks.faults import summary as kills_summary
+from benchmarks.picture import Drawn
 from benchmarks.staleness import summary
-from benchmarks.summary import rows as summary_rows
+from benchmarks.summary import learnt, page, readme
 from stretto.audit.laws import LAWS
 from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
@@ -29,6 +32,7 @@ from stretto.trainer.metrics import _NAMES as MEASURED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 _PLACE = re.compile(r"`([\w./-]+\.(?:py|toml|json|md))(?::([\w.]+))?`")
@@ -143,5 +147,53 @@ def test_the_table_of_random_kills_is_the_committed_result() -> None:
 
 
 def test_the_results_in_the_readme_are_the_committed_ones() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [row for row in summary_rows() if row not in page] == []
+    lines = [" ".join(line.split()) for line in (learnt(), *readme())]
+    readme_page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert [line for line in lines if line not in readme_page] == []
+
+
+def test_the_page_of_results_is_what_the_committed_files_say() -> None:
+    told = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert told == page(), "python -m benchmarks.summary > docs/results.md"
+
+
+def test_a_result_of_another_processor_has_a_heading_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = ROOT / "benchmarks" / "results"
+    for file in committed.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    other = json.loads((committed / "soak.json").read_text())
+    other["machine"]["processor"], other["results"]["minutes"] = "Another", 3.0
+    (tmp_path / "soak.another.json").write_text(json.dumps(other))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    _, _, there = page().partition("\n## Another, 2 cores")
+    assert "after 3 minutes" in there.partition("\n## ")[0]
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    _, _, navigation = SITE.partition("\nnav:\n")
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(re.findall(r"(\S+\.md)$", navigation, flags=re.MULTILINE)) == sorted(pages)
+
+
+def test_the_site_loads_no_fonts_from_elsewhere() -> None:
+    assert "\n  font: false\n" in SITE
+
+
+def test_the_python_page_names_modules_that_exist() -> None:
+    modules = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert "stretto" in modules
+    places = [ROOT / module.replace(".", "/") for module in modules]
+    assert [
+        str(place)
+        for place in places
+        if not (place / "__init__.py").is_file() and not place.with_suffix(".py").is_file()
+    ] == []
+
+
+def test_the_picture_of_a_run_names_its_machine() -> None:
+    images = ROOT / "docs" / "images"
+    drawn = msgspec.json.decode((images / "run.json").read_bytes(), type=Drawn)
+    assert f"{drawn.machine.processor}, {drawn.machine.cores} cores" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (images / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,356 @@
+"""The rows of the tables of results: one function for each benchmark, from its results to what is worth a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured, with what it is compared with."""
+
+    what: str
+    ours: str
+    peer: str = ""
+    ratio: str = ""
+
+    def __str__(self) -> str:
+        return f"| {self.what} | {self.ours} | {self.peer or '–'} | {self.ratio or '–'} |"
+
+
+def span(values: Sequence[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} – {high}"
+
+
+# ── the loop ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _learns(results: dict[str, Any]) -> list[Row]:
+    rows = results["rows"]
+    starts, ends, seconds = ([row[key] for row in rows] for key in ("initial_accuracy", "final_accuracy", "rl_seconds"))
+    what = f"held-out accuracy of `recipes/arithmetic.toml`, {len(rows)} seeds"
+    after = f"{span(ends, '.3f')} after {span(seconds, '.0f')} s of reinforcement"
+    return [Row(what, after, f"{span(starts, '.2f')} before")]
+
+
+def _programs(results: dict[str, Any]) -> list[Row]:
+    rows = results["rows"]
+    starts, ends, seconds = (
+        [row[key] for row in rows] for key in ("initial_pass_rate", "final_pass_rate", "rl_seconds")
+    )
+    after = f"{span(ends, '.2f')} after {span(seconds, '.0f')} s of reinforcement"
+    return [
+        Row(f"held-out pass rate of `recipes/code.toml`, {len(rows)} seeds", after, f"{span(starts, '.2f')} before")
+    ]
+
+
+def async_sync(results: dict[str, Any]) -> list[Row]:
+    summary, steps = results["summary"], results["steps"]
+
+    def row(how: str, runs: str, ratio: str, accuracy: str) -> Row:
+        seconds = median(row[runs]["rl_seconds"] for row in results["rows"])
+        synchronous = median(row["synchronous"]["rl_seconds"] for row in results["rows"])
+        ratios = [row[ratio] for row in results["rows"]]
+        return Row(
+            f"{steps} asynchronous steps (η = 4), {how}, {len(ratios)} seeds; accuracy at the end",
+            f"{seconds:.1f} s; {summary[accuracy]}",
+            f"the fastest of four synchronous ways: {synchronous:.1f} s; {summary['synchronous_accuracy']}",
+            f"× {median(ratios):.2f} ({span(ratios, '.2f')})",
+        )
+
+    return [
+        row("caches recomputed", "asynchronous", "ratio", "asynchronous_accuracy"),
+        row("caches kept", "cache_kept", "ratio_cache_kept", "cache_kept_accuracy"),
+    ]
+
+
+def trl(results: dict[str, Any]) -> list[Row]:
+    best = max(peer.get("trajectories_per_second", 0.0) for peer in results["trl"])
+    ours = results["stretto"]["trained_per_second"]
+    peer = f"trl's `GRPOTrainer`, the best of {len(results['trl'])} settings: {best:,.0f}"
+    return [Row("trained trajectories per second", f"{ours:,.0f}", peer, f"× {results['ratio_to_best']:.1f}")]
+
+
+def _policies(results: dict[str, Any]) -> list[Row]:
+    def middle(policy: str) -> str:
+        seconds = results["summary"][policy]["seconds_to_target"]
+        reached = sorted(second if second is not None else float("inf") for second in seconds)
+        return f"`{policy}` {median(reached):.1f}"
+
+    shown = ", ".join(map(middle, results["summary"]))
+    return [Row(f"seconds to {results['target']:.0%} held-out accuracy by `beyond_bound`, median", shown)]
+
+
+def _rounds(results: dict[str, Any]) -> list[Row]:
+    best = results["best"]
+    one, rounds, shared = (best[way]["rl_seconds"] for way in ("one group at a time", "rounds", "shared"))
+    what = f"{results['steps']} synchronous steps that repeat bit for bit"
+    return [
+        Row(what, f"{rounds:.2f} s", f"one group at a time: {one:.2f} s", f"× {one / rounds:.2f}"),
+        Row(
+            what,
+            f"{rounds:.2f} s",
+            f"a shared batch, which does not repeat: {shared:.2f} s",
+            f"× {shared / rounds:.2f}",
+        ),
+    ]
+
+
+def _decisions(results: dict[str, Any]) -> list[Row]:
+    def rates(journal: str) -> str:
+        return span([row["trajectories_per_second"] for row in results["rows"] if row["journal"] == journal], ",.0f")
+
+    what = "trajectories per second that the conductor decides on, simulated engines"
+    return [
+        Row(f"{what}, journal in memory", rates("in memory"), f"goal: {results['goal']:,}"),
+        Row(f"{what}, every state change in SQLite", rates("ledger"), f"goal: {results['goal']:,}"),
+    ]
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────
+
+PEERS = {
+    "transformers generate": "transformers' `generate`",
+    "transformers generate_batch": "transformers' `generate_batch`",
+    "vllm": "vLLM",
+}
+
+
+def ratios_to(results: list[dict[str, Any]], dtype: str, system: str) -> dict[int, float]:
+    """stretto's rate over that of `system`, by the number of sequences."""
+    rates = {row["system"]: row["rates"] for row in results if row["dtype"] == dtype}
+    ours, theirs = rates["stretto"], rates.get(system, {})
+    return {int(count): ours[count] / theirs[count] for count in ours if count in theirs}
+
+
+def _rates(results: list[dict[str, Any]]) -> list[Row]:
+    rows = []
+    for ours in (row for row in results if row["system"] == "stretto"):
+        model, dtype = ours["model"], ours["dtype"]
+        for system, name in PEERS.items():
+            ratios = ratios_to(results, dtype, system)
+            what = f"tokens per second, {model} in {dtype}, one thread, {', '.join(map(str, ratios))} sequences"
+            own = ", ".join(f"{ours['rates'][str(count)]:,.0f}" for count in ratios)
+            rows += [Row(what, own, name, "× " + ", ".join(f"{one:.1f}" for one in ratios.values()))] if ratios else []
+    return rows
+
+
+def _tail(results: list[dict[str, Any]]) -> list[Row]:
+    rows = []
+    for row in results:
+        tail = f"median {row['median']:.0f}, longest {row['longest']:,}"
+        what = f"useful tokens per second, long-tailed completions ({tail}), {row['model']}"
+        rates = row["tokens_per_second"]
+        ours = f"{rates['continuous']:,.0f}"
+        rows.append(Row(what, ours, f"static batches: {rates['static']:,.0f}", f"× {row['ratio']:.1f}"))
+        left_out = f"batches that drop what has ended: {rates['waiting']:,.0f}"
+        rows.append(Row(what, ours, left_out, f"× {row['ratio_to_waiting']:.1f}"))
+    return rows
+
+
+def _pause(results: list[dict[str, Any]]) -> list[Row]:
+    rows = []
+    for row in results:
+        kept = row["recompute_tokens_per_second"] / row["keep_tokens_per_second"]
+        load, copy = row["load_ms"], row["copy_ms"]
+        loading = f"{load:.1f} ms"
+        rows += [
+            Row(
+                f"loading new weights, {row['model']}",
+                loading,
+                f"a copy in memory: {copy:.1f} ms",
+                f"× {copy / load:.2f}",
+            ),
+            Row(f"pause of 64 running completions, caches recomputed, {row['model']}", f"{row['pause_ms']:,.0f} ms"),
+            Row(
+                f"pace at an update a second, caches recomputed, {row['model']}",
+                f"{row['recompute_tokens_per_second']:,.0f} tokens/s",
+                f"caches kept: {row['keep_tokens_per_second']:,.0f} tokens/s",
+                f"× {kept:.2f}",
+            ),
+        ]
+    return rows
+
+
+_PARTS = {"products": "matmuls"}
+
+
+def _decode_step(results: dict[str, Any]) -> list[Row]:
+    def shares(row: dict[str, Any]) -> str:
+        return ", ".join(f"{_PARTS.get(part, part)} {share:.0%}" for part, share in row["share"].items())
+
+    what = f"a decode step of {results['answers']} sequences"
+    return [
+        Row(
+            f"{what}, {row['model']} in {row['dtype']}: {shares(row)}",
+            f"{row['gflops']:.0f} GFLOP/s",
+            f"the core's fastest matmul: {row['ceiling_gflops']:.0f} GFLOP/s",
+            f"{row['fraction']:.0%} of it",
+        )
+        for row in results["rows"]
+    ]
+
+
+def _soak(results: dict[str, Any]) -> list[Row]:
+    memory = [sample["resident_mib"] for sample in results["samples"]]
+    what = f"memory of an engine at full load, its cache always full, after {results['minutes']:.0f} minutes"
+    told = f"{memory[-1]:.0f} MiB; {results['answers']:,} completions, {results['lost_tokens']} tokens lost"
+    return [Row(what, told, f"after a quarter of the time: {memory[len(memory) // 4]:.0f} MiB")]
+
+
+def _serving(results: dict[str, Any]) -> list[Row]:
+    return [
+        Row(
+            f"tokens per second of the server, streams: {row['streams']}, {results['model']}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"the engine alone: {row['engine_alone']:,.0f}",
+            f"× {row['fraction']:.2f}",
+        )
+        for row in results["rows"]
+    ]
+
+
+# ── training ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def training(results: dict[str, Any]) -> list[Row]:
+    packed = {row["threads"]: row["tokens_per_second"] for row in results["ways"] if row["way"] == "packed"}
+    rows = [
+        Row(
+            f"trained tokens per second, lengths of a real run, threads: {row['threads']}",
+            f"{packed[row['threads']]:,.0f}",
+            f"{row['way']}: {row['tokens_per_second']:,.0f}",
+            f"× {row['ratio']:.1f}",
+        )
+        for row in results["ways"]
+        if row["way"] != "packed"
+    ]
+    gains = [row["gain"] for row in results["micro_batches"]]
+    more = f"{fmean(gains):+.0%} tokens per second in the mean ({min(gains):+.0%} to {max(gains):+.0%})"
+    rows.append(
+        Row(
+            f"dynamic micro-batches, {len(gains)} settings", more, "a fixed number of them", f"× {1 + fmean(gains):.2f}"
+        )
+    )
+    return rows + [
+        Row(
+            f"a training step of 48M in {row['dtype']}, threads: {row['threads']}",
+            f"{row['fraction']:.0%} of the peak",
+            "the machine's fastest matmul",
+            f"{row['fraction']:.0%} of it",
+        )
+        for row in results["ceiling"]
+    ]
+
+
+def _checkpoints(results: dict[str, Any]) -> list[Row]:
+    return [
+        Row(
+            f"stop of the update for a checkpoint, {name} ({one['mib']:.0f} MiB)",
+            f"{1000 * one['copy']:.0f} ms",
+            f"a plain copy: {1000 * one['plain']:.0f} ms",
+            f"× {one['plain'] / one['copy']:.2f}",
+        )
+        for name, one in results["models"].items()
+    ]
+
+
+# ── rewards ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def verifier(results: dict[str, Any]) -> list[Row]:
+    ours, plain = results["rows"]
+    workers, cases = results["setting"]["workers"], ours["accuracy"]["cases"]
+
+    def mistakes(row: dict[str, Any]) -> str:
+        seen = row["accuracy"]
+        return f"{seen['false accept']} and {seen['false reject']}"
+
+    rate, other = ours["verdicts_per_second"], plain["verdicts_per_second"]
+    return [
+        Row(
+            f"verdicts per second on mathematics, {workers} workers",
+            f"{rate:,}",
+            f"plain math-verify: {other:,}",
+            f"× {rate / other:.1f}",
+        ),
+        Row(
+            f"false accepts and false rejects on {cases} public cases",
+            f"{mistakes(ours)}, {ours['accuracy']['undecided']} undecided",
+            f"plain math-verify: {mistakes(plain)}",
+        ),
+    ]
+
+
+def _sandbox(results: dict[str, Any]) -> list[Row]:
+    plain = next(row for row in results["rows"] if row["level"] == "none")
+    return [
+        Row(
+            f"a program in the sandbox, level {row['level']}, {row['how']}, median (95th percentile)",
+            f"{row['median_ms']:.1f} ms ({row['p95_ms']:.1f})",
+            f"a plain subprocess: {plain['median_ms']:.1f} ms ({plain['p95_ms']:.1f})",
+            f"× {plain['median_ms'] / row['median_ms']:.2f}",
+        )
+        for row in results["rows"]
+        if row is not plain
+    ]
+
+
+# ── faults ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _goodput(results: dict[str, Any]) -> list[Row]:
+    what = f"steps with a kill every {results['period']:.0f} s (each role in turn), {len(results['pairs'])} kills"
+    done, undisturbed = (sum(pair[key] for pair in results["pairs"]) for key in ("disturbed", "undisturbed"))
+    return [Row(what, f"{done:,}", f"undisturbed: {undisturbed:,}", f"× {results['goodput']:.2f}")]
+
+
+def _resumes(results: dict[str, Any]) -> list[Row]:
+    runs = results["runs"]
+    equal, kept = sum(run["equal"] for run in runs), sum(run["laws_kept"] for run in runs)
+    return [
+        Row(
+            "runs killed after one of their steps and resumed: bit-equal at the end; every law of the checker kept",
+            f"{equal} of {len(runs)}; {kept} of {len(runs)}",
+            "undisturbed run (synchronous), own replay (asynchronous)",
+        )
+    ]
+
+
+def _ledger(results: dict[str, Any]) -> list[Row]:
+    cost, inside = results["summary"]["cost_of_the_file"], results["summary"]["share_inside"]
+    ratios = sorted(pair["file"]["seconds"] / pair["memory"]["seconds"] - 1 for pair in results["pairs"])
+    told = f"{cost:+.1%} ({ratios[0]:+.1%} to {ratios[-1]:+.1%}); {inside:.1%} of the time is spent in it"
+    return [
+        Row(f"time of a run with its ledger in a file, median of {len(ratios)} pairs", told, "the ledger in memory")
+    ]
+
+
+Make = Callable[[Any], list[Row]]
+SECTIONS: dict[str, dict[str, Make]] = {
+    "The loop": {
+        "loop-learns": _learns,
+        "programs": _programs,
+        "loop-async-sync": async_sync,
+        "loop-trl": trl,
+        "loop-policies": _policies,
+        "rounds": _rounds,
+        "decisions": _decisions,
+    },
+    "Generation": {
+        "generation-rates-3.4M": _rates,
+        "generation-rates-48M": _rates,
+        "generation-tail": _tail,
+        "generation-pause": _pause,
+        "decode-step": _decode_step,
+        "soak": _soak,
+        "serving": _serving,
+    },
+    "Training": {"training": training, "checkpoints": _checkpoints},
+    "Rewards": {"verifier": verifier, "sandbox": _sandbox},
+    "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},
+}
