@@ -30,7 +30,7 @@ from stretto.rewards.service.judging import undecided
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.process import WorkerProcess
 from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
-from stretto.rewards.service.wire import Reply, Request, ScoreItem
+from stretto.rewards.service.wire import Request, ScoreItem, Verdicts
 
 ROLE = "rewards"
 TIMED_OUT, DIED = "timeout after", "worker died"  # how the reasons of verdicts begin that the machine had a part in
@@ -179,7 +179,7 @@ class RewardPool:
 
     async def _watch(self) -> None:
         """Kill a worker that judges one answer for longer than the timeout, or that does not move when it should."""
-        timeout = self._config.seconds_per_answer
+        timeout = self._config.seconds_per_completion
         pause = min(_LOOK_SECONDS, timeout / 10)
         while True:
             await asyncio.sleep(pause)
@@ -220,7 +220,7 @@ class RewardPool:
         self._ask_again(lost.innocent, how)
         if lost.culprit is not None:
             if progress == slot.condemned:
-                lost.culprit.settle([undecided(f"{TIMED_OUT} {self._config.seconds_per_answer:g} s")])
+                lost.culprit.settle([undecided(f"{TIMED_OUT} {self._config.seconds_per_completion:g} s")])
             else:
                 self._ask_again([lost.culprit], how)
         self._dispatch()
@@ -262,7 +262,7 @@ class RewardPool:
             return
         slot.outstanding.append(chunk)
 
-    def _replied(self, slot: _Slot, reply: Reply) -> None:
+    def _replied(self, slot: _Slot, reply: Verdicts) -> None:
         chunk = slot.outstanding.popleft()
         slot.answered += len(reply.verdicts)
         chunk.settle(reply.verdicts)

@@ -25,10 +25,10 @@ from stretto.rewards.service.wire import (
     LARGEST_REPLY,
     FromWorker,
     JudgingCounter,
-    Ready,
     Refused,
-    Reply,
     Request,
+    Verdicts,
+    WorkerReady,
     WorkerSettings,
     Worth,
 )
@@ -46,7 +46,7 @@ class WorkerProcess:
         DeadlineExceeded: it did not get ready in ``start_timeout``.
     """
 
-    def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_reply: Callable[[Verdicts], None], on_lost: Callable[[], None]) -> None:
         self.name = name
         self.facts: dict[str, str] = {}
         self._wire = _Wire(self._received, self._lost, self.give_up)
@@ -159,9 +159,9 @@ class WorkerProcess:
 
     def _received(self, message: FromWorker) -> None:
         match message:
-            case Reply():
+            case Verdicts():
                 self._on_reply(message)
-            case Ready() if not self._ready.done():
+            case WorkerReady() if not self._ready.done():
                 self.facts = message.facts
                 self._ready.set_result(None)
             case Refused() if not self._ready.done():

@@ -1,6 +1,6 @@
 """What travels between the pool and its workers: frames on a socket, and one counter in shared memory.
 
-    pool ── Request ──► worker ── Ready | Refused | Reply ──► pool
+    pool ── Request ──► worker ── WorkerReady | Refused | Verdicts ──► pool
 
 One request asks for several verdicts and one reply brings them all, so a group of answers costs the conductor one
 wake-up. Which answer a worker is busy with is told by the counter, so that a worker that hangs or dies inside the
@@ -79,7 +79,7 @@ class Request(Record, frozen=True, array_like=True):
     items: tuple[ScoreItem, ...]
 
 
-class Ready(Record, frozen=True, tag=True):
+class WorkerReady(Record, frozen=True, tag=True):
     """The worker has its reward function and waits for requests. `facts`: what a run has to record about it."""
 
     facts: dict[str, str] = msgspec.field(default_factory=dict)
@@ -93,7 +93,7 @@ class Refused(Record, frozen=True, tag=True):
     remedy: str
 
 
-class Reply(Record, frozen=True, tag=True):
+class Verdicts(Record, frozen=True, tag=True):
     """The verdicts of one request, with the seconds (`time.monotonic`) between which it was worked on."""
 
     request: int
@@ -102,7 +102,7 @@ class Reply(Record, frozen=True, tag=True):
     end: float
 
 
-FromWorker = Ready | Refused | Reply
+FromWorker = WorkerReady | Refused | Verdicts
 
 
 class JudgingCounter:

@@ -28,7 +28,15 @@ from stretto.processes.heartbeat import die_with_parent, survive_a_full_disk
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.service.judging import judge
 from stretto.rewards.service.loading import facts_of, fields_taken, load_reward
-from stretto.rewards.service.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
+from stretto.rewards.service.wire import (
+    JudgingCounter,
+    Refused,
+    Request,
+    ScoreItem,
+    Verdicts,
+    WorkerReady,
+    WorkerSettings,
+)
 
 _READ_BYTES = 1 << 20
 _BEAT_SECONDS = 1.0
@@ -52,14 +60,14 @@ class Worker:
             problem = error.problems[0]
             self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
             return
-        self._socket.sendall(frame(Ready(facts=facts_of(self._function_name, function))))
+        self._socket.sendall(frame(WorkerReady(facts=facts_of(self._function_name, function))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._read():
             for body in unframer.feed(data):
                 request = decoder.decode(body)
                 start = time.monotonic()
                 verdicts = tuple([self._judged(function, item) for item in request.items])
-                reply = Reply(request=request.id, verdicts=verdicts, start=start, end=time.monotonic())
+                reply = Verdicts(request=request.id, verdicts=verdicts, start=start, end=time.monotonic())
                 self._socket.sendall(frame(reply))
 
     def _read(self) -> bytes:

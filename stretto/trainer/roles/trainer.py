@@ -1,6 +1,6 @@
-"""The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``. Takes orders, one after the other.
+"""The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``, which carries out orders one by one.
 
-Of a trainer that is several processes this is rank 0; the others are `stretto.trainer.roles.rank`.
+It is rank 0 of a trainer with several; the others are `stretto.trainer.roles.rank`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 
 
 class TrainerRole:
-    """What one rank does: an order in, its answer out; see `trainer.messages`."""
+    """One rank: an order in, its reply out (`trainer.messages`)."""
 
     def __init__(
         self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks, tell: Callable[[Written | NotWritten], None]
     ) -> None:
-        """`tell` is told of checkpoints once they are written, or cannot be, in a thread of their own."""
+        """`tell` reports each checkpoint as written or failed, from the thread that writes it."""
         self._tell, self._writing = tell, threading.Thread()
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
@@ -90,8 +90,7 @@ class TrainerRole:
         return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """The policy to stay close to: that of its own folder, or the one that the run starts from; with adapters the
-        trainer has that one already."""
+        """The reference policy: of its own folder, or the policy at the start, which a trainer with adapters has."""
         if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
@@ -108,7 +107,7 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Do it; all ranks are given the same orders."""
+        """Carry out an order; all ranks get the same."""
         match order:
             case Train():
                 update = self._trainer.train(order.batch)
@@ -125,7 +124,7 @@ class TrainerRole:
                 return self._save_policy(order.folder)
 
     def _copy(self, folder: str) -> Copied:
-        """A copy of what training needs to go on, which a thread writes."""
+        """Copy the state; a thread writes it."""
         if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
             self._writing.join()
         write = self._trainer.snapshot()
@@ -141,7 +140,7 @@ class TrainerRole:
         except StrettoError as error:
             traceback.print_exc()
             told = NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code)
-        except Exception as error:  # of a thread nobody else hears; what torch raises here is of many kinds
+        except Exception as error:  # nobody awaits a thread, and torch raises errors of many kinds
             traceback.print_exc()
             told = NotWritten(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
         with contextlib.suppress(ConductorGone):
@@ -150,7 +149,7 @@ class TrainerRole:
     def _save_policy(self, folder: str) -> PolicySaved:
         start = time.monotonic()
         ours = self._ranks.rank == 0
-        parameters = {name: tensor.cpu() for name, tensor in self._trainer.whole_parameters() if ours}
+        parameters = {name: tensor.cpu() for name, tensor in self._trainer.full_parameters() if ours}
         if ours:
             save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder), parameters)
         if self._config.lora is not None:
@@ -162,31 +161,31 @@ class TrainerRole:
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
     """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
     config = TrainerConfig.model_validate_json(spec.trainer)
-    siblings = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+    group = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
 
     def tell(message: Written | NotWritten) -> None:
-        if isinstance(message, NotWritten) and siblings.explain(StoreError(message.problem)) is not None:
-            return  # a rank that is lost breaks off the writing as well; whoever watches them tells of it, and ends all
+        if isinstance(message, NotWritten) and group.explain(StoreError(message.problem)) is not None:
+            return  # a dead rank makes the write fail too; the group reports the loss and ends the trainer
         channel.send(message)
 
     try:
-        ranks = siblings.start(config.device, channel.send)
+        ranks = group.start(config.device, channel.send)
         role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
-            siblings.hand_on(order)
+            group.forward(order)
             if isinstance(order, Stop):
                 return
             channel.send(role.carry_out(order))
-    except Exception as error:  # a rank that is gone breaks off what the others do, with words of every kind
-        if (loss := siblings.explain(error)) is None:
+    except Exception as error:  # a dead rank makes collectives fail, with errors of many kinds
+        if (loss := group.explain(error)) is None:
             raise
         channel.send(loss)
         sys.exit(EXIT_CODE)
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role; see `processes.run_role`."""
+    """Run the role; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     begin_role()
     torch.set_num_threads(spec.threads)
