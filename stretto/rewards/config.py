@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import BaseModel, Field, model_validator
 
 from stretto.rewards.built_in import timeout_of
-from stretto.rewards.service.wire import LARGEST_REWARD
+from stretto.rewards.functions import LARGEST_REWARD
 from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
@@ -82,6 +82,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         needed = self.code.completion_seconds + _AFTER_PROGRAMS
         if self.function == "code" and self.seconds_per_completion < needed:
             raise ValueError(
-                f"timeout ({self.seconds_per_completion:g}) must leave room for code.completion_seconds: {needed:g} or more"
+                f"timeout ({self.seconds_per_completion:g}) must leave room for code.completion_seconds: "
+                f"{needed:g} or more"
             )
         return self

@@ -105,5 +105,5 @@ def test_at_the_reference_the_loss_is_log_2_and_then_it_falls(build: Build) -> N
 
 @pytest.mark.parametrize("bad", [[], [Preference((), (1,), (1,))], [Preference((1,), (), (1,))]])
 def test_what_cannot_be_preferred_is_refused(build: Build, bad: list[Preference]) -> None:
-    with pytest.raises(ValueError, match="a prompt and two answers"):
+    with pytest.raises(ValueError, match="a prompt and two completions"):
         prefer(build(), build(), bad, CONFIG, seed=1)

@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_model_and_another_one_another(build: Build
 
 @pytest.mark.parametrize("bad", [[], [Demonstration((), (1,))], [Demonstration((1,), ())]])
 def test_what_cannot_be_learned_from_is_refused(build: Build, bad: list[Demonstration]) -> None:
-    with pytest.raises(ValueError, match="each with a prompt and an answer"):
+    with pytest.raises(ValueError, match="each with a prompt and a completion"):
         fine_tune(build(), bad, CONFIG, seed=1)
 
 

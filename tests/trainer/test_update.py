@@ -227,7 +227,7 @@ def test_only_the_answers_of_a_step_that_was_not_taken_are_named(build: Build) -
 
 def test_a_training_that_diverges_names_the_last_answers(build: Build) -> None:
     trainer = Trainer(build(), CONFIG.model_copy(update={"max_bad_steps": 2}), AlgorithmConfig(loss=PPO()))
-    with pytest.raises(TrainingDiverged, match=r"2 optimizer steps in a sample .* \(the last over .*1/\d.*\); lower"):
+    with pytest.raises(TrainingDiverged, match=r"2 optimizer steps in a row .* \(the last over .*1/\d.*\); lower"):
         trainer.train(_poison(batch(0)))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardtanh
 
 #: How far the logarithm of a ratio may lie from 0 before it is exponentiated, as in verl (`core_algos.py`: clamp to -20
 #: and 20). e^20 is 4.9e8, past every bound of a loss or a correction; past 88.7 float32 has infinity, and a gradient
@@ -19,9 +18,10 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor, lowest: float = -LARGEST_LOG_RATIO) -> Tensor:
-    """Bounded, with no gradient where the bound acts. A NaN stays one in the gradient, where it is noticed; `clamp`
-    would make it 0."""
-    return hardtanh(log_ratio, lowest, LARGEST_LOG_RATIO)
+    """Bounded, with no gradient where the bound acts. A NaN stays one in the gradient, where it is noticed: `clamp`
+    would make it 0, and so does `hardtanh` from 16 tokens on, where it is vectorised."""
+    low = log_ratio.masked_fill(log_ratio < lowest, lowest)
+    return low.masked_fill(low > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:

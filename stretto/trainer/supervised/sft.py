@@ -48,7 +48,7 @@ def fine_tune(
         TrainingDiverged: too many steps in a row had gradients that are not finite.
     """
     if not all(d.prompt_ids and d.completion_ids for d in demonstrations) or not demonstrations:
-        raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and an completion")
+        raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and a completion")
     learner = Learner(model, config)
     batches = drawn(len(demonstrations), config.batch_size, seed)
     for step in range(config.steps):

@@ -260,7 +260,7 @@ def test_too_many_undecided_in_a_row_end_the_run(config: Make) -> None:
         await pool.score(items("none", "none", "ok", "none", "none"))
         await pool.score(items("none"))
 
-    with pytest.raises(RewardFunctionError, match=r"the last 3 answers were undecided.*NoneType"):
+    with pytest.raises(RewardFunctionError, match=r"the last 3 completions were undecided.*NoneType"):
         scored(config(max_consecutive_undecided=3), work)
 
 
