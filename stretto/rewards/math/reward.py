@@ -76,7 +76,7 @@ def gold_piece(answer: str) -> FinalAnswer:
         Undecided: there is none.
     """
     found = final_answer(without_frame(answer.replace("’", "'")))
-    if found is None or not found.text.strip():  # what nobody commits himself to in an answer may be a gold answer
+    if found is None or not found.text.strip():  # a completion without a stance has no answer, a gold answer is one
         found = FinalAnswer(answer.strip(), certain=False)
     check_piece(found.text)
     if not compact(spelled(found.text)):
