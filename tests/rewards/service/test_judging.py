@@ -1,7 +1,7 @@
 """What a reward returns becomes a verdict.
 
-Promises: a bool is worth what the recipe says; a number within ±1e6 is the reward; everything else, and every exception, is
-undecided with its reason, and never a zero.
+Promises: a bool is worth what the recipe says; a number within ±1e6 is the reward; everything else, and every
+exception, is undecided with its reason, and never a zero.
 """
 
 from __future__ import annotations
