@@ -32,9 +32,8 @@ class SandboxConfig(BaseModel, extra="forbid", frozen=True):
     @model_validator(mode="after")
     def _one_test_fits(self) -> Self:
         if self.seconds > self.completion_seconds:
-            raise ValueError(
-                f"seconds = {self.seconds:g} is more than completion_seconds = {self.completion_seconds:g}"
-            )
+            found = f"seconds = {self.seconds:g} is more than completion_seconds = {self.completion_seconds:g}"
+            raise ValueError(found)
         if self.lowest_level == "E" and not self.unsafe:
             raise ValueError('lowest_level = "E" needs unsafe = true')
         return self

@@ -25,7 +25,7 @@ import struct
 import sys
 import time
 
-from stretto.sandbox.values import lively, plain, written
+from stretto.sandbox.values import encoded, lively, plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
@@ -281,9 +281,6 @@ def _checked(what: str, result: int) -> int:
     return result
 
 
-# The program.
-
-
 def perform() -> int:
     """Run the task in descriptor 3; the exit status."""
     with open(3, "rb") as file:
@@ -356,9 +353,9 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
     for call in calls:
         try:
             function = _found(namespace, call["name"])
-            line = written({"value": plain(function(*map(lively, call["args"])))})
+            line = encoded({"value": plain(function(*map(lively, call["args"])))})
         except Exception as error:  # of the program; the next call may do better
-            line = written({"error": f"{type(error).__name__}: {error}"[:200]})
+            line = encoded({"error": f"{type(error).__name__}: {error}"[:200]})
         rest = line.encode() + b"\n"
         while rest:
             rest = rest[os.write(results, rest) :]

@@ -67,7 +67,7 @@ class ProgramEnd(Record, frozen=True):
         return f"exit status {self.status}" + (f": {last[:200]}" if last else "")
 
 
-class _Written:
+class _Streams:
     """The beginning of a program's output and the end of its errors."""
 
     def __init__(self, limit: int) -> None:
@@ -141,7 +141,7 @@ class Sandbox:
                 socket.send_fds(self._control, [ORDER.pack(seconds)], descriptors)
                 output.close_write()
                 errors.close_write()
-                reply, written = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
+                reply, streams = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
         except OSError as error:
             raise self._failed(str(error)) from error
         status, timed_out, *used = REPLY.unpack_from(reply)
@@ -149,17 +149,15 @@ class Sandbox:
             raise self._failed(problem)
         if not self._keep:
             self._end()
-        return ProgramEnd(status, timed_out, written.flooded, bytes(written.output), bytes(written.errors), *used)
+        return ProgramEnd(status, timed_out, streams.flooded, bytes(streams.output), bytes(streams.errors), *used)
 
     def close(self) -> None:
         """End the guest, and with it all that runs in the sandbox."""
         self._end()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        if self._user is not None:
-            self._user.close()
-            self._user = None
+        for held in (self._group, self._user):
+            if held is not None:
+                held.close()
+        self._group = self._user = None
 
     def __enter__(self) -> Self:
         return self
@@ -206,15 +204,15 @@ class Sandbox:
         if self._heard() != b"ready":
             raise OSError("the guest does not become ready")
 
-    def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Written]:
+    def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Streams]:
         """Read what the program writes until the guest says how it ended.
 
         Raises:
             OSError: the guest is gone, or silent.
         """
         assert self._control is not None
-        control, written = self._control.fileno(), _Written(self._config.output_mib << 20)
-        takers = {output: written.take_output, errors: written.take_errors}
+        control, streams = self._control.fileno(), _Streams(self._config.output_mib << 20)
+        takers = {output: streams.take_output, errors: streams.take_errors}
         poll = select.poll()
         for descriptor in (control, *takers):
             poll.register(descriptor, select.POLLIN)
@@ -234,10 +232,10 @@ class Sandbox:
                 else:
                     poll.unregister(descriptor)
                     del takers[descriptor]
-            if written.flooded and not reply and not stopped:
+            if streams.flooded and not reply and not stopped:
                 self._control.send(_STOP)
                 stopped = True
-        return reply, written
+        return reply, streams
 
     def _heard(self) -> bytes:
         assert self._control is not None

@@ -86,12 +86,12 @@ class TrainerState:
 
     def _files(self) -> dict[str, int]:
         """The number of the file of each tensor, by name: the same on all ranks, files of about equal size."""
-        numbers, begun, size = dict[str, int](), 1, 0
+        numbers, number, size = dict[str, int](), 1, 0
         for name, tensor in self.state.items():
             part = tensor.nbytes // self.ranks.count
             if size and size + part > _FILE_BYTES:
-                begun, size = begun + 1, 0
-            numbers[name] = begun
+                number, size = number + 1, 0
+            numbers[name] = number
             size += part
         return numbers
 

@@ -25,7 +25,7 @@ class Publish(Record, frozen=True, tag=True):
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
     """Copy the trainer's state; reply `Copied`. The copy is written into this folder while other orders are carried
-    out; `Written` or `NotWritten` comes between the replies to those."""
+    out; `CheckpointSaved` or `CheckpointFailed` comes between the replies to those."""
 
     folder: str
 
@@ -65,13 +65,13 @@ class Copied(Record, frozen=True, tag=True):
     span: Span
 
 
-class Written(Record, frozen=True, tag=True):
+class CheckpointSaved(Record, frozen=True, tag=True):
     """The checkpoint is in its folder."""
 
     folder: str
 
 
-class NotWritten(Record, frozen=True, tag=True):
+class CheckpointFailed(Record, frozen=True, tag=True):
     """The checkpoint cannot be written. `problem` is meant for the user; the traceback is in the role's log."""
 
     folder: str
@@ -91,7 +91,9 @@ class RankLost(Record, frozen=True, tag=True):
 
 
 ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
-FromTrainer = Ready | Published | Trained | Copied | Written | NotWritten | PolicySaved | Failed | RankLost
+FromTrainer = (
+    Ready | Published | Trained | Copied | CheckpointSaved | CheckpointFailed | PolicySaved | Failed | RankLost
+)
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

@@ -20,9 +20,9 @@ _PATIENCE = timedelta(minutes=30)
 
 def open_store(count: int) -> TCPStore:
     """The store of rank 0, on a free port of the loopback interface."""
-    listening = socket.create_server((_LOOPBACK, 0))
-    port = listening.getsockname()[1]
-    return TCPStore(_LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    server = socket.create_server((_LOOPBACK, 0))
+    port = server.getsockname()[1]
+    return TCPStore(_LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def reach_store(port: int, count: int) -> TCPStore:

@@ -13,7 +13,7 @@ from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import Failed, run_role
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import TO_TRAINER, NotWritten, Stop, ToTrainer, Written
+from stretto.trainer.messages import TO_TRAINER, CheckpointFailed, CheckpointSaved, Stop, ToTrainer
 from stretto.trainer.parallel.rendezvous import join, reach_store
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankSpec
 from stretto.trainer.roles.trainer import TrainerRole
@@ -32,9 +32,9 @@ def follow(spec: RankSpec, orders: RoleEnd[ToTrainer]) -> None:
         role.carry_out(order)
 
 
-def _tell(orders: RoleEnd[ToTrainer], message: Written | NotWritten) -> None:
+def _tell(orders: RoleEnd[ToTrainer], message: CheckpointSaved | CheckpointFailed) -> None:
     """Report a checkpoint that failed to rank 0, which waits for it in a collective, and end."""
-    if isinstance(message, NotWritten):
+    if isinstance(message, CheckpointFailed):
         orders.send(Failed(problem=message.problem, exit_code=message.exit_code))
         os._exit(EXIT_CODE)
 

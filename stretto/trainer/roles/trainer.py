@@ -31,9 +31,10 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.messages import (
     TO_TRAINER,
+    CheckpointFailed,
+    CheckpointSaved,
     Copied,
     FromTrainer,
-    NotWritten,
     PolicySaved,
     Publish,
     Published,
@@ -44,7 +45,6 @@ from stretto.trainer.messages import (
     ToTrainer,
     Train,
     Trained,
-    Written,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.lora import adapt, save_adapters
@@ -61,7 +61,11 @@ class TrainerRole:
     """One rank: an order in, its reply out (`trainer.messages`)."""
 
     def __init__(
-        self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks, tell: Callable[[Written | NotWritten], None]
+        self,
+        spec: TrainerSpec,
+        publisher: Publisher,
+        ranks: Ranks,
+        tell: Callable[[CheckpointSaved | CheckpointFailed], None],
     ) -> None:
         """`tell` reports each checkpoint as written or failed, from the thread that writes it."""
         self._tell, self._writing = tell, threading.Thread()
@@ -134,15 +138,15 @@ class TrainerRole:
         return Copied(span=span)
 
     def _write(self, write: Callable[[Path], None], folder: str) -> None:
-        told: Written | NotWritten = Written(folder=folder)
+        told: CheckpointSaved | CheckpointFailed = CheckpointSaved(folder=folder)
         try:
             write(Path(folder))
         except StrettoError as error:
             traceback.print_exc()
-            told = NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code)
+            told = CheckpointFailed(folder=folder, problem=str(error), exit_code=error.exit_code)
         except Exception as error:  # nobody awaits a thread, and torch raises errors of many kinds
             traceback.print_exc()
-            told = NotWritten(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
+            told = CheckpointFailed(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
         with contextlib.suppress(ConductorGone):
             self._tell(told)
 
@@ -163,8 +167,8 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
     config = TrainerConfig.model_validate_json(spec.trainer)
     group = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
 
-    def tell(message: Written | NotWritten) -> None:
-        if isinstance(message, NotWritten) and group.explain(StoreError(message.problem)) is not None:
+    def tell(message: CheckpointSaved | CheckpointFailed) -> None:
+        if isinstance(message, CheckpointFailed) and group.explain(StoreError(message.problem)) is not None:
             return  # a dead rank makes the write fail too; the group reports the loss and ends the trainer
         channel.send(message)
 

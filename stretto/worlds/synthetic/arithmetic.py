@@ -35,7 +35,7 @@ class Chain:
 
     @property
     def text(self) -> str:
-        return written(self.operands[0], self.signs, self.operands[1:])
+        return spelled(self.operands[0], self.signs, self.operands[1:])
 
     @property
     def value(self) -> int:
@@ -50,8 +50,8 @@ def step(value: int, sign: str, operand: int) -> int:
     return value + operand if sign == "+" else value - operand
 
 
-def written(value: int, signs: str, operands: Sequence[int]) -> str:
-    """What is left of a chain: ``written(7, "-+", (5, 7)) == "7-5+7"``."""
+def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
+    """What is left of a chain: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
     return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
 
 
@@ -124,7 +124,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
             value = step(value, chain.signs[done - 1], chain.operands[done])
             if done == wrong_step:
                 value = wrong
-            left.append(written(value, chain.signs[done:], chain.operands[done + 1 :]))
+            left.append(spelled(value, chain.signs[done:], chain.operands[done + 1 :]))
         return "=".join(left)
 
     @staticmethod
