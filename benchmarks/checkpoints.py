@@ -66,7 +66,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def state_of(trainer: Trainer) -> list[Tensor]:
     """What a checkpoint holds."""
-    state = trainer.learner.optimizer.state
+    state = trainer.learner.adamw.state
     parameters = list(trainer.learner.model.parameters())
     return [tensor for p in parameters for tensor in (p.detach(), state[p]["exp_avg"], state[p]["exp_avg_sq"])]
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch
-from stretto.trainer.batch.samples import Sample, rows_of
+from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig, DecoupledPPO
 
@@ -56,7 +56,7 @@ class PaddedTrainer:
 
     def train(self, batch: Batch) -> float:
         """One optimizer step; the loss."""
-        rows = list(rows_of(batch, self._algorithm, self._longest).rows)
+        rows = list(samples_of(batch, self._algorithm, self._longest).samples)
         random.Random(batch.version).shuffle(rows)
         if self._by_length:
             rows.sort(key=lambda row: -len(row.token_ids))

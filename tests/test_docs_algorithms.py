@@ -23,9 +23,9 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters
 from stretto.trainer.objective import advantages, aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig, CorrectionConfig, LossConfig, objective
+from stretto.trainer.objective.decoupled_ppo import interpolated
 from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
 from stretto.trainer.objective.losses import evaluate
-from stretto.trainer.objective.proximal import interpolated
 from stretto.trainer.objective.shaping import Shaping, overlong, shaped
 from stretto.trainer.trainer import Trainer
 from tests.test_docs import names_in
@@ -219,7 +219,7 @@ def test_every_word_of_a_recipe_has_its_row() -> None:
     [
         "trainer/objective/surrogates.py",
         "trainer/objective/m2po.py",
-        "trainer/objective/proximal.py",
+        "trainer/objective/decoupled_ppo.py",
         "trainer/objective/corrections.py",
         "trainer/objective/advantages.py",
         "trainer/objective/shaping.py",

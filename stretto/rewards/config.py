@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import BaseModel, Field, model_validator
 
 from stretto.rewards.built_in import timeout_of
-from stretto.rewards.service.wire import LARGEST_REWARD
+from stretto.rewards.functions import LARGEST_REWARD
 from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
@@ -67,7 +67,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     code: SandboxConfig = SandboxConfig()
 
     @property
-    def seconds_per_answer(self) -> float:
+    def seconds_per_completion(self) -> float:
         """The hard limit for one completion: the recipe's, else that of the reward."""
         return timeout_of(self.function) if self.timeout is None else self.timeout
 
@@ -80,8 +80,9 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     @model_validator(mode="after")
     def _a_program_ends_before_its_worker(self) -> Self:
         needed = self.code.completion_seconds + _AFTER_PROGRAMS
-        if self.function == "code" and self.seconds_per_answer < needed:
+        if self.function == "code" and self.seconds_per_completion < needed:
             raise ValueError(
-                f"timeout ({self.seconds_per_answer:g}) must leave room for code.completion_seconds: {needed:g} or more"
+                f"timeout ({self.seconds_per_completion:g}) must leave room for code.completion_seconds: "
+                f"{needed:g} or more"
             )
         return self

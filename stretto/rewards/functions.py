@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+#: Bound on the size of a reward, so that sums over a batch stay finite.
+LARGEST_REWARD = 1e6
+
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(_DECIMAL)

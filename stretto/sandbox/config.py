@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 LevelName = Literal["A", "B", "C", "D", "E"]
 
@@ -13,13 +13,7 @@ class SandboxConfig(BaseModel, extra="forbid", frozen=True):
     """Section ``[rewards.code]`` of a recipe: what a program may use, and how well it must be walled in."""
 
     seconds: float = Field(2.0, gt=0, le=600, description="wall clock of one test; all calls of a program are one run")
-    completion_seconds: float = Field(
-        10.0,
-        gt=0,
-        le=3600,
-        description="wall clock of all tests of one completion",
-        validation_alias=AliasChoices("completion_seconds", "answer_seconds"),  # its name in older recipes
-    )
+    completion_seconds: float = Field(10.0, gt=0, le=3600, description="wall clock of all tests of one completion")
     memory_mib: int = Field(512, ge=64, le=1 << 20, description="address space of a process, and memory of them all")
     processes: int = Field(16, ge=1, le=4096, description="processes and threads; level D allows threads only")
     open_files: int = Field(64, ge=16, le=4096, description="files that one program may have open")
@@ -29,12 +23,18 @@ class SandboxConfig(BaseModel, extra="forbid", frozen=True):
     lowest_level: LevelName = Field("D", description="refuse to begin where the sandbox would be weaker than this")
     unsafe: bool = Field(False, description="allow level E, which protects from nothing hostile; never as root")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_its_older_name(cls, section: Any) -> Any:
+        if isinstance(section, dict) and "answer_seconds" in section:
+            section = {("completion_seconds" if key == "answer_seconds" else key): section[key] for key in section}
+        return section
+
     @model_validator(mode="after")
     def _one_test_fits(self) -> Self:
         if self.seconds > self.completion_seconds:
-            raise ValueError(
-                f"seconds = {self.seconds:g} is more than completion_seconds = {self.completion_seconds:g}"
-            )
+            found = f"seconds = {self.seconds:g} is more than completion_seconds = {self.completion_seconds:g}"
+            raise ValueError(found)
         if self.lowest_level == "E" and not self.unsafe:
             raise ValueError('lowest_level = "E" needs unsafe = true')
         return self

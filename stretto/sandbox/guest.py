@@ -1,16 +1,15 @@
-"""What runs inside a sandbox: a warm interpreter that forks once for every program.
+"""The process inside a sandbox: a warm interpreter that forks once for every program.
 
     host ── settings, then one order per program ──► guest ── forks ──► walls ──► the program
                                                        ▲                              │
                                                        └──────── how it ended ◄───────┘
 
-The host sends this file, and `values`, to a bare interpreter (``python -I -S -B``), so they stand alone, and
-import little. The guest
-never reads a program, an input or an output: they travel in descriptors that it hands on, so a later program cannot
-find an earlier one in its memory. No expected output ever comes in here.
+The host sends this file, and `values`, to a bare interpreter (``python -I -S -B``), so they stand alone and import
+little. Programs, inputs and outputs travel in descriptors that the guest passes on unread, so a later program cannot
+find an earlier one in its memory. Expected outputs never enter.
 
-Every step from the fork to the program either works or ends the child with a message, and the run is then undecided: a
-wall that is missing is never passed over in silence.
+A step between fork and program that fails ends the child with a message, and the run is undecided: no wall is missing
+silently.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import struct
 import sys
 import time
 
-from stretto.sandbox.values import lively, plain, written
+from stretto.sandbox.values import encoded, lively, plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
@@ -98,7 +97,7 @@ class Guest:
             if not order:
                 os._exit(0)
             if len(order) != ORDER.size:
-                continue  # the host wanted a program stopped that had just ended by itself
+                continue  # a stop order for a program that had just ended by itself
             self._control.send(self._run(ORDER.unpack(order)[0], given))
 
     def _run(self, seconds: float, given: list[int]) -> bytes:
@@ -122,7 +121,7 @@ class Guest:
         """The whole life of a child; it never returns."""
         try:
             self._raise_walls(given)
-        except BaseException as error:  # the host must hear of it, whatever it is, and the program must not run
+        except BaseException as error:  # any error goes to the host, and the program must not run
             os.write(given[-1], f"{type(error).__name__}: {error}"[:500].encode())
             os._exit(70)
         os._exit(perform())
@@ -130,7 +129,7 @@ class Guest:
     def _raise_walls(self, given: list[int]) -> None:
         settings = self._settings
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-        self._tell_proc("oom_score_adj", "1000")  # when memory is short, the program goes and the guest stays
+        self._tell_proc("oom_score_adj", "1000")  # when memory is short, the kernel kills the program, not the guest
         limits = dict(settings["limits"])
         if settings["threads"]:  # the user has other processes, which count too
             limits["RLIMIT_NPROC"] = self._tasks_of(self._ids[0]) + settings["threads"]
@@ -189,7 +188,7 @@ def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
 
 
 def _become(uid: int | None) -> None:
-    """Root becomes the user `uid`; `None`: the guest was started as who it shall be."""
+    """Root becomes the user `uid`; `None`: the guest stays who it is."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -198,15 +197,14 @@ def _become(uid: int | None) -> None:
 
 
 def _fork(namespaces: int) -> int:
-    """As `os.fork`; with `namespaces` the child is the first process of a new one, and when it ends the kernel ends
-    whatever it has started."""
+    """As `os.fork`; with `namespaces` the child is their first process, and the kernel ends what it leaves behind."""
     if not namespaces:
         return os.fork()
     return _checked("clone", _syscall(_SYS_CLONE[_MACHINE], namespaces | _SIGCHLD, None, None, None, None))
 
 
 def _wait(child: int, control: _socket.socket, until: float) -> bool:
-    """Wait until the child ends. It is killed when its time is up (then True), or when the host says so or is gone."""
+    """Wait for the child. It is killed at the deadline (then True), and when the host orders it or is gone."""
     descriptor = os.pidfd_open(child)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -250,8 +248,7 @@ def _drop_capabilities() -> None:
 
 
 def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
-    """Only files below `read` can be read, only those below `write` written; `files` and `scopes` are what the kernel
-    shall watch over."""
+    """Allow reads below `read` and writes below `write` alone; `files` and `scopes` are the handled access rights."""
     attributes = struct.pack("<QQQ", files, 0, scopes)
     size = 24 if scopes else 8
     ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))
@@ -284,9 +281,6 @@ def _checked(what: str, result: int) -> int:
     return result
 
 
-# The program.
-
-
 def perform() -> int:
     """Run the task in descriptor 3; the exit status."""
     with open(3, "rb") as file:
@@ -304,7 +298,7 @@ def perform() -> int:
 
 
 def _concluded(work: Callable[[], object]) -> int:
-    """Do it as an interpreter does a script: threads are waited for, exit functions run, buffers are written."""
+    """Run as an interpreter runs a script: join threads, run exit functions, flush buffers."""
     _reopen()
     status = 0
     try:
@@ -337,7 +331,7 @@ def _status(code: object) -> int:
 
 
 def _reopen() -> None:
-    """Standard streams that know nothing of what the guest did with its own."""
+    """Fresh standard streams, without buffers of the guest."""
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
@@ -359,9 +353,9 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
     for call in calls:
         try:
             function = _found(namespace, call["name"])
-            line = written({"value": plain(function(*map(lively, call["args"])))})
+            line = encoded({"value": plain(function(*map(lively, call["args"])))})
         except Exception as error:  # of the program; the next call may do better
-            line = written({"error": f"{type(error).__name__}: {error}"[:200]})
+            line = encoded({"error": f"{type(error).__name__}: {error}"[:200]})
         rest = line.encode() + b"\n"
         while rest:
             rest = rest[os.write(results, rest) :]

@@ -1,8 +1,7 @@
-"""Finds out how well programs can be walled in on this machine, by attacking its own sandbox.
+"""Finds the strongest walls that hold on this machine, by attacking its own sandbox.
 
-Whether user namespaces, landlock or control groups are allowed depends on kernel, container and configuration in more
-ways than can be asked for. So each rung of the ladder is tried from the top, with the attacks of `attacks` and one
-honest program, and the first one that holds is taken.
+Kernel, container and configuration decide in too many ways which walls are allowed. So each rung of the ladder is tried
+from the top, with the attacks of `attacks` and one honest program, and the first that holds is taken.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Finding(Record, frozen=True):
 
 
 class Rung(Record, frozen=True):
-    """What was found on one rung; `problem`: it could not be stood on at all."""
+    """The findings of one rung, or the `problem` that kept it from standing."""
 
     level: str
     warm: bool
@@ -74,7 +73,7 @@ class Report(Record, frozen=True):
 
 
 class Baits:
-    """What attacks reach for: a listening port, an abstract socket, a secret file, a place for a mark, a process."""
+    """The targets of attacks: a listening port, an abstract socket, a secret file, a place for a mark, a process."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -91,15 +90,9 @@ class Baits:
         abstract = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract.bind(f"\0{name}")
         abstract.listen()
-        neighbour = self._stack.enter_context(
-            subprocess.Popen(
-                ["/bin/cat"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={"STRETTO_BAIT": name},
-            )
-        )
+        null, bait = subprocess.DEVNULL, {"STRETTO_BAIT": name}
+        neighbour = subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=null, stderr=null, env=bait)
+        self._stack.enter_context(neighbour)
         self._values = {
             "PORT": tcp.getsockname()[1],
             "ABSTRACT": name,
@@ -143,7 +136,7 @@ def _seen(ended: ProgramEnd) -> str:
 
 
 def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> Rung:
-    """Stand on one rung, and be attacked there with all that its level must stop."""
+    """Raise the walls of one rung, and run the attacks that its level must stop."""
     findings: list[Finding] = []
     problem = ""
     try:
@@ -163,7 +156,7 @@ def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = AT
 
 
 def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[Walls, Report]:
-    """The strongest walls that hold here, and what was found on the way.
+    """The strongest walls that hold here, and the report of all rungs tried.
 
     Raises:
         RewardFunctionError: only walls hold that are weaker than the configuration allows.

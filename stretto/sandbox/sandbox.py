@@ -1,7 +1,7 @@
-"""A sandbox as the grader sees it: hand over a program and an input, get back what it wrote and how it ended.
+"""A sandbox: a program and an input go in, its output and how it ended come out.
 
-What a program does to itself (an exception, a signal, a limit) is in its `ProgramEnd`; that the sandbox could not run
-it at all is a `SandboxFailed`. The one says that the program is wrong, the other says nothing about it.
+An exception, a signal or a limit of the program is in its `ProgramEnd`, and the program is wrong. A `SandboxFailed`
+says that the sandbox could not run it, and nothing about the program.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from stretto.core.records import Record
 from stretto.sandbox.cgroups import ProgramGroup
@@ -68,23 +67,8 @@ class ProgramEnd(Record, frozen=True):
         return f"exit status {self.status}" + (f": {last[:200]}" if last else "")
 
 
-class _Reply(NamedTuple):
-    status: int
-    timed_out: bool
-    seconds: float
-    cpu_seconds: float
-    memory: int
-    problem: str
-
-    @classmethod
-    def parsed(cls, message: bytes) -> Self:
-        status, timed_out, seconds, cpu_seconds, memory = REPLY.unpack_from(message)
-        problem = message[REPLY.size :].decode(errors="replace")
-        return cls(status, timed_out, seconds, cpu_seconds, memory, problem)
-
-
-class _Written:
-    """What a program has written, as far as it is kept: the beginning of its output, the end of its errors."""
+class _Streams:
+    """The beginning of a program's output and the end of its errors."""
 
     def __init__(self, limit: int) -> None:
         self.output, self.errors = bytearray(), bytearray()
@@ -157,48 +141,35 @@ class Sandbox:
                 socket.send_fds(self._control, [ORDER.pack(seconds)], descriptors)
                 output.close_write()
                 errors.close_write()
-                reply, written = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
+                reply, streams = self._follow(output.read, errors.read, time.monotonic() + seconds + _GRACE)
         except OSError as error:
             raise self._failed(str(error)) from error
-        if reply.problem:
-            raise self._failed(reply.problem)
+        status, timed_out, *used = REPLY.unpack_from(reply)
+        if problem := reply[REPLY.size :].decode(errors="replace"):
+            raise self._failed(problem)
         if not self._keep:
             self._end()
-        return ProgramEnd(
-            status=reply.status,
-            timed_out=reply.timed_out,
-            flooded=written.flooded,
-            output=bytes(written.output),
-            errors=bytes(written.errors),
-            seconds=reply.seconds,
-            cpu_seconds=reply.cpu_seconds,
-            memory=reply.memory,
-        )
+        return ProgramEnd(status, timed_out, streams.flooded, bytes(streams.output), bytes(streams.errors), *used)
 
     def close(self) -> None:
         """End the guest, and with it all that runs in the sandbox."""
         self._end()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        if self._user is not None:
-            self._user.close()
-            self._user = None
+        for held in (self._group, self._user):
+            if held is not None:
+                held.close()
+        self._group = self._user = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _start(self) -> None:
         config, walls = self._config, self.walls
         if walls.group and self._group is None:
-            self._group = ProgramGroup.create(
-                (config.memory_mib << 20) + _GUEST_BYTES, config.processes + _GUEST_PROCESSES
-            )
+            memory, processes = (config.memory_mib << 20) + _GUEST_BYTES, config.processes + _GUEST_PROCESSES
+            self._group = ProgramGroup.create(memory, processes)
         if self._user is None:
             self._user = SandboxUser()
         interpreter = find_interpreter(walls, self._user.uid)
@@ -216,14 +187,14 @@ class Sandbox:
                 start_new_session=True,
             )
             told.close_write()
-            self._control.send(guest_program(interpreter))  # it begins while it is put into its group
+            self._control.send(guest_program(interpreter))  # it starts while it is added to its group
             if self._group is not None:
                 self._group.add(_told_process(told.read))
         self._control.settimeout(_START_SECONDS)
         self._introduce(guest_settings(walls, interpreter, config, self._user.uid))
 
     def _introduce(self, settings: Mapping[str, Any]) -> None:
-        """Tell the guest who it is."""
+        """Send the guest its settings, and wait until it is ready."""
         assert self._control is not None
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -231,40 +202,40 @@ class Sandbox:
         finally:
             os.close(proc)
         if self._heard() != b"ready":
-            raise OSError("the guest does not know what it should")
+            raise OSError("the guest does not become ready")
 
-    def _follow(self, output: int, errors: int, until: float) -> tuple[_Reply, _Written]:
+    def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Streams]:
         """Read what the program writes until the guest says how it ended.
 
         Raises:
             OSError: the guest is gone, or silent.
         """
         assert self._control is not None
-        control, written = self._control.fileno(), _Written(self._config.output_mib << 20)
-        takers = {output: written.take_output, errors: written.take_errors}
+        control, streams = self._control.fileno(), _Streams(self._config.output_mib << 20)
+        takers = {output: streams.take_output, errors: streams.take_errors}
         poll = select.poll()
         for descriptor in (control, *takers):
             poll.register(descriptor, select.POLLIN)
-        reply, stopped = None, False
-        while reply is None or takers:
+        reply, stopped = b"", False
+        while not reply or takers:
             ready = poll.poll(0 if reply else max(0.0, until - time.monotonic()) * 1000)
-            if reply is None and not ready:
+            if not reply and not ready:
                 raise OSError("the guest does not say how the program ended")
             if reply and (not ready or time.monotonic() > until):
                 break  # without namespaces, a process that the program left behind keeps the other end open
             for descriptor, _ in ready:
                 if descriptor == control:
-                    reply = _Reply.parsed(self._heard())
+                    reply = self._heard()
                     poll.unregister(control)
                 elif chunk := os.read(descriptor, _READ):
                     takers[descriptor](chunk)
                 else:
                     poll.unregister(descriptor)
                     del takers[descriptor]
-            if written.flooded and reply is None and not stopped:
+            if streams.flooded and not reply and not stopped:
                 self._control.send(_STOP)
                 stopped = True
-        return reply, written
+        return reply, streams
 
     def _heard(self) -> bytes:
         assert self._control is not None
@@ -303,7 +274,7 @@ class Sandbox:
 
 
 def _told_process(descriptor: int) -> int:
-    """The number of the guest, which bubblewrap tells before it begins."""
+    """The process id of the guest, which bubblewrap reports before the guest starts."""
     told = b""
     while not told.rstrip().endswith(b"}"):  # it writes in pieces
         piece = os.read(descriptor, _READ)
@@ -316,16 +287,10 @@ def _told_process(descriptor: int) -> int:
 @contextmanager
 def _file(content: bytes) -> Iterator[int]:
     """A file in memory, to be read from its beginning."""
-    descriptor = os.memfd_create("stretto-input")
-    try:
-        with memoryview(content) as rest:
-            at = 0
-            while at < len(rest):
-                at += os.write(descriptor, rest[at:])
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("stretto-input"), "w+b") as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
 
 
 class _Pipe:

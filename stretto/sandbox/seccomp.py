@@ -16,12 +16,7 @@ INSTRUCTION = struct.Struct("<HBBI")
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = (
-    0,
-    4,
-    16,
-    24,
-)  # where they stand in the data that a filter sees; low 32 bits
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in a filter's data; low 32 bits
 
 _NEWEST_KNOWN = 462  # mseal, Linux 6.10; the same on every architecture from 424 on
 _CLONE_NAMESPACES = 0x7E020080  # CLONE_NEW*

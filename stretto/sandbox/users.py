@@ -1,4 +1,4 @@
-"""Whom a sandbox of root becomes: a user that owns nothing, and that no other sandbox on this machine has.
+"""The users of root's sandboxes: each owns nothing, and no other sandbox on this machine has it.
 
 Limits on processes are counted per user, so two sandboxes with one user would take each other's share.
 """
@@ -16,7 +16,7 @@ class SandboxUser:
     """The user of one sandbox. `uid` is None where we are not root: the guest stays who we are.
 
     Raises:
-        OSError: every one of the users is taken.
+        OSError: all users are taken.
     """
 
     def __init__(self) -> None:

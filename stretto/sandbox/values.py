@@ -27,17 +27,17 @@ def plain(value: object) -> Any:
     if isinstance(value, tuple):
         return {TUPLE: [plain(item) for item in value]}
     if isinstance(value, set | frozenset):
-        return {SET: sorted((plain(item) for item in value), key=written)}
+        return {SET: sorted((plain(item) for item in value), key=encoded)}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("\0") for key in value):
             return {key: plain(item) for key, item in value.items()}
-        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=written)}
+        return {DICT: sorted(([plain(key), plain(item)] for key, item in value.items()), key=encoded)}
     if isinstance(value, bytes):
         return {BYTES: value.hex()}
     raise TypeError(f"a {type(value).__name__} is no result that a test can expect")
 
 
-def written(value: Any) -> str:
+def encoded(value: Any) -> str:
     """The JSON of a plain value; what the json module, which is slow to import, would write."""
     if isinstance(value, str):
         return _json.encode_basestring_ascii(str(value))
@@ -48,8 +48,8 @@ def written(value: Any) -> str:
     if isinstance(value, float):
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(float.__repr__(value), float.__repr__(value))
     if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
-    return "{" + ", ".join(f"{written(key)}: {written(item)}" for key, item in value.items()) + "}"
+        return f"[{', '.join(map(encoded, value))}]"
+    return "{" + ", ".join(f"{encoded(key)}: {encoded(item)}" for key, item in value.items()) + "}"
 
 
 def lively(value: Any) -> Any:

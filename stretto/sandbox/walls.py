@@ -32,14 +32,8 @@ _STACK_BYTES = 64 * _MIB
 _TMP_FILES = 1024
 _SPARE_THREADS = 128  # by which the other processes of an ordinary user may grow while a program runs
 
-_NEW_USER, _NEW_PROCESSES, _NEW_MOUNTS, _NEW_IPC, _NEW_NET, _NEW_UTS = (
-    0x10000000,
-    0x20000000,
-    0x00020000,
-    0x08000000,
-    0x40000000,
-    0x04000000,
-)
+_NEW_USER, _NEW_PROCESSES, _NEW_MOUNTS = 0x10000000, 0x20000000, 0x00020000
+_NEW_IPC, _NEW_NET, _NEW_UTS = 0x08000000, 0x40000000, 0x04000000
 _INSIDE_BWRAP = _NEW_USER | _NEW_PROCESSES | _NEW_MOUNTS  # queues and shared memory are refused as calls
 _ON_THE_HOST = _INSIDE_BWRAP | _NEW_IPC | _NEW_NET | _NEW_UTS
 
@@ -64,7 +58,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 class Level(StrEnum):
-    """How well programs are walled in; a letter further on is weaker."""
+    """The strength of the walls; a later letter is weaker."""
 
     A = "A"
     B = "B"
@@ -86,13 +80,12 @@ class Walls:
 
     @property
     def warm(self) -> bool:
-        """Whether one guest may serve program after program: nothing that one has done is there for the next."""
+        """Whether one guest may run program after program, since none leaves a trace for the next."""
         return bool(self.namespaces) or not self.bwrap
 
 
 def ladder(warm: bool) -> Iterator[Walls]:
-    """The rungs from the strongest. Where a namespace inside another one is not allowed, bubblewrap is started anew
-    for each program."""
+    """The rungs from the strongest; where nested namespaces are not allowed, each program gets a new bubblewrap."""
     for level, group in ((Level.A, True), (Level.B, False)):
         if warm:
             yield Walls(level, bwrap=True, group=group, namespaces=_INSIDE_BWRAP)
@@ -115,7 +108,7 @@ class Interpreter:
         return cls(executable, tuple(dict.fromkeys(place for place in places if os.path.exists(place))))
 
     def usable_by(self, uid: int | None) -> bool:
-        """Can the user read it; `None`: can we?"""
+        """Whether the user can read it (`None`: we)."""
         try:
             if uid is None:
                 return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))
@@ -141,8 +134,8 @@ def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
 
 
 def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, control: int, told: int) -> list[str]:
-    """What starts a guest whose end of the wire is the descriptor `control`. Where there is a group, bubblewrap writes
-    to `told` which process the guest is, long before that is ready.
+    """The command that starts a guest with the socket `control`; for its group, bubblewrap writes its process id to
+    `told` before the guest is ready.
 
     Raises:
         OSError: bubblewrap is not installed.
@@ -161,7 +154,7 @@ def _own_executable() -> Path:
 
 
 def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: int) -> list[str]:
-    """Root starts bubblewrap as root, so that every interpreter can be shown, and the guest becomes somebody else."""
+    """Root starts bubblewrap as root, so that it can bind every interpreter; the guest then changes its user."""
     program = shutil.which("bwrap", path=_BWRAP_PLACES)
     if program is None:
         raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
@@ -183,7 +176,7 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: 
 
 
 def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig, uid: int | None) -> dict[str, Any]:
-    """What a guest is told first. `uid`: whom it becomes; `None`: it stays who we are.
+    """The settings of a guest. `uid`: the user that it becomes (`None`: it stays ours).
 
     Raises:
         OSError: the kernel has no landlock, or the machine no table of system calls, and the walls need it.

@@ -1,4 +1,4 @@
-"""A trainer on disk: everything that decides what it does next (it draws no random numbers).
+"""A trainer's checkpoint: all of its state (it draws no random numbers).
 
     shard-00001-...safetensors   the part of rank 0: parameters, AdamW's two moments and its step counts, by name, in
                                  files of about 64 MiB
@@ -6,9 +6,9 @@
     trainer.json                 version, bad steps in a row
     critic/                      the same of a critic, where there is one
 
-Written and read by torch's distributed checkpoints in their safetensors form: whatever number of ranks has written a
-checkpoint, any number can go on from it, and nothing in it is a pickle. A `TrainerState` is written while training goes
-on. Whoever keeps checkpoints forces them to disk, seals them and switches them in: `store.folder.checkpoints`.
+torch's distributed checkpoints write and read it in their safetensors form: any number of ranks can go on from what
+any other number has written, and nothing is a pickle. A `TrainerState` is written while training goes on.
+`store.folder.checkpoints` forces a checkpoint to disk, seals it and switches it in.
 """
 
 from __future__ import annotations
@@ -52,92 +52,91 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """This rank's part as it was at `position`, in the machine's memory; no training changes it."""
+    """A copy of this rank's part on the CPU, which no training changes."""
 
     position: TrainerPosition
     state: dict[str, Tensor]
     ranks: Ranks
 
     @classmethod
-    def of(cls, stepper: Optimizer, version: int) -> Self:
-        """A copy; nothing else is waited for."""
-        position = TrainerPosition(version=version, bad_steps_in_a_row=stepper.bad_steps_in_a_row)
-        return cls(
-            position, {name: stepper.ranks.copied(tensor) for name, tensor in _state(stepper).items()}, stepper.ranks
-        )
+    def of(cls, optimizer: Optimizer, version: int) -> Self:
+        """The copy."""
+        position = TrainerPosition(version=version, bad_steps_in_a_row=optimizer.bad_steps_in_a_row)
+        ranks = optimizer.ranks
+        return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, in whichever thread; all ranks do.
+        """Write it into `folder`, in any thread; all ranks do.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only).
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _alone_is_fine():
-                # torch puts a file together in memory before it writes it: several small ones, not a large one.
+            with _no_group_warning():
+                # torch builds a file in memory before it writes it: small files, so that the copy is small.
                 writer = HuggingFaceStorageWriter(str(folder), self._files(), save_distributed=True)
-                writer.sync_files = False  # whoever keeps the checkpoint does
+                writer.sync_files = False  # the store does
                 group = self.ranks.second_group
                 state_dict_saver.save(self.state, storage_writer=writer, process_group=group)
             if self.ranks.rank == 0:
                 (folder / _POSITION).write_bytes(msgspec.json.encode(self.position))
         except _ERRORS as error:
-            raise StoreError(f"{folder}: the checkpoint cannot be written: {_told(error)}") from error
+            raise StoreError(f"{folder}: the checkpoint cannot be written: {_described(error)}") from error
 
     def _files(self) -> dict[str, int]:
-        """By name, the number of the file that a tensor belongs to: the same for all ranks, and as much in each."""
-        numbers, begun, size = dict[str, int](), 1, 0
+        """The number of the file of each tensor, by name: the same on all ranks, files of about equal size."""
+        numbers, number, size = dict[str, int](), 1, 0
         for name, tensor in self.state.items():
             part = tensor.nbytes // self.ranks.count
             if size and size + part > _FILE_BYTES:
-                begun, size = begun + 1, 0
-            numbers[name] = begun
+                number, size = number + 1, 0
+            numbers[name] = number
             size += part
         return numbers
 
 
-def _told(error: BaseException) -> str:
-    """One line; what a rank has come to stands in torch's words behind a traceback."""
+def _described(error: BaseException) -> str:
+    """One line; torch wraps the errors of ranks in one of its own, with tracebacks."""
     if isinstance(error, CheckpointException):
-        return "; ".join(sorted({_told(found) for found, _ in error.failures.values()}))
+        return "; ".join(sorted({_described(found) for found, _ in error.failures.values()}))
     return described(error) if isinstance(error, OSError) else str(error)
 
 
-def load(folder: Path, stepper: Optimizer) -> int:
-    """Put the parameters and their optimizer where the checkpoint stands; returns the version. All ranks call it.
+def load(folder: Path, optimizer: Optimizer) -> int:
+    """Load parameters and optimizer state in place; returns the version. All ranks call it.
 
     Raises:
         StoreError: the folder is not whole, or is of another model; nothing has changed.
     """
-    reader, ours = HuggingFaceStorageReader(str(folder)), _state(stepper)
+    reader, ours = HuggingFaceStorageReader(str(folder)), _state(optimizer)
     try:
         position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
         theirs = reader.read_metadata().state_dict_metadata
         _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in ours.items()})
         found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
-        with _alone_is_fine():
+        with _no_group_warning():
             state_dict_loader.load(found, storage_reader=reader)
     except (*_ERRORS, msgspec.MsgspecError) as error:
-        raise StoreError(f"checkpoint {folder} cannot be read: {_told(error)}") from error
+        raise StoreError(f"checkpoint {folder} cannot be read: {_described(error)}") from error
     with torch.no_grad():
         for name, tensor in ours.items():
             tensor.copy_(found[name])
-    for steps, (_, parameter) in zip(found[_STEPS], _trained(stepper), strict=True):
-        stepper.optimizer.state[parameter]["step"].copy_(steps)
-    stepper.bad_steps_in_a_row = position.bad_steps_in_a_row
+    for steps, (_, parameter) in zip(found[_STEPS], _trained(optimizer), strict=True):
+        optimizer.adamw.state[parameter]["step"].copy_(steps)
+    optimizer.bad_steps_in_a_row = position.bad_steps_in_a_row
     return position.version
 
 
-def _trained(stepper: Optimizer) -> list[tuple[str, Tensor]]:
-    return [(name, parameter) for name, parameter in stepper.trained.named_parameters() if parameter.requires_grad]
+def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in optimizer.trained.named_parameters() if parameter.requires_grad]
 
 
-def _state(stepper: Optimizer) -> dict[str, Tensor]:
-    """Everything by name. An optimizer that has not made a step is given the moments that it would begin with."""
+def _state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """All state by name. Before its first step AdamW has no moments, so they are made here."""
     state, counts = dict[str, Tensor](), list[Tensor]()
-    for name, parameter in _trained(stepper):
-        own = stepper.optimizer.state[parameter]
+    for name, parameter in _trained(optimizer):
+        own = optimizer.adamw.state[parameter]
         if not own:
             own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             own.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
@@ -163,7 +162,7 @@ def check(folder: Path, policy: nn.Module) -> None:
 
 
 def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Mapping[str, torch.Size]) -> None:
-    """Every tensor is there, whole, in our shape, and none else."""
+    """Refuse unless it has exactly our tensors, whole and in our shapes."""
     if not any(folder.glob("shard-*.safetensors")):
         raise StoreError(f"checkpoint {folder} is of another format: it has no shards")
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}
@@ -174,15 +173,15 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
 
 
 def _whole_shape(meta: object) -> torch.Size:
-    """The shape of a tensor on disk; of one that lacks a shard, a shape that none has."""
+    """The shape of a tensor on disk; an impossible shape where a shard is missing."""
     assert isinstance(meta, TensorStorageMetadata), type(meta)
     held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
     return meta.size if held == math.prod(meta.size) else torch.Size([0, 0, 0, 0, 0])
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """A process that is no rank of many need not be told so."""
+def _no_group_warning() -> Iterator[None]:
+    """Without torch's warning that one process has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""What a recipe says about training: the optimizer and the run's steps. What is maximised is said in `algorithm.py`.
+"""`[trainer]` of a recipe: the optimizer and the run's steps. The objective is `[algorithm]` (`algorithm.py`).
 
 Defaults are the paper's (AReaL, appendix B.1, table 3) where the paper has a number.
 """
@@ -37,7 +37,7 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
 
 
 def _as_tuple(value: object) -> object:
-    """TOML has lists; what is not one is left to be refused."""
+    """A TOML list as a tuple; pydantic refuses anything else."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -51,7 +51,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     )
 
     def targets(self, layer: str) -> bool:
-        """Does the linear layer of this name get an adapter?"""
+        """Whether the linear layer of this name gets an adapter."""
         return not self.target_modules or layer.rsplit(".", 1)[-1] in self.target_modules
 
 
@@ -63,7 +63,7 @@ class TrainerConfig(OptimizerConfig):
     ranks: PositiveInt = Field(1, description="processes that train together, each with a part of every parameter")
     lora: LoraConfig | None = Field(None, description="train adapters in place of the parameters")
     keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(
-        1, description="policies kept in the run folder: the newest so many, or all"
+        1, description="policies kept in the run folder: the number of newest ones, or all"
     )
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
 
@@ -72,19 +72,19 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """`[algorithm.advantages.critic]`: as the policy's optimizer, but for these."""
 
     learning_rate: float = Field(1e-4, gt=0, description="the highest learning rate; schedule as the policy's")
-    clip: float = Field(0.2, gt=0, description="a value may move so far from the one before the step")
+    clip: float = Field(0.2, gt=0, description="bound on the change of a value from the one before the step")
     truncated: Literal["end", "bootstrap"] = Field(
-        "end", description="an answer that was cut off ends there, or is worth what the critic says of its last state"
+        "end", description="value behind a completion that was cut off: 0, or the critic's value of its last state"
     )
 
 
 class PreferenceConfig(OptimizerConfig):
-    """Learning from pairs of answers (DPO)."""
+    """Learning from pairs of completions (DPO)."""
 
     learning_rate: float = Field(1e-6, gt=0, description="the highest learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(64, description="pairs per step")
-    beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
+    beta: float = Field(0.1, gt=0, description="strength of the tie to the reference policy")
 
 
 class SupervisedConfig(OptimizerConfig):

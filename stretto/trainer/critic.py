@@ -1,7 +1,7 @@
-"""A critic: what the state before each token is worth, learnt from the returns.
+"""A critic: the value of the state before each token, learnt from the returns.
 
-Its body is a copy of the policy at the start, its head one linear map to a number that begins as zero: so the first
-step is the one without a critic.
+Its body is a copy of the policy at the start; its head, one linear map to a number, begins as zero, so the first step
+has the advantages of a run without a critic.
 
 Axes: T packed token, N loss token, W width of the model.
 """
@@ -22,7 +22,7 @@ from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, hidden_states
 from stretto.trainer.batch.minibatch import Minibatch
-from stretto.trainer.batch.scoring import ask
+from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
 from stretto.trainer.parallel.ranks import ALONE, Ranks
@@ -40,7 +40,7 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> 
 class Critic(Optimizer):
     """Example::
 
-    values = critic.answer_values(batch)             # before the step
+    values = critic.token_values(batch)             # before the step
     loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
     """
 
@@ -57,18 +57,19 @@ class Critic(Optimizer):
         """V of the state in which each wanted token was sampled, [N], float32."""
         return self._values(packed)  # type: ignore[no-any-return]
 
-    def answer_values(self, batch: Batch) -> dict[str, list[float]]:
-        """V before each token of each answer of the batch, masked ones too, by the trajectory's id; and, where the
-        recipe wants it, one more of an answer that was cut off: V after its last token."""
-        return ask(batch, self.config.micro_batch_tokens, self.device, self.values, self._goes_on, self.ranks)
+    def token_values(self, batch: Batch) -> dict[str, list[float]]:
+        """V before each sampled token of the batch, masked ones too, by the trajectory's id; with
+        ``truncated = "bootstrap"`` also V after the last token of a trajectory that was cut off."""
+        capacity = self.config.micro_batch_tokens
+        return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 
-    def _goes_on(self, trajectory: Trajectory) -> bool:
-        """Whether what would have followed the answer is worth something."""
+    def _continues(self, trajectory: Trajectory) -> bool:
+        """Whether the state behind the last token has a value."""
         cut_off = trajectory.stop_reason is StopReason.LENGTH and len(trajectory.versions) > 0
         return cut_off and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
-        """One optimizer step towards the returns of a minibatch; the loss of this rank's share, averaged like the
+        """One optimizer step towards the returns of a minibatch; gives the loss of this rank's share, averaged like the
         policy's.
 
         Raises:
@@ -85,7 +86,7 @@ class Critic(Optimizer):
 
 
 class StateValues(nn.Module):
-    """Packed tokens in, values out. The body is that of `model`, without the matrix to the vocabulary."""
+    """Packed tokens in, values out: the body of `model` without its output matrix."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         super().__init__()
@@ -108,8 +109,7 @@ class StateValues(nn.Module):
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a critic that knows, 0 for one that says the same of every state; NaN where there
-    is nothing to explain.
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one; NaN where the returns are all equal.
 
     >>> explained_variance([1.0, 1.0], [0.0, 2.0]), explained_variance([0.5, 1.5], [0.0, 2.0])
     (0.0, 0.75)

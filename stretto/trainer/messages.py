@@ -1,4 +1,4 @@
-"""What the conductor and the trainer's process say to each other, and what a role is started with."""
+"""The messages between the conductor and the processes that train."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from stretto.processes.run_role import Failed
 
 
 class Train(Record, frozen=True, tag=True):
-    """Take this batch; update; publish the next version, unless this is a step that was done before and is done again
-    to stand where the run stood; answer `Trained`."""
+    """Train on this batch and publish the next version; reply `Trained`. A step that is repeated to restore a trainer
+    is not published."""
 
     batch: Batch
     publish: bool = True
 
 
 class Publish(Record, frozen=True, tag=True):
-    """Publish the version that the trainer holds; answer `Published`."""
+    """Publish the version that the trainer holds; reply `Published`."""
 
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
-    """Copy everything that training needs to go on; answer `Copied`. The copy is written into this folder while other
-    orders are carried out; `Written` or `NotWritten` says when, between the answers to those."""
+    """Copy the trainer's state; reply `Copied`. The copy is written into this folder while other orders are carried
+    out; `CheckpointSaved` or `CheckpointFailed` comes between the replies to those."""
 
     folder: str
 
 
 class SavePolicy(Record, frozen=True, tag=True):
-    """Write the policy as a Hugging Face folder; answer `PolicySaved`."""
+    """Write the policy as a Hugging Face folder; reply `PolicySaved`."""
 
     folder: str
 
@@ -53,7 +53,7 @@ class Published(Record, frozen=True, tag=True):
 
 
 class Trained(Record, frozen=True, tag=True):
-    """The step is done; the next version is published, if it was to be."""
+    """The step is done, and the next version published if it was to be."""
 
     update: Update
     spans: tuple[Span, ...]
@@ -65,13 +65,13 @@ class Copied(Record, frozen=True, tag=True):
     span: Span
 
 
-class Written(Record, frozen=True, tag=True):
+class CheckpointSaved(Record, frozen=True, tag=True):
     """The checkpoint is in its folder."""
 
     folder: str
 
 
-class NotWritten(Record, frozen=True, tag=True):
+class CheckpointFailed(Record, frozen=True, tag=True):
     """The checkpoint cannot be written. `problem` is meant for the user; the traceback is in the role's log."""
 
     folder: str
@@ -85,13 +85,15 @@ class PolicySaved(Record, frozen=True, tag=True):
 
 
 class RankLost(Record, frozen=True, tag=True):
-    """One of the processes that train together has died or hangs, so the trainer ends; `how` names it and says how."""
+    """A rank has died or hangs, so the trainer ends; `how` names the rank and the cause."""
 
     how: str
 
 
 ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
-FromTrainer = Ready | Published | Trained | Copied | Written | NotWritten | PolicySaved | Failed | RankLost
+FromTrainer = (
+    Ready | Published | Trained | Copied | CheckpointSaved | CheckpointFailed | PolicySaved | Failed | RankLost
+)
 
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
@@ -102,7 +104,7 @@ class Demonstrations(Record, frozen=True, tag=True):
 
 
 class Preferences(Record, frozen=True, tag=True):
-    """Pairs, and the folder of the policy to stay close to."""
+    """Pairs, and the folder of the reference policy."""
 
     pairs: tuple[Preference, ...]
     reference: str
@@ -112,7 +114,7 @@ Examples = Demonstrations | Preferences
 
 
 class SupervisedProgress(Record, frozen=True, tag=True):
-    """How far it is; `loss` in nats per answer token, or per pair."""
+    """Progress; `loss` in nats per completion token, or per pair."""
 
     step: int
     steps: int
@@ -134,18 +136,18 @@ FROM_SUPERVISED: msgspec.msgpack.Decoder[FromSupervised] = msgspec.msgpack.Decod
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the answer to learn, which ends with the token that ends answers.
+    """A prompt and the completion to learn, with its end-of-sequence token.
 
-    Example: ``Demonstration(prompt_ids=(5, 12, 8), answer_ids=(4, 4, 1))``
+    Example: ``Demonstration(prompt_ids=(5, 12, 8), completion_ids=(4, 4, 1))``
     """
 
     prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, each ending with the token that ends answers.
+    """Two completions of one prompt, each with its end-of-sequence token.
 
     Example: ``Preference(prompt_ids=(5, 12, 8), chosen_ids=(4, 4, 1), rejected_ids=(7, 1))``
     """

@@ -1,4 +1,4 @@
-"""The measurements of one training step, gathered micro-batch by micro-batch on each rank, added up at its end.
+"""The measurements of one training step, summed micro-batch by micro-batch on each rank, all-reduced at its end.
 
 Formulas: docs/metrics.md.
 """
@@ -30,9 +30,8 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 class Meter:
     """Adds up; means are over loss tokens unless `docs/metrics.md` says otherwise.
 
-    A measurement that nothing was measured for is absent, never zero: `behavior_logprob_error` and its largest without
-    on-policy tokens, `entropy` and `kl_reference` unless they are asked for, all of the loss's when no token was
-    trained on.
+    What was not measured is absent, never zero: `behavior_logprob_error` and its maximum without on-policy tokens,
+    `entropy` and `kl_reference` where the recipe has none, all of the loss's when no token was trained on.
     """
 
     def __init__(self) -> None:
@@ -41,10 +40,10 @@ class Meter:
         self._steps: list[OptimizerStep] = []
         self._critic_steps: list[OptimizerStep] = []
         self._explained = math.nan
-        self._penalised: float | None = None
+        self._kl_in_reward: float | None = None
 
-    def learned(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
-        """A micro-batch of `tokens` loss tokens has been through the loss."""
+    def computed(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
+        """Add the loss of a micro-batch of `tokens` loss tokens."""
         self._sums["loss"].append(loss.value.detach())
         self._sums["tokens"].append(loss.sums.new_tensor(tokens))
         for name, diagnostic in zip(DIAGNOSTICS, loss.sums, strict=True):
@@ -54,8 +53,8 @@ class Meter:
         if entropy is not None:
             self._sums["entropy"].append(entropy.detach().sum())
 
-    def agreed(self, behavior_logprobs: Tensor, proximal_logprobs: Tensor, on_policy: Tensor) -> None:
-        """Compare trainer and engine where both speak of the same version."""
+    def compared(self, behavior_logprobs: Tensor, proximal_logprobs: Tensor, on_policy: Tensor) -> None:
+        """Compare the log-probs of engine and trainer for tokens of the version before the step."""
         difference = (behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         self._errors += [difference.max()] if len(difference) else []
         self._sums["error"].append(difference.sum())
@@ -64,21 +63,21 @@ class Meter:
     def stepped(self, step: OptimizerStep) -> None:
         self._steps.append(step)
 
-    def judged(self, values: Sequence[float], returns: Sequence[float]) -> None:
-        """What a critic has said of the batch before the step, and what it should have said."""
+    def valued(self, values: Sequence[float], returns: Sequence[float]) -> None:
+        """The values of the batch by the critic before the step, and their targets."""
         self._explained = explained_variance(values, returns)
 
-    def penalised(self, divergence: float) -> None:
-        """The mean divergence from the reference policy by which the rewards were lowered."""
-        self._penalised = divergence
+    def kl_in_reward(self, divergence: float) -> None:
+        """The mean KL that was subtracted from the rewards."""
+        self._kl_in_reward = divergence
 
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
-        """The critic has taken a step; its loss over this rank's share."""
+        """Add a step of the critic, and its loss over this rank's share."""
         self._sums["value_loss"].append(loss)
         self._critic_steps.append(step)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Of the whole step; every rank calls this, and has the same answer."""
+        """The metrics of the whole step, the same on every rank; all ranks call it."""
         steps = [*self._steps, *self._critic_steps]
         measured: dict[str, float] = {"bad_steps": float(sum(not step.taken for step in steps))}
         if norms := [step.grad_norm for step in self._steps if step.taken]:
@@ -91,17 +90,17 @@ class Meter:
         if self._critic_steps:
             measured["value_loss"] = sums["value_loss"] / len(self._critic_steps)
             measured["explained_variance"] = self._explained
-        if self._penalised is not None:
-            measured["kl_reference"] = self._penalised
+        if self._kl_in_reward is not None:
+            measured["kl_reference"] = self._kl_in_reward
         if sums["agreeing"]:
             measured["behavior_logprob_error"] = sums["error"] / sums["agreeing"]
             own = float(torch.stack(self._errors).max()) if self._errors else 0.0
-            largest, _ = ranks.joined(torch.tensor([own], dtype=torch.float64))
+            largest, _ = ranks.all_gather(torch.tensor([own], dtype=torch.float64))
             measured["behavior_logprob_error_max"] = float(largest.max())
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
         """The sums over all ranks, by name."""
         own = [float(torch.stack(values).sum()) if values else 0.0 for values in self._sums.values()]
-        totals = ranks.total(torch.tensor(own, dtype=torch.float64))
+        totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
         return dict(zip(self._sums, totals.tolist(), strict=True))

@@ -1,4 +1,5 @@
-"""Parameters with their optimizer: what a policy and a critic have in common."""
+"""Parameters with AdamW (`Optimizer`); a model as one module that gives log-probabilities (`Policy`); and the two
+together (`Learner`), which reinforcement learning, fine-tuning and preferences train."""
 
 from __future__ import annotations
 
@@ -6,35 +7,43 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
-from stretto.model.hf.layers import decoder_layers
+from stretto.core.records import Sampling
+from stretto.model.hf.layers import checkpoint_activations, decoder_layers
+from stretto.model.kernels.choice import TRAINING
+from stretto.model.kernels.matmul import use_onednn
+from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.parallel.ranks import ALONE, Ranks
+
+#: The model's own distribution; `max_tokens` makes no difference to it.
+UNCHANGED = Sampling(max_tokens=1)
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one optimizer step did: the gradient's global norm before clipping, and whether it was finite and taken."""
+    """The gradient's global norm before clipping, and whether it was finite and so the step taken."""
 
     grad_norm: float
     taken: bool
 
 
 class Optimizer:
-    """AdamW over the parameters of `trained` that need a gradient, divided over the ranks.
+    """AdamW over the parameters of `trained` that need a gradient, sharded over the ranks.
 
-    A step whose gradient is not finite is not taken and is counted; `max_bad_steps` of them in a row end the training.
+    A step with a gradient that is not finite is skipped and counted; `max_bad_steps` of them in a row end the training.
     """
 
     def __init__(self, trained: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> None:
-        ranks.divide(trained, decoder_layers(trained))
+        ranks.fully_shard(trained, decoder_layers(trained))
         self.trained = trained
         self.config = config
         self.ranks = ranks
         self.bad_steps_in_a_row = 0
-        self.optimizer = _adamw(trained, config)
+        self.adamw = _adamw(trained, config)
 
     @property
     def device(self) -> torch.device:
@@ -43,25 +52,74 @@ class Optimizer:
     def step(self, learning_rate: float, training_step: int) -> OptimizerStep:
         """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient.
 
-        The gradient is the sum of what all ranks have accumulated, so they all take the step or none does.
+        The gradient is summed over the ranks, so all of them take the step or none does.
 
         Raises:
             TrainingDiverged: this was the last bad step in a row that the recipe allows.
         """
-        norm = float(self.ranks.whole(nn.utils.clip_grad_norm_(self._parameters(), self.config.max_grad_norm)))
+        parameters = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
+        norm = float(self.ranks.full_tensor(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
         taken = math.isfinite(norm)
         if taken:
-            for group in self.optimizer.param_groups:
+            for group in self.adamw.param_groups:
                 group["lr"] = learning_rate
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
         self.bad_steps_in_a_row = 0 if taken else self.bad_steps_in_a_row + 1
         if self.bad_steps_in_a_row >= self.config.max_bad_steps:
             raise TrainingDiverged(training_step, self.bad_steps_in_a_row)
         return OptimizerStep(norm, taken)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+class Policy(nn.Module):
+    """A model and its sampling distribution. Everything happens in `forward`, so that FSDP can gather parameters.
+
+    The model stays in evaluation mode: with dropout the policy that is trained would not be the one that sampled.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling) -> None:
+        """`model` must be loaded with the packed attention. Raises ModelFolderError when `check_policy` refuses it,
+        ValueError for a temperature of 0 or less."""
+        if sampling.temperature <= 0:
+            raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
+        super().__init__()
+        model.eval()
+        check_policy(model)
+        use_onednn(model, TRAINING)
+        self.model = model
+        self._sampling, self._half = sampling, config.dtype != "float32"
+
+    def forward(self, packed: PackedTokens, *, entropy: bool = False) -> TokenLogprobs:
+        """log p of the wanted tokens, [N], under the sampling distribution. Matmuls run in `config.dtype`, logarithms
+        in float32."""
+        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._half):
+            logprobs, entropies = token_logprobs(self.model, packed, self._sampling, entropy=entropy)
+        # Copies: FSDP's backward hooks do not fire for a view of a module's output.
+        return TokenLogprobs(logprobs.clone(), None if entropies is None else entropies.clone())
+
+
+class Learner(Optimizer):
+    """A policy with its optimizer: forward here, backward by the caller, then `step`.
+
+    Example::
+
+        (-learner.logprobs(packed).logprobs.mean()).backward()
+        learner.step(learning_rate=1e-4, training_step=0)
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
+    ) -> None:
+        """Raises what `Policy` raises."""
+        self._policy = Policy(model, config, sampling)
+        if config.activation_checkpointing:
+            checkpoint_activations(model)
+        super().__init__(self._policy, config, ranks)
+        self.model = model
+
+    def logprobs(self, packed: PackedTokens, *, entropy: bool = False) -> TokenLogprobs:
+        """log p of the wanted tokens, [N], under the sampling distribution."""
+        return self._policy(packed, entropy=entropy)  # type: ignore[no-any-return]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""What the processes that train are started with; light, so that the loop can name them without torch."""
+"""The specs of the processes that train; light, so that the loop can name them without torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from stretto.core.records import Record, Sampling
 
 
 class TrainerSpec(Record, frozen=True):
-    """What the trainer is started with; the two configurations are JSON texts of their pydantic models.
+    """The trainer's spec; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
-    `sampling` is the record that the engines' requests carry: both sides speak of one distribution. `kernels` is the
-    file that says which kernels the run uses; None: a run that has no such file.
+    `sampling` is the record of the engines' requests, so that both sides have one distribution. `kernels` is the file
+    with the run's choice of kernels, if it has one.
     """
 
     model: str
@@ -27,7 +27,7 @@ class TrainerSpec(Record, frozen=True):
 
 
 class SupervisedSpec(Record, frozen=True):
-    """What the process is started with; `examples` is a file of `Examples`, `config` is of their kind, as JSON."""
+    """The spec of supervised learning: `examples` is a file of `Examples`, `config` the JSON text of their config."""
 
     model: str
     examples: str

@@ -1,14 +1,14 @@
 """One training step: a batch in, the next version out.
 
-    batch ─► rows ─► minibatches ─► micro-batches            (rows, packing)
-                         │
-                         ├─ proximal log-probs of minibatches 2 .. N, by the policy before the step
-                         │
-                         └─ for each minibatch: forward, loss, backward per micro-batch; then one optimizer step
+    batch ─► samples ─► minibatches ─► micro-batches            (samples, packing)
+                            │
+                            ├─ proximal log-probs of minibatches 2 .. N, by the policy before the step
+                            │
+                            └─ for each minibatch: forward, loss, backward per micro-batch; then one optimizer step
 
-The proximal policy is the one before the step's first update (AReaL, section 5.2). For the first minibatch that is the
-policy of its own training forward, so its log-probs, detached, are the proximal ones, to the last bit; only the later
-minibatches need a forward of their own before the first update, and none does whose loss is anchored elsewhere.
+The proximal policy is the one before the step's first update (AReaL, section 5.2). The training forward of the first
+minibatch is by that policy, so its log-probs, detached, are the proximal ones to the last bit; only the later
+minibatches need a forward of their own before the first update, and only where the loss is anchored there.
 
 Axes: T packed token, N loss token.
 """
@@ -28,18 +28,17 @@ from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
 from stretto.trainer import checkpoint
-from stretto.trainer.batch.minibatch import MicroBatch, Minibatch, minibatch
+from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.packing import minibatches
-from stretto.trainer.batch.samples import NOTHING, Sample, rows_of
+from stretto.trainer.batch.samples import NO_SCORES, Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
-from stretto.trainer.learner import UNCHANGED, Learner
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
+from stretto.trainer.objective.decoupled_ppo import anchor_logprobs
 from stretto.trainer.objective.losses import evaluate
-from stretto.trainer.objective.proximal import interpolated
 from stretto.trainer.objective.tokens import LossTokens
-from stretto.trainer.optimizer import learning_rate
+from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters, merged, plain_parameters
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.reference import Reference, WithoutAdapters
@@ -68,10 +67,9 @@ class Trainer:
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`model` must be loaded with the packed attention, in float32; `sampling` is what the engines draw by;
-        `reference` and `critic` are given exactly where the algorithm has one, but the policy at the start is no
-        reference that a model with adapters must be given; of several ranks each has a trainer, and all call the same
-        methods with the same arguments.
+        """`model` must be loaded with the packed attention, in float32; `sampling` is that of the engines. `reference`
+        and `critic` are given exactly where the algorithm has one; a model with adapters is its own reference to the
+        policy at the start. Each rank has a trainer, and all call the same methods with the same arguments.
         """
         self.learner = Learner(model, config, sampling, ranks)
         self._ranks, self._adapted = ranks, adapted_layers(model)
@@ -102,14 +100,15 @@ class Trainer:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
         meter = Meter()
         began = time.monotonic()
-        values = self._critic.answer_values(batch) if self._critic else NOTHING
-        reference = self._in_reward.answer_logprobs(batch) if self._in_reward else NOTHING
-        rows = rows_of(batch, self._algorithm, self._longest, values, reference)
-        if rows.kl_reference is not None:
-            meter.penalised(rows.kl_reference)
+        values = self._critic.token_values(batch) if self._critic else NO_SCORES
+        reference = self._in_reward.token_logprobs(batch) if self._in_reward else NO_SCORES
+        sampled = samples_of(batch, self._algorithm, self._longest, values, reference)
+        samples = sampled.samples
+        if sampled.kl_reference is not None:
+            meter.kl_in_reward(sampled.kl_reference)
         if self._critic is not None:
-            meter.judged([v for row in rows.rows for v in row.values], [r for row in rows.rows for r in row.returns])
-        parts = self._minibatches(rows.rows)
+            meter.valued([v for one in samples for v in one.values], [r for one in samples for r in one.returns])
+        parts = self._minibatches(samples)
         proximal = self._proximal_logprobs(parts)
         proximal_done = self._span("proximal", began)
         rate = learning_rate(self._config, self.version, self._config.steps)
@@ -117,13 +116,13 @@ class Trainer:
         for index, part in enumerate(parts):
             self._optimize(part, proximal[index], meter, first=index == 0)
             if not self._step(part, rate, batch.step, meter):
-                skipped += part.answers
+                skipped += part.ids
         update_done = self._span("update", proximal_done)
         self.version += 1
         facts = {
             "learning_rate": rate,
-            "reward_mean": rows.reward_mean,
-            "tokens": float(sum(len(row.token_ids) for row in rows.rows)),
+            "reward_mean": sampled.reward_mean,
+            "tokens": float(sum(len(sample.token_ids) for sample in samples)),
             "seconds_proximal": proximal_done - began,
             "seconds_update": update_done - proximal_done,
         }
@@ -132,38 +131,38 @@ class Trainer:
             step=batch.step,
             version=self.version,
             trained_tokens=trained,
-            masked_tokens=rows.masked_tokens,
+            masked_tokens=sampled.masked_tokens,
             metrics=meter.metrics(self._ranks) | facts,
             skipped=tuple(skipped),
         )
 
     def publish(self, publisher: Publisher) -> None:
-        """Hand the policy out as `version`: its parameters, or its adapters if it has some."""
+        """Publish the policy as `version`: its parameters, or its adapters if it has some."""
         began = time.monotonic()
         if self._adapted:
-            publisher.publish(self.version, adapter_parameters(self.learner.model), self._gathered_adapter)
+            publisher.publish(self.version, adapter_parameters(self.learner.model), self._gather_adapter)
         else:
-            publisher.publish(self.version, self.learner.model.named_parameters(), self._gathered)
+            publisher.publish(self.version, self.learner.model.named_parameters(), self._gather)
         self._span("publish", began)
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The policy by name, one parameter at a time; adapters are part of it."""
         for name, parameter in plain_parameters(self.learner.model):
-            yield name, self._gathered(name, parameter)
+            yield name, self._gather(name, parameter)
 
-    def _gathered(self, name: str, parameter: Tensor) -> Tensor:
-        whole = self._ranks.whole(parameter.detach())
+    def _gather(self, name: str, parameter: Tensor) -> Tensor:
+        whole = self._ranks.full_tensor(parameter.detach())
         layer = self._adapted.get(name.removesuffix(".weight"))
         return merged(layer, whole, self._ranks) if layer is not None and name.endswith(".weight") else whole
 
-    def _gathered_adapter(self, name: str, parameter: Tensor) -> Tensor:
-        whole = self._ranks.whole(parameter.detach())
+    def _gather_adapter(self, name: str, parameter: Tensor) -> Tensor:
+        whole = self._ranks.full_tensor(parameter.detach())
         layer = self._adapted.get(name.removesuffix(LORA_B))
         return whole if layer is None else layer.scaling[ADAPTER] * whole
 
     def snapshot(self) -> Callable[[Path], None]:
-        """A copy of everything that `load_checkpoint` needs to go on bit for bit. What is returned writes it into a
-        folder, in whichever thread; training may go on meanwhile."""
+        """Copy everything that `load_checkpoint` needs to go on bit for bit; gives the function that writes the copy
+        into a folder, in any thread, while training goes on."""
         began = time.monotonic()
         snapshots = {"": checkpoint.TrainerState.of(self.learner, self.version)}
         if self._critic is not None:
@@ -177,7 +176,7 @@ class Trainer:
         return write
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write a snapshot here and now.
+        """Write a snapshot now.
 
         Raises:
             StoreError: the folder cannot be written.
@@ -185,7 +184,7 @@ class Trainer:
         self.snapshot()(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Stand where the trainer stood that wrote `folder`.
+        """Restore the state of the trainer that wrote `folder`.
 
         Raises:
             StoreError: the folder is not whole, or is of another model.
@@ -199,14 +198,15 @@ class Trainer:
         spans, self._spans = self._spans, []
         return spans
 
-    def _minibatches(self, rows: Sequence[Sample]) -> list[Minibatch]:
-        parts = minibatches([len(row.token_ids) for row in rows], self._config.minibatches)
+    def _minibatches(self, samples: Sequence[Sample]) -> list[Minibatch]:
+        parts = minibatches([len(sample.token_ids) for sample in samples], self._config.minibatches)
         config, aggregation, device = self._config, self._algorithm.aggregation, self.learner.model.device
         each = partial(minibatch, config=config, aggregation=aggregation, longest=self._longest, device=device)
-        return [each([rows[i] for i in part], ranks=self._ranks, answers=len(rows) / len(parts)) for part in parts]
+        trajectories = len(samples) / len(parts) if parts else 0.0
+        return [each([samples[i] for i in part], ranks=self._ranks, trajectories=trajectories) for part in parts]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
-        """Those of the later minibatches, if the loss is anchored there; the first one's training forward gives its."""
+        """Of the later minibatches, if the loss is anchored there; the first has those of its training forward."""
         needed = self._algorithm.loss.anchor == "recomputed"
         return [self._evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
@@ -217,13 +217,15 @@ class Trainer:
 
     def _optimize(self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, *, first: bool) -> None:
         """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
-        kept = self._selected(part)
+        anchor, kept = self._algorithm.loss.anchor, self._selected(part)
         for index, micro in enumerate(part.micro_batches):
             policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)
             before = policy.detach() if first else (proximal[index] if proximal is not None else None)
             tokens = LossTokens(
                 behavior_logprobs=micro.behavior_logprobs,
-                anchor_logprobs=self._anchored(policy.detach(), before, micro),
+                anchor_logprobs=anchor_logprobs(
+                    anchor, policy.detach(), before, micro.behavior_logprobs, micro.staleness
+                ),
                 advantages=micro.advantages,
                 scale=micro.scale,
                 sequences=micro.sequences,
@@ -232,31 +234,20 @@ class Trainer:
             )
             loss = evaluate(self._objective, policy, tokens, entropy)
             loss.value.backward()
-            meter.learned(loss, len(policy), entropy)
+            meter.computed(loss, len(policy), entropy)
             if before is not None:
-                meter.agreed(micro.behavior_logprobs, before, micro.staleness == 0)
-
-    def _anchored(self, policy: Tensor, before: Tensor | None, micro: MicroBatch) -> Tensor:
-        """The log-probs [N] around which the trust region lies; `before`: those of the policy before this step."""
-        match self._algorithm.loss.anchor:
-            case "behavior":
-                return micro.behavior_logprobs
-            case "interpolated":
-                return interpolated(policy, micro.behavior_logprobs, micro.staleness)
-            case "recomputed":
-                assert before is not None, "computed before the first update"
-                return before
+                meter.compared(micro.behavior_logprobs, before, micro.staleness == 0)
 
     def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
-        """The tokens of each micro-batch that stay, of a loss that chooses over the whole minibatch."""
+        """The tokens of each micro-batch that stay in a loss with a selection."""
         if self._objective.selection is None:
             return [None] * len(part.micro_batches)
         pairs = zip(self._evaluated(part), part.micro_batches, strict=True)
         ratios = [logprobs - micro.behavior_logprobs for logprobs, micro in pairs]
         own = torch.cat(ratios)
-        everyones, start = self._ranks.joined(own)
-        advantages, _ = self._ranks.joined(torch.cat([micro.advantages for micro in part.micro_batches]))
-        kept = self._objective.selection(everyones, advantages)[start : start + len(own)]
+        log_ratios, start = self._ranks.all_gather(own)
+        advantages, _ = self._ranks.all_gather(torch.cat([micro.advantages for micro in part.micro_batches]))
+        kept = self._objective.selection(log_ratios, advantages)[start : start + len(own)]
         return list(kept.split([len(ratio) for ratio in ratios]))
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
@@ -269,7 +260,7 @@ class Trainer:
                 meter.fitted(loss, fitted)
                 steps.append(fitted)
         except TrainingDiverged as error:
-            raise TrainingDiverged(error.step, error.in_a_row, part.answers) from None
+            raise TrainingDiverged(error.step, error.in_a_row, part.ids) from None
         return all(one.taken for one in steps)
 
     def _span(self, name: str, began: float) -> float:

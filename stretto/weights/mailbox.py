@@ -15,12 +15,12 @@ from torch import Tensor
 #: What the names of adapters end with, after that of their layer.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
-#: What is published in place of a tensor of that name; it has the tensor's shape and dtype.
+#: Makes the tensor to publish from the named one, in its shape and dtype.
 Gather = Callable[[str, Tensor], Tensor]
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """The gathering of a process that has everything."""
+    """The gather of a process with unsharded tensors."""
     return tensor
 
 
@@ -30,16 +30,15 @@ class Publisher(Protocol):
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
         """Make `version` the newest. When this returns, every subscriber can load it, whole.
 
-        `gather` is called for one tensor after the other, in order; what it makes is let go when the next one comes.
+        `gather` is called for one tensor after the other, in order; each result is released before the next.
         """
         ...
 
 
-class Onlooker:
-    """The publisher of a rank that publishes nothing, but has a part of what another one does."""
+class GatheringPublisher:
+    """The publisher of ranks 1, 2, ...: they take part in each gathering, and rank 0 alone publishes."""
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        """Be there when each tensor is gathered."""
         for name, tensor in tensors:
             gather(name, tensor)
 

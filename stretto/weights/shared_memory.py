@@ -2,10 +2,10 @@
 
     publish     stretto-<run>-v000007.<pid>.partial     write, read back, compare the checksum
     switch      stretto-<run>-v000007.weights           one atomic rename: before it the version does not exist
-    keep        the newest two; an engine that still loads the older one is not disturbed, and an unlinked file
-                lives on for those who have mapped it
+    keep        the newest two, so that an engine can finish loading the older one; an unlinked file lives on
+                for processes that have mapped it
 
-Whoever dies in the middle leaves at most a ``.partial`` file, which nobody loads and the next publication removes.
+A process that dies in the middle leaves at most a ``.partial`` file, which the next publication removes.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def shared_folder(needed: int, fallback: Path) -> Path:
 
 
 def own(run: str, folder: Path) -> int:
-    """A descriptor that holds the files of `run` in `folder`; the kernel lets go of them when its owner dies."""
+    """A descriptor whose lock marks the files of `run` in `folder` as in use; the kernel unlocks it when we die."""
     path = folder / f"{_prefix(run)}{_OWNED}"
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # another run looks at it for an instant
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # `remove_abandoned` of another run may hold it for an instant
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
-        os.close(descriptor)  # that other one took it for a dead run's
+        os.close(descriptor)  # it has unlinked the file as abandoned
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Unlink what runs have left in `folder` that were killed; what is not ours to look at stays."""
+    """Unlink the files of killed runs in `folder`, except those of other users."""
     for path in folder.glob(f"stretto-*-v{_OWNED}"):
         with contextlib.suppress(OSError), path.open("rb") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ def remove(run: str, folder: Path) -> int:
 
 
 class SharedMemoryPublisher:
-    """The trainer's end. A new publisher on the files of an earlier one goes on from there.
+    """The trainer's end; a new publisher goes on with the files of an earlier one.
 
     Example::
 
@@ -85,11 +85,11 @@ class SharedMemoryPublisher:
         _prefix(run)
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        """Write, check, switch; `gather` makes each tensor when it is written. Versions above `version` are of an
-        earlier life (a resumed run) and are unlinked.
+        """Write, check, switch; `gather` makes each tensor when it is written. Versions above `version`, which a run
+        has published before it was resumed, are unlinked.
 
         Raises:
-            TornPublication: what was read back is not what was written; nothing was switched.
+            TornPublication: the file read back differs from what was written; nothing was switched.
             ValueError: a dtype that cannot be published, or a version below 0.
             OSError: no room, with the path; nothing was switched, nothing is left.
         """
@@ -121,7 +121,7 @@ class SharedMemorySubscriber:
         return versions[-1][0] if versions else None
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """The tensors of `version`: views of the mapped file, not copied, valid as long as somebody holds them.
+        """The tensors of `version`: views of the mapped file, not copies, which keep it mapped.
 
         Writing into one changes the reader's view alone (the mapping is private).
 
@@ -192,7 +192,7 @@ def _map(path: Path) -> memoryview:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise TornPublication(f"{path.name} is empty")
-        # A private mapping is writable memory to torch and still the one copy in shared memory: nobody writes.
+        # torch wants writable memory; a private mapping is, and stays the one copy since nobody writes.
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
 

@@ -1,4 +1,4 @@
-"""A workflow leads from a ticket to the judged trajectories of its group. This one has a single turn."""
+"""The workflow of a single turn. A workflow makes the judged trajectories of a group from its ticket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SingleTurn:
     """Sample one completion for each member, judge each.
 
     The completions of a group are judged together when the last of them has ended; other groups are generated
-    meanwhile. One by one they would cost the conductor eight messages in place of one.
+    meanwhile. One request for a group of eight costs the conductor one message in place of eight.
     """
 
     generate: Callable[[GenerateRequest], AsyncIterator[Completion]]

@@ -115,7 +115,7 @@ def test_a_reward_that_decides_nothing_ends_with_its_reason(
     settings = ["rewards.timeout=0.1", "rewards.max_consecutive_undecided=4"]
     function = f"rewards.function=tests.launch.rewards_for_tests:{function}"
     ended = door("train", TINY, function, *settings, "--run-dir", run_dir)
-    ended.refused("rewards.function: the last 4 answers were undecided", reason, "max_consecutive_undecided")
+    ended.refused("rewards.function: the last 4 completions were undecided", reason, "max_consecutive_undecided")
     assert "failed: rewards.function" in (run_dir / "log.txt").read_text()
 
 

@@ -17,7 +17,7 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.learner import Learner
+from stretto.trainer.optimizer import Learner
 from tests.tiny_policy import TINY
 from tests.tolerances import EXACT
 

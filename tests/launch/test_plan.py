@@ -82,7 +82,7 @@ def test_prompts_are_read_by_the_models_tokenizer(plan_for: Planner, policy: Pat
     assert [prompt.id for prompt in plan.held_out] == ["4"]
     assert plan.longest_prompt == 4
     assert plan.sampling.stop_token_ids == (1,)
-    assert {shown.answer_ids for shown in plan.demonstrations} == {(3, 3, 1)}
+    assert {shown.completion_ids for shown in plan.demonstrations} == {(3, 3, 1)}
 
 
 def test_a_demonstrated_answer_does_not_begin_with_what_begins_a_text(
@@ -95,7 +95,7 @@ def test_a_demonstrated_answer_does_not_begin_with_what_begins_a_text(
     tokenizer.save_pretrained(folder)
     plan = plan_for(warm_start={}, model={"path": str(folder)})
     assert {shown.prompt_ids[0] for shown in plan.demonstrations} == {0}
-    assert {shown.answer_ids for shown in plan.demonstrations} == {(3, 3, 1)}
+    assert {shown.completion_ids for shown in plan.demonstrations} == {(3, 3, 1)}
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_its_line(plan_for: Planner, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
-from stretto.trainer.learner import UNCHANGED
 from stretto.trainer.messages import SupervisedProgress
+from stretto.trainer.optimizer import UNCHANGED
 from tests.tolerances import near, operations_of
 
 ROOT = Path(__file__).parents[2]

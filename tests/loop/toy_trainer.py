@@ -23,8 +23,9 @@ from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.trainer.messages import (
     TO_TRAINER,
+    CheckpointFailed,
+    CheckpointSaved,
     Copied,
-    NotWritten,
     Publish,
     Published,
     RankLost,
@@ -34,7 +35,6 @@ from stretto.trainer.messages import (
     ToTrainer,
     Train,
     Trained,
-    Written,
 )
 
 
@@ -92,9 +92,9 @@ def main() -> None:
                 channel.send(Copied(span=Span(role="trainer", name="checkpoint", start=0, end=1)))
                 if part == "writes nothing":
                     return
-                told: Written | NotWritten = Written(folder=order.folder)
+                told: CheckpointSaved | CheckpointFailed = CheckpointSaved(folder=order.folder)
                 if part == "cannot write":
-                    told = NotWritten(folder=order.folder, problem="no space left", exit_code=1)
+                    told = CheckpointFailed(folder=order.folder, problem="no space left", exit_code=1)
                 if part == "writes":
                     following = channel.receive()
                     assert isinstance(following, Train)

@@ -1,8 +1,8 @@
 """What a run came to, and its export.
 
 Promises: the JSON has exactly the fields that others rely on; trajectories add up; staleness is over trained tokens; an
-unbounded run says null; an export has every trajectory once, with the log-probabilities bit by bit. Of a ledger with
-a flipped bit both say what was written, or refuse it.
+unbounded run says null; an export has every trajectory once, with the log-probabilities bit by bit and the spans of
+given tokens. Of a ledger with a flipped bit both say what was written, or refuse it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.core.records import State
+from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory, Verdict
 from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches
 from tests.store.conftest import Make
 
 FIELDS = {
@@ -166,6 +167,26 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None
     assert lines[3]["prompt_token_ids"] == [5, 12, 8, 13]
+
+
+def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(tmp_path: Path, make: Make) -> None:
+    first = Segment((4, 9), (-0.5, -1.0), (0, 1), interrupted=1, stop_reason=StopReason.STOP)
+    tool, second = Segment((7, 7, 3)), Segment((8, 2), (-1.5, -2.0), (1, 2), stop_reason=StopReason.LENGTH)
+    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    trajectory = Trajectory(id="0.1.0/0", segments=(first, tool, second), verdict=verdict, text="11")
+    batch = make.batch(1, make.group("0.1.0", trajectory), version=2)
+    with RunFolder.create(tmp_path) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        ledger.issue("0.1.0", make.prompt, 1, 0)
+        ledger.buffer(batch.groups[0])
+        ledger.commit_batch(batch)
+        ledger.record_update(make.update(1))
+    (trained,) = read_batches(folder.ledger, 0, 1)
+    assert trained.groups[0].trajectories == (trajectory,)
+    assert inspect_run(tmp_path).staleness.histogram == {0: 1, 1: 2, 2: 1}  # of the sampled tokens alone
+    (line,) = read_trajectories(tmp_path)
+    assert (line.token_ids, line.given) == ((4, 9, 7, 7, 3, 8, 2), ((2, 5),))
+    assert (line.behavior_logprobs, line.versions) == ((-0.5, -1.0, -1.5, -2.0), (0, 1, 1, 2))
+    assert line.stop_reason == "length"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.samples import Sample
-from stretto.trainer.learner import UNCHANGED
+from stretto.trainer.optimizer import UNCHANGED
 from tests.tolerances import EPS, RATE, after_adam
 from tests.trainer.tiny import BACKWARD
 
@@ -50,12 +50,12 @@ def _trajectory(
     return Trajectory(id=f"{prompt.id}/{member}", segments=(completion.segment,), verdict=verdict, text="")
 
 
-def row_logprobs(model: PreTrainedModel, row: Sample) -> tuple[Tensor, Tensor]:
-    """The plain module on one row, no packing of several: log p of its loss tokens, and the entropy there."""
-    packed = pack_tokens([row.token_ids])
+def sample_logprobs(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
+    """The plain module on one sample, no packing of several: log p of its loss tokens, and the entropy there."""
+    packed = pack_tokens([sample.token_ids])
     ids, positions = packed.input_ids, packed.packing.position_ids
     logits = model(ids, position_ids=positions, use_cache=False, packing=packed.packing).logits[0]
-    at = torch.tensor(row.loss_positions)
+    at = torch.tensor(sample.loss_positions)
     logprobs = logits.log_softmax(-1)[at - 1]
     return logprobs.gather(1, ids[0, at][:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 

@@ -104,11 +104,11 @@ def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
     """Train, and write down what this rank saw. AdamW's first moment is a tenth of the gradient after one step."""
     trainer = trainer_of(scenario, ranks)
     updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
-    weights = dict(trainer.whole_parameters())
+    weights = dict(trainer.full_parameters())
     facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
     own = sum(ranks_own(p) for p in trainer.learner.model.parameters())
-    state, trained = trainer.learner.optimizer.state, trainer.learner.model.named_parameters()
-    moments = {name: ranks.whole(state[p]["exp_avg"]) for name, p in trained if p.requires_grad}
+    state, trained = trainer.learner.adamw.state, trainer.learner.model.named_parameters()
+    moments = {name: ranks.full_tensor(state[p]["exp_avg"]) for name, p in trained if p.requires_grad}
     seen = {
         "metrics": facts,
         "skipped": [u.skipped for u in updates],
@@ -127,7 +127,7 @@ def play_on(scenario: Scenario, ranks: Ranks, folder: Path, begun: str | None, n
         trainer.load_checkpoint(folder / begun)
     for _ in range(2):
         trainer.train(scenario.batch(trainer.version))
-    weights = {name: weight.clone() for name, weight in trainer.whole_parameters()}
+    weights = {name: weight.clone() for name, weight in trainer.full_parameters()}
     writing = Thread(target=trainer.snapshot(), args=(folder / name,))
     writing.start()
     for _ in range(2):

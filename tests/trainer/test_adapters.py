@@ -18,8 +18,8 @@ from stretto.core.errors import StoreError
 from stretto.engine.native.parameters import Parameters
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import LoraConfig, TrainerConfig
-from stretto.trainer.learner import UNCHANGED, Learner
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
+from stretto.trainer.optimizer import UNCHANGED, Learner
 from stretto.trainer.parallel.lora import adapt, save_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
@@ -46,7 +46,7 @@ def test_the_start_is_the_policy_itself(build: Build) -> None:
     plain = Learner(build(), CONFIG)
     assert torch.equal(trainer.learner.logprobs(PACKED).logprobs, plain.logprobs(PACKED).logprobs)
     for (name, ours), (theirs, parameter) in zip(
-        trainer.whole_parameters(), plain.model.named_parameters(), strict=True
+        trainer.full_parameters(), plain.model.named_parameters(), strict=True
     ):
         assert name == theirs
         assert torch.equal(ours, parameter)
@@ -56,11 +56,11 @@ def test_nothing_but_the_adapters_is_trained(build: Build) -> None:
     trainer, start = adapted(build), dict(build().named_parameters())
     for version in range(3):
         trainer.train(batch(version))
-    moved = {name for name, parameter in trainer.whole_parameters() if not torch.equal(parameter, start[name])}
+    moved = {name for name, parameter in trainer.full_parameters() if not torch.equal(parameter, start[name])}
     assert moved == {
         f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
     }
-    held = sum(p.numel() for group in trainer.learner.optimizer.param_groups for p in group["params"])
+    held = sum(p.numel() for group in trainer.learner.adamw.param_groups for p in group["params"])
     assert held == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # layers * (A and B of q_proj, 16 to 16; of down_proj, 24 to 16)
 
 
@@ -75,7 +75,7 @@ def test_adapters_alone_are_published_and_come_to_the_policy_that_was_trained(bu
         assert sum(tensor.numel() for tensor in published.values()) == 2 * (2 * (16 + 16) + 2 * (24 + 16))  # as trained
         loaded.check(version + 1, published)
         loaded.load(published)
-    for (_, whole), parameter in zip(trainer.whole_parameters(), plain.parameters(), strict=True):
+    for (_, whole), parameter in zip(trainer.full_parameters(), plain.parameters(), strict=True):
         assert_close(whole, parameter.detach())
     ours, theirs = trainer.learner.logprobs(PACKED).logprobs, Learner(plain, CONFIG).logprobs(PACKED).logprobs
     assert_close(ours, theirs, FORWARD)
@@ -89,7 +89,7 @@ def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: 
     assert trainer._reference is not None
     assert torch.equal(trainer._reference.logprobs(PACKED), second.logprobs(PACKED))
     assert not torch.equal(trainer.learner.logprobs(PACKED).logprobs, second.logprobs(PACKED))
-    assert trainer._reference.answer_logprobs(batch(0)) == second.answer_logprobs(batch(0))
+    assert trainer._reference.token_logprobs(batch(0)) == second.token_logprobs(batch(0))
 
 
 def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Pat
     resumed.load_checkpoint(tmp_path / "v2")
     for version in range(2, 4):
         resumed.train(batch(version))
-    for (_, ours), (_, theirs) in zip(resumed.whole_parameters(), straight.whole_parameters(), strict=True):
+    for (_, ours), (_, theirs) in zip(resumed.full_parameters(), straight.full_parameters(), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*lora_A"):
         Trainer(build(), CONFIG, AlgorithmConfig()).load_checkpoint(tmp_path / "v2")
@@ -115,7 +115,7 @@ def test_peft_reads_what_is_saved_of_them(build: Build, tmp_path: Path) -> None:
     save_adapters(trainer.learner.model, LORA, ALONE, tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").merge_and_unload()
     found: dict[str, Tensor] = dict(theirs.named_parameters())
-    for name, parameter in trainer.whole_parameters():
+    for name, parameter in trainer.full_parameters():
         assert_close(found[name], parameter)
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from stretto.core.records import Sampling
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective.aggregation import Aggregation, coefficients, fixed_length, sequence_mean, token_mean
+from stretto.trainer.objective.aggregation import Aggregation, coefficients, fixed_length, sequence_mean
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.decoupled_ppo import token_mean
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import near
 from tests.trainer.tiny import tiny
@@ -22,8 +23,8 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 def test_coefficients_by_hand() -> None:
     assert token_mean([2, 6]) == [0.125, 0.125]
-    assert sequence_mean([2, 8], answers=2) == [0.25, 0.0625]
-    assert fixed_length([2, 6], answers=2, longest=8) == [0.0625, 0.0625]
+    assert sequence_mean([2, 8], trajectories=2) == [0.25, 0.0625]
+    assert fixed_length([2, 6], trajectories=2, longest=8) == [0.0625, 0.0625]
 
 
 @given(LENGTHS)
@@ -57,7 +58,7 @@ def test_an_answer_of_1000_tokens_weighs_in_a_step_what_its_mean_says(aggregatio
     config = AlgorithmConfig(aggregation=aggregation)
     trainer = Trainer(tiny(), TrainerConfig(learning_rate=1.0, minibatches=2), config, Sampling(max_tokens=1000))
     parts = trainer._minibatches(rows)
-    assert sorted(len(part.answers) for part in parts) == [1, 10]
+    assert sorted(len(part.ids) for part in parts) == [1, 10]
     weights = [micro.sequences.sums(micro.scale) for part in parts for micro in part.micro_batches]
     longest, *others = torch.cat(weights).tolist()
     assert others == near([longest / longer] * 10, 1000)

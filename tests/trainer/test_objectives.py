@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
 from stretto.trainer.batch.packing import minibatches
-from stretto.trainer.batch.samples import Sample, rows_of
+from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import (
     CISPO,
@@ -33,7 +33,7 @@ from stretto.trainer.objective.algorithm import (
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import EPS, LOGITS, RATE, assert_close, near
-from tests.trainer.batches import LONGEST, adamw, assert_same, batch, row_logprobs
+from tests.trainer.batches import LONGEST, adamw, assert_same, batch, sample_logprobs
 from tests.trainer.tiny import BACKWARD
 
 Build = Callable[[], PreTrainedModel]
@@ -189,22 +189,22 @@ class Plain:
         self._optimizer = adamw(model)
 
     def train(self, version: int) -> None:
-        rows = rows_of(batch(version), self._config, LONGEST).rows
+        samples = samples_of(batch(version), self._config, LONGEST).samples
         with torch.no_grad():
-            proximal = [row_logprobs(self.model, row)[0] for row in rows]
-            reference = [row_logprobs(self._reference, row)[0] for row in rows]
-        for part in minibatches([len(row.token_ids) for row in rows], 3):
-            known = [self._known(rows[i], proximal[i], reference[i]) for i in part]
-            loss = written_out(self._config, known, len(rows) / 3)
+            proximal = [sample_logprobs(self.model, sample)[0] for sample in samples]
+            reference = [sample_logprobs(self._reference, sample)[0] for sample in samples]
+        for part in minibatches([len(sample.token_ids) for sample in samples], 3):
+            known = [self._known(samples[i], proximal[i], reference[i]) for i in part]
+            loss = written_out(self._config, known, len(samples) / 3)
             self._optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.7)
             self._optimizer.step()
 
-    def _known(self, row: Sample, proximal: Tensor, reference: Tensor) -> Known:
-        policy, entropy = row_logprobs(self.model, row)
-        behavior, scores = torch.tensor(row.behavior_logprobs), torch.tensor(row.advantages)
-        return Known(policy, entropy, behavior, proximal, reference, torch.tensor(row.staleness), scores)
+    def _known(self, sample: Sample, proximal: Tensor, reference: Tensor) -> Known:
+        policy, entropy = sample_logprobs(self.model, sample)
+        behavior, scores = torch.tensor(sample.behavior_logprobs), torch.tensor(sample.advantages)
+        return Known(policy, entropy, behavior, proximal, reference, torch.tensor(sample.staleness), scores)
 
 
 def other(build: Build) -> PreTrainedModel:
@@ -236,7 +236,7 @@ def test_a_step_is_the_equation_written_out(build: Build, name: str, tokens: int
 @pytest.mark.parametrize("loss", LOSSES)
 def test_so_it_is_where_every_token_has_an_advantage_of_its_own(build: Build, loss: str) -> None:
     config = AlgorithmConfig.model_validate(TOKENWISE | {"loss": loss})
-    assert any(len(set(row.advantages)) > 1 for row in rows_of(batch(0), config, LONGEST).rows)
+    assert any(len(set(sample.advantages)) > 1 for sample in samples_of(batch(0), config, LONGEST).samples)
     packed, plain = trainer(build, config, 24), Plain(build(), other(build), config)
     packed.train(batch(0))
     plain.train(0)
@@ -255,7 +255,7 @@ def test_the_packing_changes_nothing(build: Build, name: str) -> None:
 
 def gradients(one: Trainer) -> list[Tensor]:
     """Those of the first optimizer step, as AdamW's first moments hold them: a tenth of each, clipped."""
-    return [state["exp_avg"] * 10 for state in one.learner.optimizer.state.values()]
+    return [state["exp_avg"] * 10 for state in one.learner.adamw.state.values()]
 
 
 @pytest.mark.parametrize("tokens", [1, 24])

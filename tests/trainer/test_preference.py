@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import PreferenceConfig
 from stretto.trainer.messages import Preference
-from stretto.trainer.supervised.dpo import Preferred, dpo, prefer
+from stretto.trainer.supervised.dpo import PreferenceProgress, dpo, prefer
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import adamw, assert_same
 from tests.trainer.tiny import FORWARD
@@ -72,7 +72,7 @@ def elsewhere(build: Build) -> PreTrainedModel:
 
 @pytest.mark.parametrize("tokens", [1, 24, 10_000])
 def test_a_step_is_the_equation_written_out(build: Build, tokens: int) -> None:
-    ours, plain, reference, seen = build(), build(), elsewhere(build), list[Preferred]()
+    ours, plain, reference, seen = build(), build(), elsewhere(build), list[PreferenceProgress]()
     config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
     prefer(ours, reference, PAIRS, config, seed=1, progress=seen.append)
     margins = []
@@ -95,7 +95,7 @@ def test_a_step_is_the_equation_written_out(build: Build, tokens: int) -> None:
 
 
 def test_at_the_reference_the_loss_is_log_2_and_then_it_falls(build: Build) -> None:
-    seen: list[Preferred] = []
+    seen: list[PreferenceProgress] = []
     config = CONFIG.model_copy(update={"steps": 30, "learning_rate": 1e-2, "eps": 1e-5})
     prefer(build(), build(), PAIRS, config, seed=1, progress=seen.append)
     assert seen[0].loss == near(math.log(2), FORWARD)
@@ -105,5 +105,5 @@ def test_at_the_reference_the_loss_is_log_2_and_then_it_falls(build: Build) -> N
 
 @pytest.mark.parametrize("bad", [[], [Preference((), (1,), (1,))], [Preference((1,), (), (1,))]])
 def test_what_cannot_be_preferred_is_refused(build: Build, bad: list[Preference]) -> None:
-    with pytest.raises(ValueError, match="a prompt and two answers"):
+    with pytest.raises(ValueError, match="a prompt and two completions"):
         prefer(build(), build(), bad, CONFIG, seed=1)

@@ -108,7 +108,7 @@ def test_a_snapshot_in_several_files_is_what_training_has_not_changed_since(
     scenario = SCENARIOS["critic"]
     trainer = trainer_of(scenario, ALONE)
     trainer.train(scenario.batch(0))
-    before = {name: weight.clone() for name, weight in trainer.whole_parameters()}
+    before = {name: weight.clone() for name, weight in trainer.full_parameters()}
     write = trainer.snapshot()
     trainer.train(scenario.batch(1))
     write(tmp_path)
@@ -116,8 +116,8 @@ def test_a_snapshot_in_several_files_is_what_training_has_not_changed_since(
     again = trainer_of(scenario, ALONE)
     again.load_checkpoint(tmp_path)
     assert again.version == 1
-    assert all(torch.equal(weight, before[name]) for name, weight in again.whole_parameters())
-    assert not all(torch.equal(weight, before[name]) for name, weight in trainer.whole_parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in again.full_parameters())
+    assert not all(torch.equal(weight, before[name]) for name, weight in trainer.full_parameters())
 
 
 def test_what_the_system_says_of_a_checkpoint_that_it_does_not_take_is_one_line(tmp_path: Path) -> None:

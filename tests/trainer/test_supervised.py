@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import SupervisedConfig
 from stretto.trainer.messages import Demonstration
-from stretto.trainer.supervised.sft import Progress, fine_tune
+from stretto.trainer.supervised.sft import FineTuningProgress, fine_tune
 from tests.tolerances import EPS, LOGITS, RATE, near
-from tests.trainer.batches import adamw, assert_same, row_logprobs
+from tests.trainer.batches import adamw, assert_same, sample_logprobs
 from tests.trainer.tiny import FORWARD
 
 Build = Callable[[], PreTrainedModel]
 DEMONSTRATIONS = [
-    Demonstration(prompt_ids=(2, 3 + k), answer_ids=(*(3 + (k + j) % 9 for j in range(1 + k)), 1)) for k in range(6)
+    Demonstration(prompt_ids=(2, 3 + k), completion_ids=(*(3 + (k + j) % 9 for j in range(1 + k)), 1)) for k in range(6)
 ]
 CONFIG = SupervisedConfig(steps=60, batch_size=6, learning_rate=0.01, warmup_steps=5, weight_decay=0.0)
 
 
 def test_a_small_model_learns_its_demonstrations(build: Build) -> None:
-    seen: list[Progress] = []
+    seen: list[FineTuningProgress] = []
     fine_tune(build(), DEMONSTRATIONS, CONFIG, seed=1, progress=seen.append)
     assert [p.step for p in seen] == list(range(1, 61))
     assert seen[-1].loss < 0.1 < 1.0 < seen[0].loss
@@ -35,11 +35,11 @@ def test_a_small_model_learns_its_demonstrations(build: Build) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 4096])
 def test_the_loss_is_the_mean_over_answer_tokens_whatever_the_packing(build: Build, tokens: int) -> None:
-    model, seen = build(), list[Progress]()
+    model, seen = build(), list[FineTuningProgress]()
     chosen = []
     with torch.no_grad():
         for d in DEMONSTRATIONS:
-            ids = torch.tensor([d.prompt_ids + d.answer_ids])
+            ids = torch.tensor([d.prompt_ids + d.completion_ids])
             plain = build()
             plain.set_attn_implementation("eager")
             logprobs = plain(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_model_and_another_one_another(build: Build
 
 @pytest.mark.parametrize("bad", [[], [Demonstration((), (1,))], [Demonstration((1,), ())]])
 def test_what_cannot_be_learned_from_is_refused(build: Build, bad: list[Demonstration]) -> None:
-    with pytest.raises(ValueError, match="each with a prompt and an answer"):
+    with pytest.raises(ValueError, match="each with a prompt and a completion"):
         fine_tune(build(), bad, CONFIG, seed=1)
 
 
@@ -79,11 +79,12 @@ def test_a_step_is_the_cross_entropy_written_out(build: Build, tokens: int) -> N
     )
     shown = [Demonstration((2, 3), tuple(4 + (k + j) % 7 for j in range(k + 1))) for k in range(4)]
     fine_tune(ours, shown, config, seed=1)
-    rows = [
-        Sample("", d.prompt_ids + d.answer_ids, 2, tuple(range(2, 2 + len(d.answer_ids))), (), (), ()) for d in shown
+    samples = [
+        Sample("", d.prompt_ids + d.completion_ids, 2, tuple(range(2, 2 + len(d.completion_ids))), (), (), ())
+        for d in shown
     ]
     optimizer = adamw(plain)
-    (-torch.cat([row_logprobs(plain, row)[0] for row in rows]).mean()).backward()
+    (-torch.cat([sample_logprobs(plain, sample)[0] for sample in samples]).mean()).backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)
     optimizer.step()
     assert_same(ours, plain, steps=1)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.trainer.objective import surrogates
+from stretto.trainer.objective import decoupled_ppo, surrogates
 from stretto.trainer.objective.surrogates import Surrogate
 from stretto.trainer.objective.tokens import LossTokens
 from tests.tolerances import FEW, near
 from tests.trainer.packed_tokens import logs, tokens
 
-PPO: Surrogate = partial(surrogates.ppo, clip_low=0.2, clip_high=0.2)
+PPO: Surrogate = partial(decoupled_ppo.ppo, clip_low=0.2, clip_high=0.2)
 ALL: dict[str, Surrogate] = {
     "ppo": PPO,
     "dual_clip": partial(surrogates.dual_clip, clip_low=0.2, clip_high=0.2, clip_negative=3.0),
@@ -55,7 +55,7 @@ def test_ppo_by_hand() -> None:
 
 def test_the_two_bounds_of_the_clip_are_separate() -> None:
     # u = 1.8 clipped to 1.5; u = 0.6 clipped to 0.9: min(-0.6, -0.9)
-    dapo = partial(surrogates.ppo, clip_low=0.1, clip_high=0.5)
+    dapo = partial(decoupled_ppo.ppo, clip_low=0.1, clip_high=0.5)
     assert dapo(logs(0.9, 0.3), tokens([1.0, -1.0], logs(0.5, 0.5))).objective.tolist() == near([1.5, -0.9])
 
 

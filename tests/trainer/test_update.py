@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 from stretto.core.errors import BoundViolated, StoreError, TrainingDiverged
 from stretto.core.records import Batch, Trajectory
 from stretto.trainer.batch.packing import minibatches
-from stretto.trainer.batch.samples import rows_of
+from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.learner import UNCHANGED
 from stretto.trainer.objective.algorithm import PPO, AlgorithmConfig, Mask, ReferenceConfig
+from stretto.trainer.optimizer import UNCHANGED
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.tolerances import EPS, LOGITS, RATE, near, rounding
-from tests.trainer.batches import LONGEST, adamw, assert_same, batch, row_logprobs
+from tests.trainer.batches import LONGEST, adamw, assert_same, batch, sample_logprobs
 from tests.trainer.tiny import FORWARD
 
 Build = Callable[[], PreTrainedModel]
@@ -37,17 +37,17 @@ EXACT = rounding(FORWARD, size=LOGITS)
 
 
 def plain_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Equation 5 written out: proximal log-probs of all rows first, then three optimizer steps over single rows."""
-    rows = rows_of(batch, ALGORITHM, LONGEST).rows
+    """Equation 5 written out: proximal log-probs of all samples first, then three optimizer steps over single ones."""
+    samples = samples_of(batch, ALGORITHM, LONGEST).samples
     with torch.no_grad():
-        proximal = [row_logprobs(model, row)[0] for row in rows]
-    for part in minibatches([len(row.token_ids) for row in rows], 3):
+        proximal = [sample_logprobs(model, sample)[0] for sample in samples]
+    for part in minibatches([len(sample.token_ids) for sample in samples], 3):
         terms = []
         for i in part:
-            ratio = (row_logprobs(model, rows[i])[0] - proximal[i]).exp()
-            weight = (proximal[i] - torch.tensor(rows[i].behavior_logprobs)).exp()
+            ratio = (sample_logprobs(model, samples[i])[0] - proximal[i]).exp()
+            weight = (proximal[i] - torch.tensor(samples[i].behavior_logprobs)).exp()
             weight = torch.where(weight > 4.0, 0.0, weight)
-            score = torch.tensor(rows[i].advantages)
+            score = torch.tensor(samples[i].advantages)
             terms.append(weight * torch.minimum(ratio * score, ratio.clamp(0.8, 1.2) * score))
         optimizer.zero_grad()
         (-torch.cat(terms).mean()).backward()
@@ -70,11 +70,11 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded(build: Build) -> None
     model = build()
     trainer = Trainer(model, CONFIG.model_copy(update={"learning_rate": 1e-3, "eps": 1e-5}), ALGORITHM)
     given = batch(0, model)
-    rows = rows_of(given, ALGORITHM, LONGEST).rows
+    samples = samples_of(given, ALGORITHM, LONGEST).samples
 
     def likelihood() -> float:
         with torch.no_grad():
-            return sum(float(row_logprobs(model, row)[0].sum()) * row.advantages[0] for row in rows)
+            return sum(float(sample_logprobs(model, sample)[0].sum()) * sample.advantages[0] for sample in samples)
 
     before = likelihood()
     trainer.train(given)
@@ -219,8 +219,8 @@ def test_only_the_answers_of_a_step_that_was_not_taken_are_named(build: Build) -
     trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=PPO()))
     update = trainer.train(msgspec.structs.replace(given, groups=(bad, *rest)))
     assert update.metrics["bad_steps"] == 1
-    rows = rows_of(given, ALGORITHM, LONGEST).rows
-    parts = [[rows[i].id for i in part] for part in minibatches([len(row.token_ids) for row in rows], 3)]
+    samples = samples_of(given, ALGORITHM, LONGEST).samples
+    parts = [[samples[i].id for i in part] for part in minibatches([len(sample.token_ids) for sample in samples], 3)]
     assert list(update.skipped) == next(part for part in parts if first.id in part)
     assert trainer.train(batch(1)).skipped == ()
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights import publication
-from stretto.weights.mailbox import Onlooker
+from stretto.weights.mailbox import GatheringPublisher
 from stretto.weights.shared_memory import (
     SharedMemoryPublisher,
     SharedMemorySubscriber,
@@ -97,7 +97,7 @@ def test_tensors_are_gathered_one_at_a_time(
     assert {name: tensor.tolist() for name, tensor in subscriber.load(0).items()} == {
         name: (tensor * 2).tolist() for name, tensor in parts.items()
     }
-    Onlooker().publish(0, parts.items(), twice)
+    GatheringPublisher().publish(0, parts.items(), twice)
     assert names == [*parts, *parts]
 
 

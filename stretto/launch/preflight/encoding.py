@@ -63,7 +63,7 @@ def encode_demonstrations(
             continue
         if (length := len(prompt.token_ids) + len(answer)) > context:
             problems.append(Problem(_place(question), f"prompt and answer of {length} tokens", f"{context} fit"))
-        shown.append(Demonstration(prompt_ids=prompt.token_ids, answer_ids=answer))
+        shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
     _raise(problems)
     return tuple(shown)
 
@@ -77,7 +77,7 @@ def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int
     shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]
     both = encode_demonstrations(shown, tokenizer, context)
     return tuple(
-        Preference(chosen.prompt_ids, chosen.answer_ids, rejected.answer_ids)
+        Preference(chosen.prompt_ids, chosen.completion_ids, rejected.completion_ids)
         for chosen, rejected in zip(both[::2], both[1::2], strict=True)
     )
 

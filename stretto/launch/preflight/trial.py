@@ -51,7 +51,7 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
         first, second = asyncio.run(_twice(config, rows, patience))
     except RoleError as error:
         raise RewardFunctionError([Problem(PLACE, str(error))]) from None
-    limit, calls = config.seconds_per_answer, [*first, *second]
+    limit, calls = config.seconds_per_completion, [*first, *second]
     if all(_is_lost(call, limit) for call in calls):
         raise RewardFunctionError([_lost(config, calls[-1], len(calls))])
     wrong = [call for call in first if call.verdict.outcome is Outcome.WRONG]
@@ -65,7 +65,11 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
 
 async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: float) -> tuple[list[_Call], list[_Call]]:
     """The calls of two rounds; each has one call at least, and no other begins when the patience is spent."""
-    patient = {"workers": 1, "max_consecutive_undecided": 1 << 20, "timeout": max(config.seconds_per_answer, patience)}
+    patient = {
+        "workers": 1,
+        "max_consecutive_undecided": 1 << 20,
+        "timeout": max(config.seconds_per_completion, patience),
+    }
     began = time.monotonic()
     first: list[_Call] = []
     second: list[_Call] = []
@@ -92,7 +96,9 @@ def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
         found = f"{config.function!r} came to no verdict {times}, on {which}: {call.verdict.reason}"
         return Problem(PLACE, found, "such completions are never trained on")
     done = "took" if call.verdict.outcome is not Outcome.UNDECIDED else "was not done after"
-    found = f"{config.function!r} {done} {call.seconds:.1f} s on {which}, and may take {config.seconds_per_answer:g} s"
+    found = (
+        f"{config.function!r} {done} {call.seconds:.1f} s on {which}, and may take {config.seconds_per_completion:g} s"
+    )
     enough = math.ceil(3 * call.seconds)
     return Problem(PLACE, found, f"slower verdicts are undecided; rewards.timeout={enough} would allow more")
 

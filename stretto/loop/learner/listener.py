@@ -10,7 +10,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RoleFailed, StrettoError, WireError
 from stretto.processes.channel import ConductorEnd
-from stretto.trainer.messages import FromTrainer, NotWritten, Written
+from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrainer
 
 
 class TrainerReplies:
@@ -63,10 +63,10 @@ class TrainerReplies:
                     _fail(told, error)
                 return
             match message:
-                case Written(folder):
+                case CheckpointSaved(folder):
                     with contextlib.suppress(asyncio.InvalidStateError):  # nobody waits for it any more
                         self._told_of(folder).set_result(None)
-                case NotWritten(folder, problem, exit_code):
+                case CheckpointFailed(folder, problem, exit_code):
                     _fail(self._told_of(folder), RoleFailed(self._channel.role, problem, exit_code))
                 case _:
                     self._answers.put_nowait(message)

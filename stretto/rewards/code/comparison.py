@@ -22,13 +22,13 @@ _INTEGER = re.compile(r"([+-]?)0*([0-9]+)", re.ASCII)
 _LONGEST_NUMBER = 400
 
 
-def same_text(expected: str, written: str) -> bool:
+def same_text(expected: str, printed: str) -> bool:
     """Is the standard output the expected one?
 
     >>> same_text("1 2.50\\n", "1  2.5 \\n\\n"), same_text("12", "1 2"), same_text("100000000", "100000001")
     (True, False, False)
     """
-    wanted, found = _lines(expected), _lines(written)
+    wanted, found = _lines(expected), _lines(printed)
     return len(wanted) == len(found) and all(map(_same_line, wanted, found))
 
 
@@ -39,24 +39,24 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _same_line(expected: str, written: str) -> bool:
-    if expected == written:
+def _same_line(expected: str, printed: str) -> bool:
+    if expected == printed:
         return True
-    wanted, found = expected.split(), written.split()
+    wanted, found = expected.split(), printed.split()
     return len(wanted) == len(found) and all(map(_same_word, wanted, found))
 
 
-def _same_word(expected: str, written: str) -> bool:
-    if expected == written:
+def _same_word(expected: str, printed: str) -> bool:
+    if expected == printed:
         return True
-    if max(len(expected), len(written)) > _LONGEST_NUMBER:
+    if max(len(expected), len(printed)) > _LONGEST_NUMBER:
         return False
     if (wanted := _INTEGER.fullmatch(expected)) is not None:
-        found = _INTEGER.fullmatch(written)
+        found = _INTEGER.fullmatch(printed)
         return found is not None and (wanted[1] == "-", wanted[2]) == (found[1] == "-", found[2])
-    if _NUMBER.fullmatch(expected) is None or _NUMBER.fullmatch(written) is None:
+    if _NUMBER.fullmatch(expected) is None or _NUMBER.fullmatch(printed) is None:
         return False
-    return _close(float(expected), float(written))
+    return _close(float(expected), float(printed))
 
 
 def same_value(expected: Any, found: Any) -> bool:

@@ -114,7 +114,7 @@ class CodeReward:
         return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
 
     def _judge_calls(self, program: Program, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
-        """All calls in one process, which is told the arguments and nothing of the results."""
+        """All calls in one process, which gets the arguments and never the results."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", clock.allow(len(tests)))
         clock.spent += ended.seconds
@@ -167,7 +167,7 @@ class _Clock:
         return self.config.completion_seconds - self.spent
 
     def allow(self, tests: int) -> float:
-        """Seconds for the next run, which is of so many tests."""
+        """Seconds for the next run, of the given number of tests."""
         return min(tests * self.config.seconds, self.left)
 
 

@@ -28,7 +28,7 @@ _SHOWN = 20
 
 
 class CodeLine(msgspec.Struct, frozen=True):
-    """What a line must say; whatever else it says is kept."""
+    """The fields that a line must have; others are kept."""
 
     completion: str
     tests: list[Any] | dict[str, Any] | str
@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
     """Print every line of the file, in order, with its `verdict`, how many tests `passed`, the `seconds` that it took
-    and the `level` of the sandbox. What the sandbox is, and why lines are undecided, is told on stderr.
+    and the `level` of the sandbox. What the sandbox is, and why lines are undecided, is written to stderr.
 
     Raises:
         DataError: the file or some of its lines are not what they should be; nothing was judged.

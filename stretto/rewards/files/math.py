@@ -16,7 +16,7 @@ from stretto.rewards.service.wire import ScoreItem
 
 
 class MathLine(msgspec.Struct, frozen=True):
-    """What a line must say; whatever else it says is kept."""
+    """The fields that a line must have; others are kept."""
 
     gold: str | int | float
     completion: str
@@ -24,7 +24,7 @@ class MathLine(msgspec.Struct, frozen=True):
 
 def print_scored(path: Path, config: RewardsConfig) -> None:
     """Print every line of the file, in order, with its `verdict` and the `seconds` that it took; why a line is
-    undecided is told on stderr.
+    undecided is written to stderr.
 
     Raises:
         DataError: the file or some of its lines are not what they should be; nothing was judged.

@@ -2,7 +2,7 @@
 
 ``9^{9^{9^{9}}}`` takes fourteen characters to write and for ever to evaluate. A worker that hangs on it is killed
 after the hard limit, and the completion is undecided; but a second for each of a thousand of them is too much. So the
-text is measured first, and whoever evaluates stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
+text is measured first, and every evaluation stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
 """
 
 from __future__ import annotations

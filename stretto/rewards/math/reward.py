@@ -16,13 +16,13 @@ from stretto.rewards.math.compare.comparison import same
 from stretto.rewards.math.compare.equality import same_value
 from stretto.rewards.math.compare.opinion import accepts, parsed
 from stretto.rewards.math.extract.denial import is_open
-from stretto.rewards.math.extract.final import Piece, final_answer, without_frame
+from stretto.rewards.math.extract.final import FinalAnswer, final_answer, without_frame
 from stretto.rewards.math.limits import LONGEST_COMPLETION, check_piece, check_symbolic
 from stretto.rewards.math.parse.expressions import expression
 from stretto.rewards.math.parse.reading import read
 from stretto.rewards.math.parse.spelling import compact, spelled
 from stretto.rewards.math.parse.structure import (
-    Choice,
+    Letter,
     Listing,
     Matrix,
     Node,
@@ -69,22 +69,22 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def gold_piece(answer: str) -> Piece:
+def gold_piece(answer: str) -> FinalAnswer:
     """The final answer of a gold answer.
 
     Raises:
         Undecided: there is none.
     """
     found = final_answer(without_frame(answer.replace("’", "'")))
-    if found is None or not found.text.strip():  # what nobody commits himself to in an answer may be a gold answer
-        found = Piece(answer.strip(), certain=False)
+    if found is None or not found.text.strip():  # a completion without a stance has no answer, a gold answer is one
+        found = FinalAnswer(answer.strip(), certain=False)
     check_piece(found.text)
     if not compact(spelled(found.text)):
         raise Undecided(f"the gold answer {answer[:60]!r} holds no answer")
     return found
 
 
-def judged(gold: Piece, given: Piece) -> bool:
+def judged(gold: FinalAnswer, given: FinalAnswer) -> bool:
     """Compare two final answers, first strictly, then as math-verify does."""
     check_piece(given.text)
     if is_open(gold.text) != is_open(given.text):
@@ -123,17 +123,17 @@ def _understand(given: Node) -> None:
             for row in rows:
                 for cell in row:
                     _understand(cell)
-        case Choice(content=content):
+        case Letter(content=content):
             _understand(content)
 
 
-def _structure(piece: Piece) -> Node | None:
+def _structure(piece: FinalAnswer) -> Node | None:
     try:
         return read(piece.text)
     except Unreadable:
         return None
 
 
-def _shown(piece: Piece) -> str:
+def _shown(piece: FinalAnswer) -> str:
     """As math-verify expects a formula."""
     return f"${spelled(piece.text)}$" if piece.certain else piece.text

@@ -1,4 +1,4 @@
-"""What the workers of a reward say of it, and a run has to record: the level of its sandbox, for one."""
+"""Facts about a reward that a run records, such as the level of its sandbox."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Facts:
-    """The first worker speaks for all; what another one finds otherwise, after a restart say, is a fact of its own.
+    """The facts of the first worker, and those of other workers that differ (after a restart, say).
 
     >>> facts = Facts()
     >>> facts.hear("rewards-0", {"sandbox": "level A"}), facts.hear("rewards-1", {"sandbox": "level A"})
@@ -21,7 +21,7 @@ class Facts:
         self.known: dict[str, str] = {}
 
     def hear(self, worker: str, found: Mapping[str, str]) -> list[str]:
-        """A sentence for each fact that is news."""
+        """A sentence for each new fact."""
         if not self.known:
             self.known = dict(found)
         news = {name: fact for name, fact in found.items() if fact not in self.known.values()}

@@ -7,14 +7,14 @@ import traceback
 from typing import Any
 
 from stretto.core.records import Outcome, Verdict
-from stretto.rewards.functions import RewardFunction, Undecided
-from stretto.rewards.service.wire import LARGEST_REWARD, ScoreItem, Worth
+from stretto.rewards.functions import LARGEST_REWARD, RewardFunction, Undecided
+from stretto.rewards.service.wire import ScoreItem, Worth
 
 _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
 
 def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
-    """Call `function` on one answer; everything that is no verdict is undecided, with the reason."""
+    """Call `function` on one completion; whatever is no verdict is undecided, with the reason."""
     try:
         value = _plain(function(item.prompt, item.completion, item.answer))
     except Undecided as error:
@@ -51,7 +51,7 @@ def _plain(value: Any) -> object:
 
 
 def undecided(reason: str) -> Verdict:
-    """No verdict: the answer will be failed with this reason, never scored zero."""
+    """No verdict: the completion fails with this reason, and is never scored zero."""
     return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=reason[:_REASON_LIMIT])
 
 

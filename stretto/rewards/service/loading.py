@@ -1,4 +1,4 @@
-"""From the name of a reward to a function that can be called, or a message that says why not."""
+"""Loads a reward function by name, or raises with the reason."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     score(items) ─► queue ─► least busy worker ─► verdicts
                       ▲           │ hangs or dies
-                      └───────────┘ it is killed and replaced, the others' answers are asked again
+                      └───────────┘ it is killed and replaced, the other items are scored again
 
-A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So an answer costs at most its timeout, the
-slot always comes back, and the answer that was the cause is undecided: with a reason, and never a zero reward.
+A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout,
+the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stretto.rewards.service.judging import undecided
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.process import WorkerProcess
 from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
-from stretto.rewards.service.wire import Reply, Request, ScoreItem
+from stretto.rewards.service.wire import Request, ScoreItem, Verdicts
 
 ROLE = "rewards"
-TIMED_OUT, DIED = "timeout after", "worker died"  # how the reasons of verdicts begin that the machine had a part in
+TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons in which the machine has a part
 _DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
-_LOSSES = 2  # workers that one answer may bring down before it is undecided
+_LOSSES = 2  # workers that one completion may bring down before it is undecided
 _START_TRIES = 3
 _LOG_BYTES = 8 << 20  # of what the rewards print; beyond them the newer half is dropped
 _LOOK_SECONDS = 0.25
@@ -43,7 +43,7 @@ _SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the t
 
 
 class RewardPool:
-    """Several workers behind one question.
+    """Several worker processes behind one `score`.
 
     Example::
 
@@ -60,9 +60,8 @@ class RewardPool:
         hung: float = 10.0,
         rows: Mapping[tuple[str, str], str] | None = None,
     ) -> None:
-        """`on_change` hears of a worker that comes back with other `facts` than those on record, or that gave no
-        heartbeat for `hung` seconds and is replaced. `rows`: the further fields of a question, a JSON object, by its
-        prompt and its gold answer."""
+        """`on_change` reports a worker that comes back with other `facts`, or that gave no heartbeat for `hung` seconds
+        and is replaced. `rows` has the further fields of each question (JSON), by prompt and gold answer."""
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
@@ -84,7 +83,7 @@ class RewardPool:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What the reward wants recorded with the run."""
+        """The facts about the reward, for the run's record."""
         return self._facts.known
 
     async def start(self) -> None:
@@ -105,7 +104,7 @@ class RewardPool:
         """One verdict per item, in order.
 
         Raises:
-            RewardFunctionError: so many answers in a row were undecided that the reward must be broken.
+            RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.
             RoleDied: a worker cannot be brought back, or the pool is closed.
             DeadlineExceeded: ``rewards.patience`` went by.
         """
@@ -127,7 +126,7 @@ class RewardPool:
         return verdicts
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
-        """As `score`, for several answers to one prompt."""
+        """As `score`, for several completions of one prompt."""
         fields = self._rows.get((prompt, answer), "")
         return await self.score([ScoreItem(prompt, text, answer, fields) for text in completions])
 
@@ -137,7 +136,7 @@ class RewardPool:
         return spans
 
     async def close(self) -> None:
-        """Kill all workers and wait until they are gone; whoever still waits for verdicts gets a `RoleDied`."""
+        """Kill all workers and wait until they are gone; pending calls of `score` raise `RoleDied`."""
         self._fail(RoleDied(ROLE, "was closed"))
         tasks = list(self._tasks)
         for task in tasks:
@@ -178,8 +177,8 @@ class RewardPool:
         self._dispatch()
 
     async def _watch(self) -> None:
-        """Kill a worker that judges one answer for longer than the timeout, or that does not move when it should."""
-        timeout = self._config.seconds_per_answer
+        """Kill a worker that judges one completion for longer than the timeout, or that has no heartbeat."""
+        timeout = self._config.seconds_per_completion
         pause = min(_LOOK_SECONDS, timeout / 10)
         while True:
             await asyncio.sleep(pause)
@@ -199,8 +198,8 @@ class RewardPool:
             self._cut_log()
 
     def _cut_log(self) -> None:
-        """A reward that prints without end must not fill the disk: the beginning stays, and what came last."""
-        with contextlib.suppress(OSError):  # a worker that cannot write to it is told of where it is started
+        """Cut the log of a reward that prints without end, so that it cannot fill the disk."""
+        with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a worker
             if self._log is not None and self._log.stat().st_size > _LOG_BYTES:
                 os.truncate(self._log, _LOG_BYTES // 2)
                 with self._log.open("a") as log:
@@ -215,14 +214,14 @@ class RewardPool:
         assert slot.process is not None
         progress = slot.process.progress
         how = await slot.process.end()
-        lost = blame(tuple(slot.outstanding), slot.answered, progress)
+        lost = blame(tuple(slot.outstanding), slot.judged, progress)
         slot.outstanding.clear()
-        self._ask_again(lost.innocent, how)
+        self._score_again(lost.innocent, how)
         if lost.culprit is not None:
             if progress == slot.condemned:
-                lost.culprit.settle([undecided(f"{TIMED_OUT} {self._config.seconds_per_answer:g} s")])
+                lost.culprit.settle([undecided(f"{TIMED_OUT} {self._config.seconds_per_completion:g} s")])
             else:
-                self._ask_again([lost.culprit], how)
+                self._score_again([lost.culprit], how)
         self._dispatch()
         await self._start(slot)
 
@@ -247,7 +246,7 @@ class RewardPool:
         return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
 
     def _is_worn(self, slot: _Slot) -> bool:
-        return slot.answered >= self._config.recycle_after
+        return slot.judged >= self._config.recycle_after
 
     def _send(self, slot: _Slot, chunk: Chunk) -> None:
         assert slot.process is not None
@@ -262,9 +261,9 @@ class RewardPool:
             return
         slot.outstanding.append(chunk)
 
-    def _replied(self, slot: _Slot, reply: Reply) -> None:
+    def _replied(self, slot: _Slot, reply: Verdicts) -> None:
         chunk = slot.outstanding.popleft()
-        slot.answered += len(reply.verdicts)
+        slot.judged += len(reply.verdicts)
         chunk.settle(reply.verdicts)
         seconds = reply.end - reply.start
         self.busy_seconds += seconds
@@ -275,7 +274,7 @@ class RewardPool:
             self._spawn(self._recycle(slot))
         self._dispatch()
 
-    def _ask_again(self, lost: Sequence[Chunk], how: str) -> None:
+    def _score_again(self, lost: Sequence[Chunk], how: str) -> None:
         for chunk in reversed(lost):
             if chunk.losses < _LOSSES:
                 self._queue.appendleft(chunk)
@@ -298,7 +297,9 @@ class RewardPool:
                 continue
             self._undecided_in_a_row += 1
             if self._undecided_in_a_row >= self._config.max_consecutive_undecided:
-                found = f"the last {self._undecided_in_a_row} answers were undecided, the last one: {verdict.reason}"
+                found = (
+                    f"the last {self._undecided_in_a_row} completions were undecided, the last one: {verdict.reason}"
+                )
                 remedy = "mend the reward, or allow more with rewards.max_consecutive_undecided"
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 
@@ -314,39 +315,39 @@ class RewardPool:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody awaits the work behind the calls: what it fails of, they fail of."""
+        """Nobody awaits this task, so all calls fail with its error."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
 
 class _Slot:
-    """A place for one worker, and what that worker owes."""
+    """A place for one worker, with the chunks that it holds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.process: WorkerProcess | None = None
         self.ready = False
         self.outstanding: deque[Chunk] = deque()
-        self.answered = 0
+        self.judged = 0
         self.condemned: int | None = None  # the counter at which the worker was killed for being stuck
         self.seen = 0
         self._signs: object = None
         self._looked, self._still = time.monotonic(), 0.0
 
     def begin(self, process: WorkerProcess) -> None:
-        self.process, self.answered, self.condemned, self.seen = process, 0, None, 0
+        self.process, self.judged, self.condemned, self.seen = process, 0, None, 0
         self._signs, self._still = None, 0.0
 
     @property
     def is_judging(self) -> bool:
-        """As it was looked at last."""
+        """Whether it was judging at the last poll."""
         return self.seen % 2 == 1
 
     def still_for(self, longest: float) -> float:
-        """Seconds for which its counter has not moved; while it owes nothing, or starts, a beat is a movement too.
+        """Seconds without progress; while it holds no chunk, or starts, a heartbeat is progress too.
 
-        Of the time since the last look at most `longest` seconds count: a machine that slept is nobody's fault."""
+        At most `longest` seconds of the time since the last poll count, since the machine may have slept."""
         assert self.process is not None
         now, progress, signs = time.monotonic(), self.process.progress, self.process.signs
         elapsed, self._looked = min(now - self._looked, longest), now
@@ -357,7 +358,7 @@ class _Slot:
 
 
 async def check_reward(config: RewardsConfig) -> None:
-    """Can this reward be used? Tried in a worker process, so that a module that hangs or exits harms nobody.
+    """Load the reward in a worker process, where a module that hangs or exits does no harm.
 
     Raises:
         RewardFunctionError: it cannot; the message says why.

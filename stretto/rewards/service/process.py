@@ -1,4 +1,4 @@
-"""One worker process as the pool sees it: start it, hand it requests, kill it, learn how it ended."""
+"""One worker process: start, requests, kill, and how it ended."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from stretto.rewards.service.wire import (
     LARGEST_REPLY,
     FromWorker,
     JudgingCounter,
-    Ready,
     Refused,
-    Reply,
     Request,
+    Verdicts,
+    WorkerReady,
     WorkerSettings,
     Worth,
 )
@@ -46,7 +46,7 @@ class WorkerProcess:
         DeadlineExceeded: it did not get ready in ``start_timeout``.
     """
 
-    def __init__(self, name: str, on_reply: Callable[[Reply], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_reply: Callable[[Verdicts], None], on_lost: Callable[[], None]) -> None:
         self.name = name
         self.facts: dict[str, str] = {}
         self._wire = _Wire(self._received, self._lost, self.give_up)
@@ -54,7 +54,7 @@ class WorkerProcess:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._progress: JudgingCounter | None = None
-        self._why = ""  # the pool gave it up
+        self._why = ""  # of `give_up`
 
     async def start(self, config: RewardsConfig, log: Path | None) -> None:
         ours, theirs = socket.socketpair()
@@ -90,19 +90,19 @@ class WorkerProcess:
 
     @property
     def progress(self) -> int:
-        """Twice the answers judged since the start, plus one while an answer is being judged."""
+        """Twice the items judged since the start, plus one while an item is being judged."""
         return self._progress.count if self._progress is not None else 0
 
     @property
     def signs(self) -> object:
-        """Changes while it lives and waits, or starts; before its first beat, while it computes."""
+        """Its heartbeats; before the first, its CPU time. They change while the worker starts or waits."""
         if self._process is None or self._progress is None:
             return None
         return self._progress.beats or cpu_ticks(self._process.pid)
 
     @property
     def ended(self) -> bool:
-        """Is it gone? Its socket does not say so as long as a process that it forked holds that open."""
+        """Whether it has exited; its socket stays open while a process that it forked holds it."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         process = self._process
         return (
@@ -110,13 +110,13 @@ class WorkerProcess:
         )
 
     def give_up(self, why: str) -> None:
-        """Kill it; `why` is how it is said to have ended."""
+        """Kill it; `end` gives `why` as the reason."""
         self._why = self._why or why
         self.kill()
         self._wire.close()
 
     def send(self, request: Request) -> None:
-        """Hand over one request.
+        """Send one request.
 
         Raises:
             UnicodeEncodeError: a text holds a lone surrogate, which no wire and no file can carry.
@@ -159,9 +159,9 @@ class WorkerProcess:
 
     def _received(self, message: FromWorker) -> None:
         match message:
-            case Reply():
+            case Verdicts():
                 self._on_reply(message)
-            case Ready() if not self._ready.done():
+            case WorkerReady() if not self._ready.done():
                 self.facts = message.facts
                 self._ready.set_result(None)
             case Refused() if not self._ready.done():

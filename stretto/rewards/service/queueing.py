@@ -1,8 +1,8 @@
-"""The pure part of the pool: which answers are asked for together, who is to blame, what is asked again.
+"""The pure part of the pool: chunks, blame for a lost worker, and what is scored again.
 
 Call ──cut──► Chunk, Chunk ──► worker ──► verdicts back into the Call
                 ▲                │
-                └── asked again ◄┘ the worker was lost
+                └─ scored again ◄┘ the worker was lost
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_ITEMS = 64
 
 
 class Call:
-    """One call of `RewardPool.score`: its answers, and the verdicts that have come so far."""
+    """One call of `RewardPool.score`: its items, and the verdicts so far."""
 
     def __init__(self, items: Sequence[ScoreItem]) -> None:
         self.items = items
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Answers of one call that one worker is asked for together; `losses` workers were lost over it before."""
+    """Items of one call that go to a worker together; `losses` workers were lost over it before."""
 
     call: Call
     indices: tuple[int, ...]
@@ -53,7 +53,7 @@ class Chunk:
 
 
 def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
-    """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow answers one by one."""
+    """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow items one by one."""
     size = _CHUNK_ITEMS
     if seconds_per_item > 0:
         size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))
@@ -63,21 +63,21 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Blame:
-    """What was lost with a worker: the answer it was busy with (alone in its chunk), and all the innocent ones."""
+    """What was lost with a worker: the item in work (alone in its chunk), and the innocent others."""
 
     culprit: Chunk | None
     innocent: tuple[Chunk, ...] = field(default=())
 
 
-def blame(outstanding: Sequence[Chunk], answered: int, progress: int) -> Blame:
+def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
     """Split the chunks that a lost worker still owed.
 
     Args:
         outstanding: in the order in which they were sent.
-        answered: how many answers of earlier chunks the worker had replied to.
-        progress: the worker's counter (`wire.JudgingCounter`): odd while an answer was being judged.
+        judged: items of earlier chunks that the worker had replied to.
+        progress: the worker's counter (`wire.JudgingCounter`): odd while an item was being judged.
     """
-    at = progress // 2 - answered
+    at = progress // 2 - judged
     for position, chunk in enumerate(outstanding if progress % 2 and at >= 0 else ()):
         if at < len(chunk.indices):
             culprit = Chunk(chunk.call, (chunk.indices[at],), chunk.losses + 1)
@@ -85,6 +85,6 @@ def blame(outstanding: Sequence[Chunk], answered: int, progress: int) -> Blame:
             rest = [Chunk(chunk.call, others)] if others else []
             return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
         at -= len(chunk.indices)
-    # It was between two answers, or a reward has written over the counter.
+    # The worker was between two items, or a reward has written over the counter.
     again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]
     return Blame(None, (*again, *outstanding[1:]))

@@ -1,4 +1,4 @@
-"""Score the answers of a file with the workers that a run has: ``stretto score``."""
+"""Score the completions of a file with the workers that a run has: ``stretto score``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stretto.rewards.service.wire import ScoreItem
 async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIterator[tuple[Verdict, float]]:
     """The verdict of every item and the seconds it took, in order, each as soon as all before it are there.
 
-    However many answers are undecided, the rest are judged.
+    Undecided ones, however many, do not stop the rest.
 
     Raises:
         RewardFunctionError, RoleDied, DeadlineExceeded: as `RewardPool`.
     """
     config = config.model_copy(update={"max_consecutive_undecided": len(items) + 1})
     async with RewardPool(config) as pool:
-        free = asyncio.Semaphore(pool.workers)  # no answer waits behind another one while its seconds are counted
+        free = asyncio.Semaphore(pool.workers)  # none waits behind another while its seconds are counted
 
         async def judged(item: ScoreItem) -> tuple[Verdict, float]:
             async with free:

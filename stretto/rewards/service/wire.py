@@ -1,10 +1,9 @@
-"""What travels between the pool and its workers: frames on a socket, and one counter in shared memory.
+"""The wire between the pool and its workers: frames on a socket, and two counters in shared memory.
 
-    pool ── Request ──► worker ── Ready | Refused | Reply ──► pool
+    pool ── Request ──► worker ── WorkerReady | Refused | Verdicts ──► pool
 
-One request asks for several verdicts and one reply brings them all, so a group of answers costs the conductor one
-wake-up. Which answer a worker is busy with is told by the counter, so that a worker that hangs or dies inside the
-user's function can be blamed on the one answer it hung on.
+One request asks for several verdicts and one reply brings them all, so a group costs the conductor one wake-up. A
+counter names the completion in work, so that a worker that hangs or dies in the user's function blames that one.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from stretto.core.records import Outcome, Record, Verdict
 
 _COUNTERS = struct.Struct("<qq")
 
-#: No reward is larger than this, above or below zero: sums over a batch stay far from what a float cannot hold.
-LARGEST_REWARD = 1e6
-
-#: Bytes of what a worker may send at once: 64 verdicts with their reasons take a tenth of it.
+#: Bytes of one reply at most: 64 verdicts with their reasons take a tenth of it.
 LARGEST_REPLY = 1 << 20
 
 
 class ScoreItem(Record, frozen=True, array_like=True):
-    """One answer to judge; verdicts come back in order.
+    """One completion to judge; `answer` is the gold answer.
 
     Example: ``ScoreItem(prompt="3+8=", completion="11", answer="11")``
     """
@@ -40,7 +36,7 @@ class ScoreItem(Record, frozen=True, array_like=True):
 
 
 class Worth(Record, frozen=True):
-    """What right and wrong are worth; a number counts as right above the middle of the two."""
+    """The rewards of right and wrong; a number above their middle counts as right."""
 
     right: float
     wrong: float
@@ -59,8 +55,8 @@ class Worth(Record, frozen=True):
 
 
 class WorkerSettings(Record, frozen=True):
-    """What a worker is started with, as JSON on its command line: the reward, its own settings (JSON again), what its
-    verdicts are worth, two inherited descriptors, and the bytes of memory that it may have."""
+    """A worker's settings, as JSON on its command line. `settings` are the reward's own (JSON again); `socket` and
+    `progress` are inherited descriptors; `memory` is a limit in bytes."""
 
     function: str
     settings: str
@@ -69,18 +65,18 @@ class WorkerSettings(Record, frozen=True):
     progress: int
     parent: int
     memory: int
-    path: str | None = None  # where the reward's module is looked for first
+    path: str | None = None  # first entry of the import path
 
 
 class Request(Record, frozen=True, array_like=True):
-    """Answers to judge, in order."""
+    """Completions to judge; verdicts come back in order."""
 
     id: int
     items: tuple[ScoreItem, ...]
 
 
-class Ready(Record, frozen=True, tag=True):
-    """The worker has its reward function and waits for requests. `facts`: what a run has to record about it."""
+class WorkerReady(Record, frozen=True, tag=True):
+    """The worker has its reward function and waits for requests; `facts` go on the run's record."""
 
     facts: dict[str, str] = msgspec.field(default_factory=dict)
 
@@ -93,8 +89,8 @@ class Refused(Record, frozen=True, tag=True):
     remedy: str
 
 
-class Reply(Record, frozen=True, tag=True):
-    """The verdicts of one request, with the seconds (`time.monotonic`) between which it was worked on."""
+class Verdicts(Record, frozen=True, tag=True):
+    """The verdicts of one request; `start` and `end` of the work are seconds of `time.monotonic`."""
 
     request: int
     verdicts: tuple[Verdict, ...]
@@ -102,14 +98,14 @@ class Reply(Record, frozen=True, tag=True):
     end: float
 
 
-FromWorker = Ready | Refused | Reply
+FromWorker = WorkerReady | Refused | Verdicts
 
 
 class JudgingCounter:
-    """Two counters that the worker writes and the pool reads. `count` is odd while an answer is being judged, even
-    between two; `beats` grows every second or so while the worker starts or waits.
+    """Two counters that the worker writes and the pool reads. `count` is odd while a completion is being judged, even
+    between two; `beats` is a heartbeat, about one a second, while the worker starts or waits.
 
-    The pool reads them after the worker was killed, too: ``count // 2`` answers were finished since the worker started.
+    They outlive a killed worker: ``count // 2`` completions were judged since its start.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -135,7 +131,7 @@ class JudgingCounter:
         return self._read()[1]
 
     def beat(self) -> None:
-        """Say that the worker lives; only the thread that judges may, or one while nothing is judged."""
+        """One heartbeat; only from the thread that judges, or while nothing is judged."""
         count, beats = self._read()
         _COUNTERS.pack_into(self._page, 0, count, beats + 1)
 

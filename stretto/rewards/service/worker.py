@@ -1,7 +1,7 @@
-"""A process that judges answers: ``python -m stretto.rewards.service.worker SETTINGS``.
+"""A process that judges completions: ``python -m stretto.rewards.service.worker SETTINGS``.
 
-It owns one socket and nothing else: the user's prints go to the log, a user's exception becomes an undecided verdict,
-and when the function or the process hangs the pool kills it. It imports little: a killed worker is back at once.
+The user's prints go to the log, a user's exception becomes an undecided verdict, and the pool kills a worker that
+hangs. It imports little, so that a killed worker is soon replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from stretto.processes.heartbeat import die_with_parent, survive_a_full_disk
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.service.judging import judge
 from stretto.rewards.service.loading import facts_of, fields_taken, load_reward
-from stretto.rewards.service.wire import JudgingCounter, Ready, Refused, Reply, Request, ScoreItem, WorkerSettings
+from stretto.rewards.service.wire import (
+    JudgingCounter,
+    Refused,
+    Request,
+    ScoreItem,
+    Verdicts,
+    WorkerReady,
+    WorkerSettings,
+)
 
 _READ_BYTES = 1 << 20
 _BEAT_SECONDS = 1.0
@@ -36,7 +44,7 @@ _OUT_OF_REACH = range(100, 200)  # descriptors that a program which guesses does
 
 
 class Worker:
-    """Reads requests, judges their answers in order, replies once per request, until the socket closes."""
+    """Reads requests, judges their items in order, replies once per request, until the socket closes."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._worth = settings.worth
@@ -46,20 +54,20 @@ class Worker:
 
     def run(self) -> None:
         try:
-            with self._beating():
+            with self._heartbeat():
                 function = load_reward(self._function_name, self._settings)
         except RewardFunctionError as error:
             problem = error.problems[0]
             self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
             return
-        self._socket.sendall(frame(Ready(facts=facts_of(self._function_name, function))))
+        self._socket.sendall(frame(WorkerReady(facts=facts_of(self._function_name, function))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._read():
             for body in unframer.feed(data):
                 request = decoder.decode(body)
                 start = time.monotonic()
                 verdicts = tuple([self._judged(function, item) for item in request.items])
-                reply = Reply(request=request.id, verdicts=verdicts, start=start, end=time.monotonic())
+                reply = Verdicts(request=request.id, verdicts=verdicts, start=start, end=time.monotonic())
                 self._socket.sendall(frame(reply))
 
     def _read(self) -> bytes:
@@ -70,7 +78,7 @@ class Worker:
         return self._socket.recv(_READ_BYTES)
 
     @contextmanager
-    def _beating(self) -> Iterator[None]:
+    def _heartbeat(self) -> Iterator[None]:
         """A thread beats during the import, which may take long; later none is left, so that a reward may fork."""
         over = threading.Event()
 
@@ -96,7 +104,7 @@ class Worker:
 
 
 def _moved(descriptor: int) -> int:
-    """The same socket under another number, which what the reward starts does not inherit."""
+    """The same socket under another number, not inherited by what the reward starts."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
     os.close(descriptor)
     return moved

@@ -61,13 +61,7 @@ if held > 4:
         Level.A,
         seconds=4.0,
     ),
-    Attack(
-        "1 GiB of memory",
-        """
-block = bytearray(1 << 30)
-print('THROUGH')
-""",
-    ),
+    Attack("1 GiB of memory", "block = bytearray(1 << 30); print('THROUGH')"),
     Attack(
         "256 MiB of shared memory",
         """

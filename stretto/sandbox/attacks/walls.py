@@ -5,14 +5,7 @@ from __future__ import annotations
 from stretto.sandbox.attacks.attack import CALLS, Attack
 
 ATTACKS_ON_WALLS = (
-    Attack(
-        "loopback",
-        """
-import socket
-socket.create_connection(('127.0.0.1', $PORT), 1)
-print('THROUGH')
-""",
-    ),
+    Attack("loopback", "import socket; socket.create_connection(('127.0.0.1', $PORT), 1); print('THROUGH')"),
     Attack(
         "abstract socket",
         r"""
@@ -22,18 +15,8 @@ s.connect('\0$ABSTRACT')
 print('THROUGH')
 """,
     ),
-    Attack(
-        "read /etc/passwd",
-        """
-print(open('/etc/passwd').read() and 'THROUGH')
-""",
-    ),
-    Attack(
-        "read a secret file",
-        """
-print(open('$SECRET').read() and 'THROUGH')
-""",
-    ),
+    Attack("read /etc/passwd", "print(open('/etc/passwd').read() and 'THROUGH')"),
+    Attack("read a secret file", "print(open('$SECRET').read() and 'THROUGH')"),
     Attack(
         "list folders of the host",
         """
@@ -105,12 +88,7 @@ for number in range(3, 256):
     print('THROUGH', number)
 """,
     ),
-    Attack(
-        "write to the host's /tmp",
-        """
-open('$MARK', 'w').write('x')
-""",
-    ),
+    Attack("write to the host's /tmp", "open('$MARK', 'w').write('x')"),
     Attack(
         "write anywhere else",
         """

@@ -1,5 +1,4 @@
-"""Rows as tensors: the answers of one optimizer step, divided over the ranks and into what goes through the model
-together.
+"""Samples as tensors: those of one optimizer step, divided over the ranks and into micro-batches.
 
 Axes: N loss token, S sequence.
 """
@@ -24,7 +23,7 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through the model together."""
+    """Samples that go through the model together."""
 
     packed: PackedTokens
     behavior_logprobs: Tensor  # [N]
@@ -33,58 +32,62 @@ class MicroBatch:
     scale: Tensor  # [N], what each token weighs in the minibatch's mean
     sequences: Sequences
     values: Tensor  # [N], by the critic before the step; empty without one
-    returns: Tensor  # [N], what the critic should say; empty without one
+    returns: Tensor  # [N], the critic's targets; empty without one
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Rows of one optimizer step, and what one rank computes of them."""
+    """The samples of one optimizer step, and one rank's share of them."""
 
     micro_batches: tuple[MicroBatch, ...]  # of this rank; every rank has as many
     loss_tokens: int  # of all ranks
-    answers: tuple[str, ...]  # ids of its trajectories, of all ranks
+    ids: tuple[str, ...]  # of its trajectories, of all ranks
 
 
 def minibatch(
-    rows: Sequence[Sample],
+    samples: Sequence[Sample],
     config: OptimizerConfig,
     aggregation: Aggregation,
     longest: int,
     device: torch.device,
     ranks: Ranks = ALONE,
     *,
-    answers: float | None = None,
+    trajectories: float | None = None,
 ) -> Minibatch:
-    """Pack this rank's rows of one optimizer step; `longest` is the most tokens that an answer may have, `answers` how
-    many of the batch there are to a minibatch (none: these rows are all).
+    """Pack this rank's samples of one optimizer step; `longest` is ``sampling.max_tokens``, `trajectories` how many of
+    the batch a minibatch has on average (None: these are the whole batch).
 
-    What a token weighs is known from the rows of all ranks, so the ranks' losses add up to the exact mean.
+    Coefficients are those of the samples of all ranks, so the ranks' losses add up to the exact mean.
     """
-    lengths = [len(row.loss_positions) for row in rows]
-    scales = coefficients(aggregation, lengths, len(rows) if answers is None else answers, longest)
-    tokens = [len(row.token_ids) for row in rows]
+    lengths = [len(sample.loss_positions) for sample in samples]
+    scales = coefficients(aggregation, lengths, len(samples) if trajectories is None else trajectories, longest)
+    tokens = [len(sample.token_ids) for sample in samples]
     packs = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)[ranks.rank]
     return Minibatch(
-        micro_batches=tuple(_micro_batch([rows[i] for i in pack], [scales[i] for i in pack], device) for pack in packs),
+        micro_batches=tuple(
+            _micro_batch([samples[i] for i in pack], [scales[i] for i in pack], device) for pack in packs
+        ),
         loss_tokens=sum(lengths),
-        answers=tuple(row.id for row in rows),
+        ids=tuple(sample.id for sample in samples),
     )
 
 
-def _micro_batch(rows: Sequence[Sample], scales: Sequence[float], device: torch.device) -> MicroBatch:
+def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: torch.device) -> MicroBatch:
     def column(parts: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float32, device=device)
 
-    # Flash attention wants every sequence whole; elsewhere answers to one prompt share the prompt's computation.
-    prompts = None if device.type == "cuda" else [row.prompt_tokens for row in rows]
-    sequences = Sequences.of([len(row.loss_positions) for row in rows], device)
+    # Flash attention wants every sequence whole; elsewhere the samples of one prompt share its computation.
+    prompts = None if device.type == "cuda" else [sample.prompt_tokens for sample in samples]
+    sequences = Sequences.of([len(sample.loss_positions) for sample in samples], device)
     return MicroBatch(
-        packed=pack_tokens([row.token_ids for row in rows], [row.loss_positions for row in rows], device, prompts),
-        behavior_logprobs=column(row.behavior_logprobs for row in rows),
-        advantages=column(row.advantages for row in rows),
-        staleness=column(row.staleness for row in rows),
+        packed=pack_tokens(
+            [sample.token_ids for sample in samples], [sample.loss_positions for sample in samples], device, prompts
+        ),
+        behavior_logprobs=column(sample.behavior_logprobs for sample in samples),
+        advantages=column(sample.advantages for sample in samples),
+        staleness=column(sample.staleness for sample in samples),
         scale=sequences.spread(column([scales])),
         sequences=sequences,
-        values=column(row.values for row in rows),
-        returns=column(row.returns for row in rows),
+        values=column(sample.values for sample in samples),
+        returns=column(sample.returns for sample in samples),
     )

@@ -1,9 +1,9 @@
-"""Asking a model about the answers of a batch, whole, before anything is trained: a critic, or a reference policy."""
+"""Batch scoring: one number for each sampled token of a batch, from a critic or a reference policy, before a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,51 +15,52 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
 @torch.no_grad()
-def ask(
+def score_tokens(
     batch: Batch,
     capacity: int,
     device: torch.device,
     evaluate: Callable[[PackedTokens], Tensor],
-    goes_on: Callable[[Trajectory], bool] = lambda _: False,
+    continues: Callable[[Trajectory], bool] = lambda _: False,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[float]]:
-    """One number for each sampled token, masked ones too, by the trajectory's id; on every rank those of all.
+    """The scores of all sampled tokens, masked ones too, by the trajectory's id; the same on every rank.
 
-    `evaluate` gives one for each wanted token. Where a trajectory `goes_on` there is one more, of the state after its
-    last token: of a token that was never sampled, so that only what comes before it can count.
+    `evaluate` gives one score for each wanted token. A trajectory that `continues` has one score more: of a filler
+    token behind its last one, for the state that the last token leads to.
     """
-    asked = [
-        _Asked(t.id, group.prompt.token_ids, t.token_ids, t.sampled_places).followed(goes_on(t))
+    scored = [
+        _scored(group.prompt.token_ids, trajectory, continues(trajectory))
         for group in batch.groups
-        for t in group.trajectories
+        for trajectory in group.trajectories
     ]
-    divided = shares([len(one.prompt) + len(one.token_ids) for one in asked], capacity, 1, ranks.count)
-    own = [evaluate(_packed([asked[i] for i in pack], device)) for pack in divided[ranks.rank]]
-    numbers, _ = ranks.joined(torch.cat(own))
-    order = [asked[i] for share in divided for pack in share for i in pack]
+    divided = shares([len(one.token_ids) for one in scored], capacity, 1, ranks.count)
+    own = [evaluate(_packed([scored[i] for i in pack], device)) for pack in divided[ranks.rank]]
+    numbers, _ = ranks.all_gather(torch.cat(own))
+    order = [scored[i] for share in divided for pack in share for i in pack]
     parts = numbers.split([len(one.places) for one in order])
     return {one.id: part.tolist() for one, part in zip(order, parts, strict=True)}
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A trajectory: its prompt, the tokens behind it, and the places among these that are asked about."""
+class _Scored:
+    """The tokens of a trajectory, its prompt included, and the places of those that get a score."""
 
     id: str
-    prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
-    places: tuple[int, ...]
-
-    def followed(self, goes_on: bool) -> _Asked:
-        """With one more token that was never sampled, whose place is asked about too; or as it is."""
-        if not goes_on:
-            return self
-        return replace(self, token_ids=(*self.token_ids, 0), places=(*self.places, len(self.token_ids)))
+    prompt_tokens: int
+    places: list[int]
 
 
-def _packed(asked: Sequence[_Asked], device: torch.device) -> PackedTokens:
-    wanted = [[len(one.prompt) + place for place in one.places] for one in asked]
-    # As in `minibatch.py`: away from CUDA the trajectories of one prompt share it. Nothing follows an empty one.
-    share = device.type != "cuda" and all(one.token_ids for one in asked)
-    prompts = [len(one.prompt) for one in asked] if share else None
-    return pack_tokens([one.prompt + one.token_ids for one in asked], wanted, device, prompts)
+def _scored(prompt: tuple[int, ...], trajectory: Trajectory, continues: bool) -> _Scored:
+    token_ids = prompt + trajectory.token_ids
+    places = [len(prompt) + place for place in trajectory.sampled_places]
+    if continues:
+        token_ids, places = (*token_ids, 0), [*places, len(token_ids)]
+    return _Scored(trajectory.id, token_ids, len(prompt), places)
+
+
+def _packed(scored: Sequence[_Scored], device: torch.device) -> PackedTokens:
+    # As in `minibatch.py`: away from CUDA trajectories share their prompt, unless one has nothing behind it.
+    share = device.type != "cuda" and all(len(one.token_ids) > one.prompt_tokens for one in scored)
+    prompts = [one.prompt_tokens for one in scored] if share else None
+    return pack_tokens([one.token_ids for one in scored], [one.places for one in scored], device, prompts)

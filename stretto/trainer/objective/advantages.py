@@ -1,8 +1,7 @@
-"""Advantages from rewards, one function per equation. Which one a recipe means is said in `estimators.py`.
+"""Advantages from rewards, one function per equation; `estimators.py` chooses by the recipe.
 
-A group whose rewards are all equal says nothing about its answers, and gets zeros from whoever compares within groups
-alone (`reinforce_pp_baseline` goes on to compare with the batch).
-Functions of `rewards` take those of each group of a batch and give one number per answer, in the same shape.
+Functions of `rewards` take those of each group of a batch and give one number per completion, in the same shape. A
+group whose rewards are all equal gets zeros from every function that compares within groups alone.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def lite_ppo(rewards: Groups, eps: float) -> list[list[float]]:
 
 
 def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
-    """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch; long answers weigh more.
+    """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch; long completions weigh more.
 
-    `tokens` holds the loss tokens of each answer. The rewards of an answer without any count nothing.
+    `tokens` holds the loss tokens of each completion; one without any does not count.
     """
     pairs = [(r, n) for group, counts in zip(rewards, tokens, strict=True) for r, n in zip(group, counts, strict=True)]
     total = sum(n for _, n in pairs)
@@ -77,21 +76,21 @@ def reinforce_pp_baseline(rewards: Groups, tokens: Sequence[Sequence[int]], eps:
 def reinforce_pp(per_token: Sequence[Sequence[float]], eps: float) -> list[list[float]]:
     """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together.
 
-    `per_token` holds the return of each loss token of each answer (`terminal`). Without a discount this is
+    `per_token` holds the return of each loss token of each completion (`terminal`). Without a discount this is
     `batch_normalised`.
     """
-    flat = [[value] for answer in per_token for value in answer]
+    flat = [[value] for completion in per_token for value in completion]
     normalised = iter(batch_normalised(flat, [[1]] * len(flat), eps))
-    return [[next(normalised)[0] for _ in answer] for answer in per_token]
+    return [[next(normalised)[0] for _ in completion] for completion in per_token]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Generalised advantage estimation (arXiv 1506.02438, equation 16) of one answer, token by token:
+    """Generalised advantage estimation (arXiv 1506.02438, equation 16) of one completion, token by token:
 
         A_t = delta_t + gamma lam A_(t+1),    delta_t = r_t + gamma V_(t+1) - V_t
 
-    `values[t]` is the value of the state in which token t was sampled. After the last token there is nothing, or, of
-    an answer that was cut off, the state whose value is one more entry of `values` (arXiv 1712.00378, section 3).
+    `values[t]` is the value of the state in which token t was sampled. One more entry of `values` is that of the state
+    behind the last token of a completion that was cut off (arXiv 1712.00378, section 3); otherwise it is 0.
 
     >>> gae([0.0, 0.0, 1.0], [0.5, 0.5, 0.5], gamma=1.0, lam=0.5)   # delta = 0, 0, 0.5
     [0.125, 0.25, 0.5]
@@ -108,7 +107,7 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
 
 def terminal(reward: float, tokens: int, places: Sequence[int], decay: float) -> list[float]:
-    """The reward of a whole answer of `tokens` tokens as seen from `places` in it: decay^(tokens - 1 - t) reward.
+    """The reward of a whole completion of `tokens` tokens as seen from `places` in it: decay^(tokens - 1 - t) reward.
 
     This is `gae` without a critic (all values 0) and with decay = gamma lam.
 

@@ -11,15 +11,14 @@ from typing import Annotated, Literal, Self, assert_never
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.trainer.config import CriticConfig
-from stretto.trainer.objective import corrections, surrogates
-from stretto.trainer.objective import kl as penalties
+from stretto.trainer.objective import corrections, decoupled_ppo, kl, surrogates
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.corrections import Correction
+from stretto.trainer.objective.decoupled_ppo import Anchor
 from stretto.trainer.objective.estimators import GAE, Estimator, GroupNormalised, named
 from stretto.trainer.objective.kl import Divergence
 from stretto.trainer.objective.losses import Objective
-from stretto.trainer.objective.m2po import second_moment
-from stretto.trainer.objective.proximal import Anchor
+from stretto.trainer.objective.m2po import m2po_mask
 from stretto.trainer.objective.shaping import Shaping
 from stretto.trainer.objective.surrogates import Surrogate
 
@@ -66,7 +65,7 @@ class DualClip(_Section):
 
 
 class GSPO(_Section):
-    """PPO's clip with one ratio per answer."""
+    """PPO's clip with one ratio per completion."""
 
     kind: Literal["gspo"] = "gspo"
     anchor: Around = "recomputed"
@@ -101,7 +100,7 @@ class M2PO(_Section):
 
 
 class TOPR(_Section):
-    """The policy gradient, tapered by the answer's ratio where the advantage is negative."""
+    """The policy gradient, tapered by the completion's ratio where the advantage is negative."""
 
     kind: Literal["topr"] = "topr"
     anchor: Literal["behavior"] = Field("behavior", description=_ANCHOR)
@@ -172,10 +171,10 @@ class AlgorithmConfig(_Section):
     correction: CorrectionConfig = Field(Mask(), description="what a token weighs that another policy sampled")
     aggregation: Aggregation = Field(
         "token_mean",
-        description="token_mean: over all tokens; sequence_mean: over answers, of their means; "
-        "fixed_length: over answers, of their sums over sampling.max_tokens",
+        description="token_mean: over all tokens; sequence_mean: over completions, of their means; "
+        "fixed_length: over completions, of their sums over sampling.max_tokens",
     )
-    advantages: Estimator = Field(GroupNormalised(), description="what an answer is worth")
+    advantages: Estimator = Field(GroupNormalised(), description="what a completion is worth")
     shaping: Shaping = Field(Shaping(), description="rewards before they become advantages")
     reference: ReferenceConfig | None = Field(None, description="a policy to stay close to; none is loaded without it")
     entropy: bool = Field(False, description="measure the policy's entropy (costs time, changes nothing)")
@@ -184,7 +183,7 @@ class AlgorithmConfig(_Section):
     def divergence(self, into: Literal["loss", "reward"]) -> Divergence | None:
         """The estimator of the divergence from the reference policy, if that is where it belongs."""
         reference = self.reference
-        return getattr(penalties, reference.estimator) if reference is not None and reference.into == into else None
+        return getattr(kl, reference.estimator) if reference is not None and reference.into == into else None
 
     @property
     def critic(self) -> CriticConfig | None:
@@ -207,7 +206,7 @@ def objective(config: AlgorithmConfig) -> Objective:
     return Objective(
         surrogate=_surrogate(config.loss),
         correction=_correction(config.correction),
-        selection=partial(second_moment, threshold=config.loss.threshold) if isinstance(config.loss, M2PO) else None,
+        selection=partial(m2po_mask, threshold=config.loss.threshold) if isinstance(config.loss, M2PO) else None,
         divergence=config.divergence("loss"),
         divergence_weight=config.reference.weight if config.reference else 0.0,
         entropy_bonus=config.entropy_bonus,
@@ -217,7 +216,7 @@ def objective(config: AlgorithmConfig) -> Objective:
 def _surrogate(loss: LossConfig) -> Surrogate:
     match loss:
         case DecoupledPPO() | PPO():
-            return partial(surrogates.ppo, clip_low=loss.clip_low, clip_high=loss.clip_high)
+            return partial(decoupled_ppo.ppo, clip_low=loss.clip_low, clip_high=loss.clip_high)
         case DualClip():
             return partial(
                 surrogates.dual_clip,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.trainer.objective.decoupled_ppo import behavior_weight
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
 _SURE = 1e-6  # probabilities are held this far from 0 and 1, where a binary divergence is infinite
@@ -32,7 +33,7 @@ Correction = Callable[[LossTokens], Weights]
 
 def mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
     """w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5."""
-    weight = _weight(tokens)
+    weight = behavior_weight(tokens)
     outside = (weight > high) | (weight < low) if low > 0 else weight > high
     return Weights(weight.masked_fill(outside, 0.0), outside)
 
@@ -40,7 +41,7 @@ def mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
 def truncate(tokens: LossTokens, *, high: float) -> Weights:
     """min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS where
     it corrects for an engine that differs from the trainer."""
-    weight = _weight(tokens)
+    weight = behavior_weight(tokens)
     return Weights(weight.clamp(max=high), weight > high)
 
 
@@ -56,18 +57,18 @@ def kpop(tokens: LossTokens, *, threshold: float) -> Weights:
     token, others = (p / q).log(), ((1 - p) / (1 - q)).log()
     forward, backward = p * token + (1 - p) * others, -q * token - (1 - q) * others
     outside = torch.maximum(forward, backward) > threshold
-    return Weights(_weight(tokens).masked_fill(outside, 0.0), outside)
+    return Weights(behavior_weight(tokens).masked_fill(outside, 0.0), outside)
 
 
 def sequence_mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
-    """w, or 0 for all tokens of an answer whose geometric mean of w is outside [low, high].
+    """w, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high].
 
     Geometric sequence rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the
-    bounds are the same for long answers and short ones.
+    bounds are the same for long completions and short ones.
     """
     mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))
-    return Weights(_weight(tokens).masked_fill(outside, 0.0), outside)
+    return Weights(behavior_weight(tokens).masked_fill(outside, 0.0), outside)
 
 
 def _weight(tokens: LossTokens) -> Tensor:

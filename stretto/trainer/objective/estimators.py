@@ -1,4 +1,4 @@
-"""`[algorithm.advantages]`: which estimator, with its numbers; and the one place that calls it."""
+"""`[algorithm.advantages]`: the estimators with their numbers, and the one place that calls them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Estimator(BaseModel, extra="forbid", frozen=True):
-    compares: ClassVar[bool] = False  #: an answer is compared with its siblings: a group of one teaches nothing
+    compares: ClassVar[bool] = False  #: compares within a group: a group of one teaches nothing
 
 
 class GroupNormalised(_Estimator):
@@ -112,40 +112,42 @@ Estimator = Annotated[
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """What an estimator needs to know of an answer. Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1,
-    2))``"""
+    """The sampled tokens of one trajectory, as an estimator sees them.
+
+    Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``
+    """
 
     reward: float  # shaped
-    tokens: int
-    trained: Sequence[int]  # places within the answer of its loss tokens, ascending
-    values: Sequence[float] = ()  # what a critic said of the state before each token (`advantages.gae`); or empty
-    penalties: Sequence[float] = ()  # what each token costs, in the unit of the reward; empty: nothing
+    tokens: int  # sampled
+    trained: Sequence[int]  # the loss tokens: indices among the sampled tokens, ascending
+    values: Sequence[float] = ()  # by the critic, of the state before each token (`advantages.gae`); or empty
+    kl: Sequence[float] = ()  # weighted KL of each token, in the unit of the reward; or empty
 
     @property
     def rewards(self) -> list[float]:
-        """Token by token: the reward is at the end, each token's cost where it stands."""
-        costs = [-penalty for penalty in self.penalties] or [0.0] * self.tokens
+        """Token by token: minus its KL, and the reward at the last."""
+        costs = [-cost for cost in self.kl] or [0.0] * self.tokens
         return [*costs[:-1], costs[-1] + self.reward] if costs else []
 
     @property
     def total(self) -> float:
-        """The reward of the whole answer, less what its tokens cost."""
-        return self.reward - math.fsum(self.penalties)
+        """The reward less the KL of all tokens."""
+        return self.reward - math.fsum(self.kl)
 
 
 def advantages_of(estimator: Estimator, groups: Sequence[Sequence[RewardedCompletion]]) -> list[list[list[float]]]:
-    """The advantage of each loss token of each answer of each group."""
+    """The advantage of each loss token of each completion of each group."""
     match estimator:
         case GAE():
-            found = [[generalised(estimator, answer) for answer in group] for group in groups]
+            found = [[generalised(estimator, completion) for completion in group] for group in groups]
             return _normalised(found, estimator.eps) if estimator.normalised else found
         case ReinforcePP():
-            returns = [[_discounted(answer, estimator.gamma) for answer in group] for group in groups]
+            returns = [[_discounted(completion, estimator.gamma) for completion in group] for group in groups]
             return _normalised(returns, estimator.eps)
         case _:
             scores = _scores(estimator, groups)
             return [
-                [[score] * len(answer.trained) for answer, score in zip(group, one, strict=True)]
+                [[score] * len(completion.trained) for completion, score in zip(group, one, strict=True)]
                 for group, one in zip(groups, scores, strict=True)
             ]
 
@@ -154,8 +156,8 @@ def _scores(
     estimator: GroupNormalised | GroupMean | LeaveOneOut | LitePPO | RewardBatch | ReinforcePPBaseline | RawReward,
     groups: Sequence[Sequence[RewardedCompletion]],
 ) -> list[list[float]]:
-    rewards = [[answer.total for answer in group] for group in groups]
-    tokens = [[len(answer.trained) for answer in group] for group in groups]
+    rewards = [[completion.total for completion in group] for group in groups]
+    tokens = [[len(completion.trained) for completion in group] for group in groups]
     match estimator:
         case GroupNormalised():
             return advantages.group_normalised(rewards, estimator.eps)
@@ -175,22 +177,22 @@ def _scores(
             assert_never(estimator)
 
 
-def generalised(estimator: GAE, answer: RewardedCompletion) -> list[float]:
-    """The advantage of each loss token of one answer, before any normalisation."""
-    if not answer.values:
-        return _discounted(answer, estimator.gamma * estimator.lam)
-    found = advantages.gae(answer.rewards, answer.values, estimator.gamma, estimator.lam)
-    return [found[t] for t in answer.trained]
+def generalised(estimator: GAE, completion: RewardedCompletion) -> list[float]:
+    """The advantage of each loss token of one completion, before any normalisation."""
+    if not completion.values:
+        return _discounted(completion, estimator.gamma * estimator.lam)
+    found = advantages.gae(completion.rewards, completion.values, estimator.gamma, estimator.lam)
+    return [found[t] for t in completion.trained]
 
 
-def _discounted(answer: RewardedCompletion, decay: float) -> list[float]:
-    """The rewards from each loss token on, each as many times `decay` as it is tokens away."""
-    if not answer.penalties:
-        return advantages.terminal(answer.reward, answer.tokens, answer.trained, decay)
-    found = advantages.gae(answer.rewards, [0.0] * answer.tokens, decay, lam=1.0)
-    return [found[t] for t in answer.trained]
+def _discounted(completion: RewardedCompletion, decay: float) -> list[float]:
+    """The discounted return of each loss token."""
+    if not completion.kl:
+        return advantages.terminal(completion.reward, completion.tokens, completion.trained, decay)
+    found = advantages.gae(completion.rewards, [0.0] * completion.tokens, decay, lam=1.0)
+    return [found[t] for t in completion.trained]
 
 
 def _normalised(per_token: list[list[list[float]]], eps: float) -> list[list[list[float]]]:
-    flat = iter(advantages.reinforce_pp([answer for group in per_token for answer in group], eps))
+    flat = iter(advantages.reinforce_pp([completion for group in per_token for completion in group], eps))
     return [[next(flat) for _ in group] for group in per_token]

@@ -1,12 +1,8 @@
-"""A loss, composed: a surrogate, a correction, and what is added to them.
+"""The composed loss: decoupled PPO (`decoupled_ppo.py`) with any surrogate and correction, a KL term, an entropy bonus.
 
     loss = - sum over tokens of  scale * w * surrogate(u, A)
            + reference weight * sum of scale * KL(policy || reference)
            - entropy bonus * sum of scale * entropy
-
-Decoupled PPO (AReaL, section 5.2, equation 5; after Hilton et al., arXiv 2110.00641) is the surrogate `ppo` around the
-policy before this step with the correction w = proximal / behavior; PPO is the same around the policy that sampled,
-where w = 1. Which parts a recipe composes is said in `algorithm.py`.
 
 Axes: N loss token.
 """
@@ -20,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.trainer.objective.corrections import Correction
+from stretto.trainer.objective.decoupled_ppo import negative_objective
 from stretto.trainer.objective.kl import Divergence
 from stretto.trainer.objective.m2po import Selection
 from stretto.trainer.objective.surrogates import Surrogate
@@ -28,7 +25,7 @@ from stretto.trainer.objective.tokens import LossTokens, bounded
 
 @dataclass(frozen=True)
 class Objective:
-    """The parts of a loss. `selection`, where there is one, is made over a whole minibatch before its losses."""
+    """The parts of a loss (`algorithm.objective`). `selection` chooses tokens of a minibatch before its losses."""
 
     surrogate: Surrogate
     correction: Correction
@@ -65,7 +62,7 @@ def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, 
     """
     terms = objective.surrogate(policy_logprobs, tokens)
     weights = objective.correction(tokens)
-    value = -(weights.weight * tokens.scale * terms.objective).sum()
+    value = negative_objective(terms, weights.weight, tokens.scale)
     kl_reference = None
     if objective.divergence is not None and tokens.reference_logprobs is not None:
         divergence = objective.divergence(policy_logprobs, tokens.reference_logprobs)

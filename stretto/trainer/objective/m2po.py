@@ -1,4 +1,4 @@
-"""M2PO's choice of tokens: the one decision of a loss that is taken over a whole minibatch.
+"""M2PO's mask: the one part of a loss that is decided over a whole minibatch.
 
 Axes: N loss token, of the whole minibatch; K those in the trust region's two quadrants.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 Selection = Callable[[Tensor, Tensor], Tensor]
 
 
-def second_moment(log_ratio: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
+def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
     """Leave out as few tokens as possible so that the mean of (log u)^2 over those in the quadrants is <= threshold.
 
     M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: A > 0 and u > 1, A < 0 and u < 1;

@@ -1,4 +1,4 @@
-"""Rewards as the advantages see them; what is reported, and what a filter looks at, is the reward as it was given.
+"""Shaped rewards, for the advantages alone: metrics and filters have the reward as it was given.
 
 shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
 """
@@ -17,7 +17,7 @@ class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
     bias: float = Field(0.0, allow_inf_nan=False, description="added to the reward before it is scaled")
     clip: float = Field(math.inf, gt=0, description="largest shaped reward, in either direction")
     overlong_buffer: int = Field(0, ge=0, description="last tokens of sampling.max_tokens that cost something; 0: none")
-    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="what the longest answer loses")
+    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="what the longest completion loses")
 
 
 def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
@@ -33,6 +33,6 @@ def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
 
 
 def shaped(reward: float, length: int, longest: int, shaping: Shaping) -> float:
-    """The reward of an answer of `length` tokens where an answer may have `longest`."""
+    """The shaped reward of a completion of `length` tokens, of at most `longest`."""
     added = overlong(length, longest, shaping.overlong_buffer, shaping.overlong_penalty)
     return min(max((reward + added + shaping.bias) * shaping.scale, -shaping.clip), shaping.clip)

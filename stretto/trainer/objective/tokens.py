@@ -1,6 +1,6 @@
-"""What a loss is given: the loss tokens of one micro-batch, flat, and which answer each of them belongs to.
+"""The loss tokens of one micro-batch, flat, and the sequence to which each belongs.
 
-Axes: N loss token, S sequence (an answer with at least one loss token).
+Axes: N loss token, S sequence (a trajectory with at least one loss token).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardtanh
 
 #: How far the logarithm of a ratio may lie from 0 before it is exponentiated, as in verl (`core_algos.py`: clamp to -20
 #: and 20). e^20 is 4.9e8, past every bound of a loss or a correction; past 88.7 float32 has infinity, and a gradient
@@ -19,9 +18,10 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor, lowest: float = -LARGEST_LOG_RATIO) -> Tensor:
-    """Without a gradient where the bound acts. What is not a number stays so in the gradient, where it is noticed;
-    `clamp` would make 0 of it."""
-    return hardtanh(log_ratio, lowest, LARGEST_LOG_RATIO)
+    """Bounded, with no gradient where the bound acts. A NaN stays one in the gradient, where it is noticed: `clamp`
+    would make it 0, and so does `hardtanh` from 16 tokens on, where it is vectorised."""
+    low = log_ratio.masked_fill(log_ratio < lowest, lowest)
+    return low.masked_fill(low > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -31,9 +31,9 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Answers lie one after the other in [N]; an answer is never divided between micro-batches.
+    """Sequences lie one after the other in [N]; none is divided between micro-batches.
 
-    Example: answers of 2 and 3 loss tokens: ``index = [0, 0, 1, 1, 1]``, ``lengths = [2, 3]``.
+    Example: sequences of 2 and 3 loss tokens: ``index = [0, 0, 1, 1, 1]``, ``lengths = [2, 3]``.
     """
 
     index: Tensor  # [N] int64
@@ -41,7 +41,7 @@ class Sequences:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
-        """From the loss tokens of each answer."""
+        """From the loss tokens of each sequence."""
         lengths_S = torch.tensor(lengths, dtype=torch.int64, device=device)
         return cls(torch.repeat_interleave(lengths_S), lengths_S)
 
@@ -54,18 +54,18 @@ class Sequences:
         return self.sums(values_N) / self.lengths
 
     def spread(self, values_S: Tensor) -> Tensor:
-        """[S] -> [N]: each token gets its answer's value."""
+        """[S] -> [N]: each token gets its sequence's value."""
         return values_S.index_select(0, self.index)
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What is known of each loss token before the policy is asked; all logarithms are natural."""
+    """The loss tokens of a micro-batch before the forward of the policy; all logarithms are natural."""
 
     behavior_logprobs: Tensor  # [N] of the policy that sampled the token, as logged
-    anchor_logprobs: Tensor  # [N] of the policy around which the trust region lies (`proximal.py`)
+    anchor_logprobs: Tensor  # [N] of the policy around which the trust region lies (`decoupled_ppo.anchor_logprobs`)
     advantages: Tensor  # [N]
     scale: Tensor  # [N] what the token weighs in the minibatch's mean (`aggregation.py`)
     sequences: Sequences
-    kept: Tensor | None = None  # [N] bool, of a loss that chooses over the whole minibatch (`second_moment.py`)
-    reference_logprobs: Tensor | None = None  # [N] of the reference policy, where one is asked for
+    kept: Tensor | None = None  # [N] bool, the tokens that M2PO leaves in (`m2po.py`)
+    reference_logprobs: Tensor | None = None  # [N] of the reference policy, where the loss has a KL term

@@ -1,11 +1,10 @@
-"""A policy with adapters (LoRA, Hu et al., arXiv 2106.09685): it stays as it is, and small matrices beside its linear
-layers are trained.
+"""Adapters (LoRA, Hu et al., arXiv 2106.09685): the policy is frozen, and small matrices beside its linear layers are
+trained.
 
     y = W x + alpha / rank * B A x        A [rank, in] begins random, B [out, rank] zero: the start is the policy
 
-Published are A and alpha / rank * B alone; engines, which have W, add their product. What is saved is the policy that
-this comes to, W + alpha / rank * B A, under its plain names: readers of model folders need not know of adapters. peft
-makes the layers (`lora.py`); here they are read.
+Published are A and alpha / rank * B alone; engines, which have W, add their product. Saved is W + alpha / rank * B A
+under the plain names, so that readers of model folders need not know of adapters. peft makes the layers (`lora.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one that it was before it got them."""
+    """Inside, every adapter weighs 0: the model is the one before the training."""
     layers = adapted_layers(model).values()
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:
@@ -51,7 +50,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that the policy has without adapters, under their names there."""
+    """The parameters without those of adapters, under their plain names."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter
@@ -65,12 +64,12 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """A and B, whole; every rank calls it."""
+    """A and B, gathered; every rank calls it."""
     a, b = (cast(nn.Linear, both[ADAPTER]).weight for both in (layer.lora_A, layer.lora_B))
-    return ranks.whole(a.detach()), ranks.whole(b.detach())
+    return ranks.full_tensor(a.detach()), ranks.full_tensor(b.detach())
 
 
 def merged(layer: Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
-    """W + alpha / rank * B A of a layer whose whole W is given; every rank calls it."""
+    """W + alpha / rank * B A for a gathered W; every rank calls it."""
     a, b = matrices(layer, ranks)
     return weight + layer.scaling[ADAPTER] * (b @ a)

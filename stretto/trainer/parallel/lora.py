@@ -1,4 +1,4 @@
-"""peft's part in adapters (`adapters.py`): making them, and their file format."""
+"""peft's part of adapters (`adapters.py`): the layers, and the file format."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.adapters import adapted_layers, matrices
 from stretto.trainer.parallel.ranks import Ranks
 
-_SEED = 20_210_617  # A is the same on every rank, and in every trainer that begins anew
+_SEED = 20_210_617  # A is the same on every rank and after every restart
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze the model, and give the linear layers that `config` names an adapter each."""
+    """Freeze the model, and add an adapter to each linear layer that `config` names."""
     wanted = [name for name in linear_layers(model) if config.targets(name)]
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(_SEED)

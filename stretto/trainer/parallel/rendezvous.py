@@ -1,4 +1,4 @@
-"""How ranks find each other on one machine: a store on the loopback interface, then torch's process group."""
+"""The rendezvous of ranks on one machine: a store on the loopback interface, then torch's process group."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from stretto.trainer.parallel.ranks import ShardedRanks
 
 _LOOPBACK = "127.0.0.1"
 
-#: How long ranks wait for each other. A rank that has died or hangs is noticed by whoever has started it, much earlier.
+#: Deadline of a collective. Rank 0 notices a dead or hanging rank much earlier, by its exit or its heartbeat.
 _PATIENCE = timedelta(minutes=30)
 
 
 def open_store(count: int) -> TCPStore:
-    """The store of rank 0, on a port that was free; nobody outside of the machine can reach it."""
-    listening = socket.create_server((_LOOPBACK, 0))
-    port = listening.getsockname()[1]
-    return TCPStore(_LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    """The store of rank 0, on a free port of the loopback interface."""
+    server = socket.create_server((_LOOPBACK, 0))
+    port = server.getsockname()[1]
+    return TCPStore(_LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def reach_store(port: int, count: int) -> TCPStore:
-    """The store as the other ranks reach it."""
+    """The same store, from another rank."""
     return TCPStore(_LOOPBACK, port, count, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
 
 
 def join(store: TCPStore, rank: int, count: int, device: str) -> ShardedRanks:
-    """Wait for the other ranks, and be one of them. `device` is "cpu", "cuda" or "auto"; on a machine with GPUs each
-    rank has its own.
-    """
+    """Join the process group as `rank`. `device` is "cpu", "cuda" or "auto"; each rank has a GPU of its own."""
     kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)

@@ -1,12 +1,11 @@
-"""The ranks of a trainer beside the first: processes that rank 0 starts, hands its orders to, and watches.
+"""Ranks 1 .. N-1 of a trainer: processes that rank 0 starts, passes its orders to, and watches.
 
     conductor ──orders──► rank 0 ──the same orders──► rank 1 .. N-1
         ▲                   │                             │ die, hang, or report an error
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
-A rank that is gone breaks off the sums over all of them, or leaves the others waiting in one. Either way rank 0 ends,
-with the name of the one that was lost; the kernel ends the other ranks (`processes.heartbeat`), and the conductor
-replaces the trainer as a whole.
+A dead rank makes collectives fail or hang. Either way rank 0 ends and names the lost rank; the kernel ends the other
+ranks (`processes.heartbeat`), and the conductor replaces the trainer as a whole.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FAILED = msgspec.msgpack.Decoder(Failed)
 
 
 class RankSpec(Record, frozen=True):
-    """What a rank but the first is started with; `trainer` is the JSON text of rank 0's own `TrainerSpec`."""
+    """The spec of ranks 1, 2, ...; `trainer` is the JSON text of rank 0's own `TrainerSpec`."""
 
     rank: int
     port: int
@@ -48,19 +47,18 @@ class RankSpec(Record, frozen=True):
 
 
 class RankGroup:
-    """Rank 0's hold on the others; of a trainer that is one process there are none."""
+    """The other ranks, as rank 0 handles them; none in a trainer of one process."""
 
     def __init__(self, count: int, trainer: str, threads: int, log: Path, hung: float) -> None:
-        """`count` ranks in all, started with the text `trainer`; `hung`: seconds without a sign of life after which one
-        is killed."""
+        """`count` ranks in all, started with the text `trainer`; one without a heartbeat for `hung` seconds is
+        killed."""
         self._wires = {rank: socket.socketpair() for rank in range(1, count)}
         self._count, self._trainer, self._threads, self._log, self._hung = count, trainer, threads, log, hung
         self._ending = False
         self._loss: Future[RankLost | Failed] = Future()
 
     def start(self, device: str, tell: Callable[[RankLost | Failed], None]) -> Ranks:
-        """Start and watch them, and join them; `tell` reports to the conductor when one is lost, from a thread of its
-        own."""
+        """Start, watch and join the other ranks; a thread calls `tell`, for the conductor, when one is lost."""
         if not self._wires:
             return ALONE
         store = open_store(self._count)
@@ -68,16 +66,15 @@ class RankGroup:
         threading.Thread(target=watching, name="ranks", daemon=True).start()
         return join(store, 0, self._count, device)
 
-    def hand_on(self, order: ToTrainer) -> None:
-        """Give all of them the order that rank 0 is about to carry out."""
+    def forward(self, order: ToTrainer) -> None:
+        """Pass on the order that rank 0 is about to carry out."""
         self._ending = isinstance(order, Stop)
         message = frame(order)
         for near, _ in self._wires.values():
             near.sendall(message)
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
-        """What has happened to another rank, if that is why rank 0 came to `error`; None if the error is its own, or
-        one that all ranks have come to."""
+        """The loss of another rank that made rank 0 fail with `error`; None if all ranks fail so, or rank 0 alone."""
         try:
             loss = self._loss.result(_NOTICE_SECONDS if self._wires else 0.0)
         except TimeoutError:
@@ -91,10 +88,10 @@ class RankGroup:
         await asyncio.sleep(_STUCK_SECONDS)
         if not self._ending:
             tell(loss.result())
-            os._exit(EXIT_CODE)  # the main thread waits in a sum that never ends
+            os._exit(EXIT_CODE)  # the main thread hangs in a collective
 
     async def _live(self, rank: int, port: int) -> RankLost | Failed:
-        """Start one, and wait until it ends; what the conductor should hear of it."""
+        """Start a rank, and wait until it ends; gives the report for the conductor."""
         near, far = self._wires[rank]
         name = f"rank {rank}"
         log = self._log.with_name(f"{self._log.stem}-rank-{rank}{self._log.suffix}")

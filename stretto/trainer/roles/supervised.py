@@ -1,6 +1,6 @@
-"""The process that learns from examples: ``python -m stretto.trainer.roles.supervised SPEC``.
+"""The process of supervised learning: ``python -m stretto.trainer.roles.supervised SPEC``.
 
-Demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`): the file of examples says which.
+Its examples are demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`).
 """
 
 from __future__ import annotations
@@ -22,29 +22,25 @@ from stretto.processes.run_role import run_role
 from stretto.trainer.config import OptimizerConfig, PreferenceConfig, SupervisedConfig
 from stretto.trainer.messages import Demonstrations, Examples, Preferences, Stop, SupervisedDone, SupervisedProgress
 from stretto.trainer.spec import SupervisedSpec
-from stretto.trainer.supervised.dpo import Preferred, prefer
-from stretto.trainer.supervised.sft import Progress, fine_tune
+from stretto.trainer.supervised.dpo import PreferenceProgress, prefer
+from stretto.trainer.supervised.sft import FineTuningProgress, fine_tune
 
 _TELL_SECONDS = 0.5
-
-
 _EXAMPLES: msgspec.msgpack.Decoder[Examples] = msgspec.msgpack.Decoder(Examples)
-
-
 _NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
 
 
 class ProgressSender:
-    """Tells the conductor how it goes, twice a second."""
+    """Sends the progress to the conductor twice a second."""
 
     def __init__(self, channel: RoleEnd[Stop]) -> None:
         self._channel = channel
         self._start = self._told = time.monotonic()
 
-    def demonstrated(self, progress: Progress) -> None:
+    def demonstrated(self, progress: FineTuningProgress) -> None:
         self._tell(SupervisedProgress(progress.step, progress.steps, progress.loss, self._seconds()))
 
-    def preferred(self, progress: Preferred) -> None:
+    def preferred(self, progress: PreferenceProgress) -> None:
         seconds = self._seconds()
         self._tell(
             SupervisedProgress(progress.step, progress.steps, progress.loss, seconds, progress.accuracy, "preferences")
@@ -84,7 +80,7 @@ def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role; see `processes.run_role`."""
+    """Run the role; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=SupervisedSpec)
     begin_role()
     torch.set_num_threads(spec.threads)

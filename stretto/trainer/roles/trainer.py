@@ -1,6 +1,6 @@
-"""The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``. Takes orders, one after the other.
+"""The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``, which carries out orders one by one.
 
-Of a trainer that is several processes this is rank 0; the others are `stretto.trainer.roles.rank`.
+It is rank 0 of a trainer with several; the others are `stretto.trainer.roles.rank`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.messages import (
     TO_TRAINER,
+    CheckpointFailed,
+    CheckpointSaved,
     Copied,
     FromTrainer,
-    NotWritten,
     PolicySaved,
     Publish,
     Published,
@@ -44,7 +45,6 @@ from stretto.trainer.messages import (
     ToTrainer,
     Train,
     Trained,
-    Written,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.lora import adapt, save_adapters
@@ -58,12 +58,16 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 
 
 class TrainerRole:
-    """What one rank does: an order in, its answer out; see `trainer.messages`."""
+    """One rank: an order in, its reply out (`trainer.messages`)."""
 
     def __init__(
-        self, spec: TrainerSpec, publisher: Publisher, ranks: Ranks, tell: Callable[[Written | NotWritten], None]
+        self,
+        spec: TrainerSpec,
+        publisher: Publisher,
+        ranks: Ranks,
+        tell: Callable[[CheckpointSaved | CheckpointFailed], None],
     ) -> None:
-        """`tell` is told of checkpoints once they are written, or cannot be, in a thread of their own."""
+        """`tell` reports each checkpoint as written or failed, from the thread that writes it."""
         self._tell, self._writing = tell, threading.Thread()
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
@@ -90,8 +94,7 @@ class TrainerRole:
         return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """The policy to stay close to: that of its own folder, or the one that the run starts from; with adapters the
-        trainer has that one already."""
+        """The reference policy: of its own folder, or the policy at the start, which a trainer with adapters has."""
         if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
@@ -108,7 +111,7 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Do it; all ranks are given the same orders."""
+        """Carry out an order; all ranks get the same."""
         match order:
             case Train():
                 update = self._trainer.train(order.batch)
@@ -125,7 +128,7 @@ class TrainerRole:
                 return self._save_policy(order.folder)
 
     def _copy(self, folder: str) -> Copied:
-        """A copy of what training needs to go on, which a thread writes."""
+        """Copy the state; a thread writes it."""
         if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
             self._writing.join()
         write = self._trainer.snapshot()
@@ -135,22 +138,22 @@ class TrainerRole:
         return Copied(span=span)
 
     def _write(self, write: Callable[[Path], None], folder: str) -> None:
-        told: Written | NotWritten = Written(folder=folder)
+        told: CheckpointSaved | CheckpointFailed = CheckpointSaved(folder=folder)
         try:
             write(Path(folder))
         except StrettoError as error:
             traceback.print_exc()
-            told = NotWritten(folder=folder, problem=str(error), exit_code=error.exit_code)
-        except Exception as error:  # of a thread nobody else hears; what torch raises here is of many kinds
+            told = CheckpointFailed(folder=folder, problem=str(error), exit_code=error.exit_code)
+        except Exception as error:  # nobody awaits a thread, and torch raises errors of many kinds
             traceback.print_exc()
-            told = NotWritten(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
+            told = CheckpointFailed(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
         with contextlib.suppress(ConductorGone):
             self._tell(told)
 
     def _save_policy(self, folder: str) -> PolicySaved:
         start = time.monotonic()
         ours = self._ranks.rank == 0
-        parameters = {name: tensor.cpu() for name, tensor in self._trainer.whole_parameters() if ours}
+        parameters = {name: tensor.cpu() for name, tensor in self._trainer.full_parameters() if ours}
         if ours:
             save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder), parameters)
         if self._config.lora is not None:
@@ -162,31 +165,31 @@ class TrainerRole:
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
     """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
     config = TrainerConfig.model_validate_json(spec.trainer)
-    siblings = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+    group = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
 
-    def tell(message: Written | NotWritten) -> None:
-        if isinstance(message, NotWritten) and siblings.explain(StoreError(message.problem)) is not None:
-            return  # a rank that is lost breaks off the writing as well; whoever watches them tells of it, and ends all
+    def tell(message: CheckpointSaved | CheckpointFailed) -> None:
+        if isinstance(message, CheckpointFailed) and group.explain(StoreError(message.problem)) is not None:
+            return  # a dead rank makes the write fail too; the group reports the loss and ends the trainer
         channel.send(message)
 
     try:
-        ranks = siblings.start(config.device, channel.send)
+        ranks = group.start(config.device, channel.send)
         role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
-            siblings.hand_on(order)
+            group.forward(order)
             if isinstance(order, Stop):
                 return
             channel.send(role.carry_out(order))
-    except Exception as error:  # a rank that is gone breaks off what the others do, with words of every kind
-        if (loss := siblings.explain(error)) is None:
+    except Exception as error:  # a dead rank makes collectives fail, with errors of many kinds
+        if (loss := group.explain(error)) is None:
             raise
         channel.send(loss)
         sys.exit(EXIT_CODE)
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role; see `processes.run_role`."""
+    """Run the role; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     begin_role()
     torch.set_num_threads(spec.threads)

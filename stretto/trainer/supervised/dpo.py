@@ -3,9 +3,9 @@ optimizer of reinforcement learning and of supervised fine-tuning.
 
     loss = - log sigmoid( beta (log policy(chosen) / reference(chosen) - log policy(rejected) / reference(rejected)) )
 
-with log-probabilities of whole answers, averaged over the pairs of a batch, exact whatever the packing.
+with log-probabilities of whole completions, averaged over the pairs of a batch, exact whatever the packing.
 
-Axes: N answer token, P pair.
+Axes: N completion token, P pair.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from transformers import PreTrainedModel
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import PreferenceConfig
-from stretto.trainer.learner import UNCHANGED, Learner
 from stretto.trainer.messages import Preference
 from stretto.trainer.objective.tokens import Sequences
-from stretto.trainer.optimizer import learning_rate
+from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.supervised.sft import drawn
 
 
 @dataclass(frozen=True)
-class Preferred:
-    """After optimizer step `step` (1, 2, ...): the loss per pair, and how often the chosen answer is the better one."""
+class PreferenceProgress:
+    """After optimizer step `step` (1, 2, ...): the loss per pair, and the share of pairs in the right order."""
 
     step: int
     steps: int
@@ -43,7 +42,7 @@ class Preferred:
 def dpo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """-log sigmoid(beta (chosen - rejected)), [P]; equation 7.
 
-    `chosen` and `rejected` are log policy - log reference of whole answers, [P].
+    `chosen` and `rejected` are log policy - log reference of whole completions, [P].
     """
     return -functional.logsigmoid(beta * (chosen - rejected))
 
@@ -55,25 +54,25 @@ def prefer(
     config: PreferenceConfig,
     *,
     seed: int,
-    progress: Callable[[Preferred], None] = lambda _: None,
+    progress: Callable[[PreferenceProgress], None] = lambda _: None,
 ) -> None:
     """Train `model` in place for `config.steps` steps; both models must be loaded with the packed attention.
 
     Each pass over the pairs is in a new order that depends on `seed` alone.
 
     Raises:
-        ValueError: there is no pair, or one has an empty prompt or answer.
+        ValueError: there is no pair, or one has an empty prompt or completion.
         TrainingDiverged: too many steps in a row had gradients that are not finite.
     """
     if not pairs or not all(p.prompt_ids and p.chosen_ids and p.rejected_ids for p in pairs):
-        raise ValueError("learning from preferences needs pairs, each with a prompt and two answers")
+        raise ValueError("learning from preferences needs pairs, each with a prompt and two completions")
     learner = Learner(model, config)
-    standing = ReferencePolicy(reference, config, UNCHANGED)
+    frozen = ReferencePolicy(reference, config, UNCHANGED)
     batches = drawn(len(pairs), config.batch_size, seed)
     for step in range(config.steps):
-        loss, accuracy = _accumulate(learner, standing, [pairs[i] for i in next(batches)], config)
+        loss, accuracy = _accumulate(learner, frozen, [pairs[i] for i in next(batches)], config)
         stepped = learner.step(learning_rate(config, step, config.steps), step)
-        progress(Preferred(step + 1, config.steps, loss, accuracy, stepped.grad_norm))
+        progress(PreferenceProgress(step + 1, config.steps, loss, accuracy, stepped.grad_norm))
 
 
 def _accumulate(
@@ -96,10 +95,10 @@ def _accumulate(
 
 
 def _packed(pairs: Sequence[Preference], device: torch.device) -> tuple[PackedTokens, Sequences]:
-    """Chosen, rejected, chosen, rejected, ...; their answers' tokens are wanted."""
-    answers = [(p.prompt_ids, answer) for p in pairs for answer in (p.chosen_ids, p.rejected_ids)]
-    wanted = [range(len(prompt), len(prompt) + len(answer)) for prompt, answer in answers]
-    # As in `minibatch.py`: away from CUDA the two answers share their prompt.
-    prompts = None if device.type == "cuda" else [len(prompt) for prompt, _ in answers]
-    packed = pack_tokens([prompt + answer for prompt, answer in answers], wanted, device, prompts)
+    """Chosen, rejected, chosen, rejected, ...; the completions' tokens are wanted."""
+    completions = [(p.prompt_ids, completion) for p in pairs for completion in (p.chosen_ids, p.rejected_ids)]
+    wanted = [range(len(prompt), len(prompt) + len(completion)) for prompt, completion in completions]
+    # As in `minibatch.py`: away from CUDA the two completions share their prompt.
+    prompts = None if device.type == "cuda" else [len(prompt) for prompt, _ in completions]
+    packed = pack_tokens([prompt + completion for prompt, completion in completions], wanted, device, prompts)
     return packed, Sequences.of([len(places) for places in wanted], device)

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the warm start of a run, and `stretto sft`.
 
-The loss is the mean cross-entropy over the answer tokens of a batch, exact whatever the packing; prompts are context.
+The loss is the mean cross-entropy over the completion tokens of a batch, exact whatever the packing; prompts are
+context.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from stretto.core.records import derive_seed
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import SupervisedConfig
-from stretto.trainer.learner import Learner
 from stretto.trainer.messages import Demonstration
-from stretto.trainer.optimizer import learning_rate
+from stretto.trainer.optimizer import Learner, learning_rate
 
 
 @dataclass(frozen=True)
-class Progress:
-    """After optimizer step `step` (1, 2, ...): its loss (nats per answer token) and gradient norm."""
+class FineTuningProgress:
+    """After optimizer step `step` (1, 2, ...): its loss (nats per completion token) and gradient norm."""
 
     step: int
     steps: int
@@ -37,18 +37,18 @@ def fine_tune(
     config: SupervisedConfig,
     *,
     seed: int,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[FineTuningProgress], None] = lambda _: None,
 ) -> None:
     """Train the model in place for `config.steps` steps; `model` must be loaded with the packed attention.
 
     Each pass over the demonstrations is in a new order that depends on `seed` alone.
 
     Raises:
-        ValueError: there is no demonstration, or one has an empty prompt or answer.
+        ValueError: there is no demonstration, or one has an empty prompt or completion.
         TrainingDiverged: too many steps in a row had gradients that are not finite.
     """
-    if not all(d.prompt_ids and d.answer_ids for d in demonstrations) or not demonstrations:
-        raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and an answer")
+    if not all(d.prompt_ids and d.completion_ids for d in demonstrations) or not demonstrations:
+        raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and a completion")
     learner = Learner(model, config)
     batches = drawn(len(demonstrations), config.batch_size, seed)
     for step in range(config.steps):
@@ -56,17 +56,17 @@ def fine_tune(
         loss = _accumulate(learner, batch, config)
         rate = learning_rate(config, step, config.steps)
         stepped = learner.step(rate, step)
-        progress(Progress(step + 1, config.steps, loss, stepped.grad_norm, rate))
+        progress(FineTuningProgress(step + 1, config.steps, loss, stepped.grad_norm, rate))
 
 
 def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: SupervisedConfig) -> float:
-    """Gradient of the mean cross-entropy over the batch's answer tokens; returns that mean."""
-    sequences = [d.prompt_ids + d.answer_ids for d in batch]
-    answers = [range(len(d.prompt_ids), len(s)) for d, s in zip(batch, sequences, strict=True)]
-    total = sum(len(answer) for answer in answers)
+    """Gradient of the mean cross-entropy over the batch's completion tokens; returns that mean."""
+    sequences = [d.prompt_ids + d.completion_ids for d in batch]
+    completions = [range(len(d.prompt_ids), len(s)) for d, s in zip(batch, sequences, strict=True)]
+    total = sum(len(completion) for completion in completions)
     loss = 0.0
     for pack in micro_batches([len(s) for s in sequences], config.micro_batch_tokens, config.min_micro_batches):
-        packed = pack_tokens([sequences[i] for i in pack], [answers[i] for i in pack], learner.model.device)
+        packed = pack_tokens([sequences[i] for i in pack], [completions[i] for i in pack], learner.model.device)
         part = -learner.logprobs(packed).logprobs.sum() / total
         part.backward()
         loss += float(part.detach())

@@ -34,7 +34,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     )
 
     def questions(self, seed: int) -> Questions:
-        """The rows in file order; `seed` plays no part, the order of asking is the prompt stream's."""
+        """The rows in file order, for any `seed`; the prompt stream shuffles."""
         rows = read_rows(Path(self.file), self)
         if self.held_out_file is not None:
             training, held_out = rows, read_rows(Path(self.held_out_file), self)

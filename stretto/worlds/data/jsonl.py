@@ -20,7 +20,7 @@ Read = TypeVar("Read")
 
 
 class Mistake(Exception):
-    """A row that is not what it should be; its problem is collected with those of the other rows."""
+    """A bad row; its problem is reported with those of the other rows."""
 
     def __init__(self, place: str, found: str, remedy: str = "") -> None:
         self.problem = Problem(place, found, remedy)
@@ -54,7 +54,7 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
 
 
 def require(row: dict[str, Any], names: tuple[str, ...], place: str) -> None:
-    """The row has all of these fields."""
+    """Raises `Mistake` unless the row has all of these fields."""
     for name in names:
         if name not in row:
             raise Mistake(place, f"no field {name!r}", nearest(name, row) if row else "the object is empty")
@@ -86,7 +86,7 @@ def prompt(value: object, place: str) -> tuple[str, tuple[dict[str, str], ...]]:
 
 
 def shown(value: object) -> str:
-    """A value as it is quoted in a message."""
+    """A value, quoted for a message."""
     quoted = json.dumps(value, ensure_ascii=True, default=repr)
     return quoted if len(quoted) <= 60 else quoted[:57] + "..."
 

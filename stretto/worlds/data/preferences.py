@@ -1,8 +1,8 @@
-"""Pairs of answers from a JSONL file: one object a line, with a prompt, the answer that is liked better, and the other.
+"""Pairs of completions from a JSONL file: one object a line, with a prompt, the chosen completion and the rejected one.
 
     {"prompt": "Question: ... Answer:", "chosen": " 5", "rejected": " 15"}
 
-A prompt may be a list of chat messages, as in a dataset of questions; answers are texts.
+A prompt may be a list of chat messages, as in a dataset of questions; completions are texts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stretto.worlds.data.task import Question
 class Pair:
     """Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``"""
 
-    question: Question  # its answer is the chosen one
+    question: Question  # its answer is the chosen completion
     rejected: str
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What the fields of a row are called."""
+    """The names of the fields of a row."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -48,5 +48,5 @@ def _pair(row: dict[str, Any], number: int, place: str, fields: Fields) -> Pair:
     rejected = jsonl.text(row[fields.rejected], f"{place}: {fields.rejected}")
     if chosen == rejected:
         remedy = f"{fields.chosen!r} and {fields.rejected!r} must differ"
-        raise jsonl.Mistake(place, f"both answers are {jsonl.shown(chosen)}", remedy)
+        raise jsonl.Mistake(place, f"both completions are {jsonl.shown(chosen)}", remedy)
     return Pair(Question(id=str(number), text=text, answer=chosen, messages=messages, place=place), rejected)

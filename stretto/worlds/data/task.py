@@ -1,4 +1,4 @@
-"""What is asked: questions with the answers that a reward compares against, and a demonstration where there is one."""
+"""Questions with their gold answers, and with demonstrations where there are some."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Question:
 class Questions:
     """A task's questions; the held-out ones are never trained on, neither by demonstration nor by reward.
 
-    Demonstrations are made when they are asked for: a run that goes on needs none, and its start should not wait.
+    Demonstrations are made on first use: a resumed run needs none, and its start should not wait.
     """
 
     training: Sequence[Question]
@@ -41,12 +41,12 @@ class Questions:
 
     @cached_property
     def demonstrations(self) -> Sequence[Question]:
-        """Questions with worked answers, for a warm start."""
+        """Questions with worked solutions, for a warm start."""
         return self.demonstrate()
 
 
 class Task(Protocol):
-    """A section ``[task]`` of a recipe that has been validated."""
+    """A validated section ``[task]`` of a recipe."""
 
     def questions(self, seed: int) -> Questions:
         """All questions; equal for equal seeds.

@@ -1,10 +1,10 @@
-"""Chains of arithmetic: a reasoning task that is made on the spot, with a long tail of answer lengths.
+"""Chains of arithmetic: a reasoning task that is made on the spot, with a long tail of completion lengths.
 
     question        3+4-5+7=
     demonstration   7-5+7=2+7=9
 
-Each step rewrites what is left of the chain, so an answer grows with the square of its operands: with 3 to 12 of them
-the median answer has about 12 characters and the longest 132. Every true running value is a digit.
+Each step rewrites what is left of the chain, so a solution grows with the square of its operands: with 3 to 12 of them
+the median one has about 12 characters and the longest 132. Every true running value is a digit.
 
 Demonstrations are imperfect on purpose: with `mistake_rate` one of the steps goes wrong, any of them, and the chain
 goes on from the wrong value. A policy that has learnt from them has the skill and samples the mistakes; reinforcement
@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, model_validator
 from stretto.core.records import derive_seed
 from stretto.worlds.data.task import Question, Questions
 
-_HELD_OUT_PART = 5  # one in so many possible questions is held out
+_HELD_OUT_PART = 5  # one of this number of possible questions is held out
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Chain:
 
     @property
     def text(self) -> str:
-        return written(self.operands[0], self.signs, self.operands[1:])
+        return spelled(self.operands[0], self.signs, self.operands[1:])
 
     @property
     def value(self) -> int:
@@ -50,8 +50,8 @@ def step(value: int, sign: str, operand: int) -> int:
     return value + operand if sign == "+" else value - operand
 
 
-def written(value: int, signs: str, operands: Sequence[int]) -> str:
-    """What is left of a chain: ``written(7, "-+", (5, 7)) == "7-5+7"``."""
+def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
+    """What is left of a chain: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
     return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
 
 
@@ -124,7 +124,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
             value = step(value, chain.signs[done - 1], chain.operands[done])
             if done == wrong_step:
                 value = wrong
-            left.append(written(value, chain.signs[done:], chain.operands[done + 1 :]))
+            left.append(spelled(value, chain.signs[done:], chain.operands[done + 1 :]))
         return "=".join(left)
 
     @staticmethod

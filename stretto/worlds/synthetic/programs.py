@@ -3,7 +3,7 @@
     question        a plus b times c max 3:
     demonstration   x=a+b;x=x*c;return max(x,3)
 
-The answer goes on from ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps work on the value so far,
+The completion continues ``def f(a,b,c):`` and is run with numbers for a, b and c. The steps work on the value so far,
 one after the other. Demonstrations are imperfect on purpose, as in `worlds.synthetic.arithmetic`: each step has a
 chance of `mistake_rate` to have another operator or another operand. A policy that has learnt from them has the skill
 and samples the mistakes; reinforcement brings the skill out.
@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, model_validator
 from stretto.core.records import derive_seed
 from stretto.worlds.data.task import Question, Questions
 
-_HELD_OUT_PART = 5  # one in so many possible questions is held out
+_HELD_OUT_PART = 5  # one of this number of possible questions is held out
 _HEAD = "def f(a,b,c):"
 _LARGEST = 9  # of the numbers that a, b and c are tried with
 _WORDS = {"plus": "{}+{}", "minus": "{}-{}", "times": "{}*{}", "max": "max({},{})", "min": "min({},{})"}
@@ -83,7 +83,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
     kind: Literal["programs"]
     steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")
     steps_max: int = Field(4, ge=1, le=16, description="steps of the longest programs")
-    tests: int = Field(6, ge=1, le=64, description="calls that an answer is tested with")
+    tests: int = Field(6, ge=1, le=64, description="calls that a completion is tested with")
     mistake_rate: float = Field(0.3, ge=0, lt=1, description="chance of each step of a demonstration to be wrong")
     prompts: int = Field(20_000, ge=1, description="training questions")
     held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.rewards.code.comparison import same_text, same_value
-from stretto.sandbox.values import lively, plain, written
+from stretto.sandbox.values import encoded, lively, plain
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -119,7 +119,7 @@ def test_what_is_sent_into_the_sandbox_arrives_as_it_was(value: Any) -> None:
 
 @given(JSON)
 def test_results_are_written_as_the_json_module_would(value: Any) -> None:
-    assert json.loads(written(plain(value))) == value
+    assert json.loads(encoded(plain(value))) == value
 
 
 @given(st.integers(), st.integers(1, 10**6))

@@ -147,7 +147,7 @@ FORGERIES: list[Any] = [
     pytest.param(
         "import builtins, sys\n"
         "guest = sys.modules['__main__']\n"
-        "for name in ('plain', 'written', '_call_all', '_found'):\n"
+        "for name in ('plain', 'encoded', '_call_all', '_found'):\n"
         "    if hasattr(guest, name): setattr(guest, name, lambda *a: 'true')\n"
         "def f(n): return 1",
         id="replace the guest's functions",

@@ -40,14 +40,14 @@ def test_the_answer_that_was_being_judged_is_blamed_alone() -> None:
     first, second = call_of(3), call_of(2)
     outstanding = [Chunk(first, (0, 1, 2)), Chunk(second, (0, 1))]
     # 10 answers replied, 11 finished since the start, the 12th begun: index 1 of the first chunk.
-    found = blame(outstanding, answered=10, progress=23)
+    found = blame(outstanding, judged=10, progress=23)
     assert found.culprit == Chunk(first, (1,), losses=1)
     assert found.innocent == (Chunk(first, (0, 2)), Chunk(second, (0, 1)))
 
 
 def test_nobody_is_blamed_for_a_worker_that_died_between_two_answers() -> None:
     call = call_of(3)
-    found = blame([Chunk(call, (0, 1, 2))], answered=0, progress=4)
+    found = blame([Chunk(call, (0, 1, 2))], judged=0, progress=4)
     assert found.culprit is None
     assert found.innocent == (Chunk(call, (0, 1, 2), losses=1),)
 

@@ -15,8 +15,8 @@ from stretto.rewards.math.compare.naming import as_named, has_one_name, is_namin
 from stretto.rewards.math.compare.relations import as_asked, as_interval, same_relation
 from stretto.rewards.math.compare.scalars import Opinion, any_of, same_scalar
 from stretto.rewards.math.parse.structure import (
-    Choice,
     Dots,
+    Letter,
     Listing,
     Matrix,
     Node,
@@ -62,11 +62,11 @@ def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinio
 def _same_form(gold: Node, answer: Node) -> Opinion:
     """Each form against each other one."""
     match gold, answer:
-        case Choice(), Choice():
+        case Letter(), Letter():
             return gold.letter == answer.letter
-        case Choice(), _:
+        case Letter(), _:
             return any_of([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
-        case _, Choice():
+        case _, Letter():
             return any_of([_same_words(gold, Words(answer.letter)), same(gold, answer.content)])
         case Relation(), Relation():
             return same_relation(gold, answer, same)

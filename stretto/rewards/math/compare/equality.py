@@ -1,4 +1,4 @@
-"""Are two expressions the same function? Decided by their values, at points that nobody could choose.
+"""Are two expressions the same function? Decided by their values, at points that no answer could be fitted to.
 
 Two numbers are equal when they agree to fifty digits *of their own size*, so that tiny ones are not all zero. Two
 expressions in variables are equal when they agree at every sampled point where both are real; points of both signs,

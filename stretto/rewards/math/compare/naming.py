@@ -138,7 +138,7 @@ def _is_asked(side: Node) -> bool:
 
 
 def _is_title(text: str) -> bool:
-    """Words, or notation that nobody can read, ``A \\cap B``; an expression that nobody can read is neither."""
+    """Words, or notation that cannot be parsed, ``A \\cap B``; an expression that cannot be parsed is neither."""
     return _LONG_WORD.search(text) is not None or _COMPUTED.search(re.sub(r"\\[a-zA-Z]+", r"\\", text)) is None
 
 

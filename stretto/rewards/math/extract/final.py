@@ -30,7 +30,7 @@ Span = tuple[int, int, str]  # start, end, content
 
 
 @dataclass(frozen=True)
-class Piece:
+class FinalAnswer:
     """A final answer as it is written; `certain` where its ends are marked in the text, and are no guess."""
 
     text: str
@@ -125,42 +125,42 @@ def without_frame(completion: str, prompt: str = "") -> str:
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
 
 
-def final_answer(text: str) -> Piece | None:
+def final_answer(text: str) -> FinalAnswer | None:
     """The final answer of a text without frame, or None where there is none."""
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
     if (corrected := _CORRECTED.search(text)) is not None:
-        return Piece(corrected["piece"].strip("$"), certain=True)
+        return FinalAnswer(corrected["piece"].strip("$"), certain=True)
     box = boxed(text)
     final = _marked(text, _FINAL)
     if box is not None and (final is None or last_box(text) > final[0]):
-        return Piece(box, certain=True)
+        return FinalAnswer(box, certain=True)
     marked = final or _marked(text, _ANSWER)
     if marked is not None:
         return marked[1]
     return _whole(text.strip()) or _last(text)
 
 
-def _untagged(inner: str) -> Piece:
+def _untagged(inner: str) -> FinalAnswer:
     """What stands between tags is the answer, or has it."""
     if (whole := _whole(inner)) is not None:
         return whole
-    return final_answer(inner) or Piece(_told(inner) if "\n" in inner else inner, certain=True)
+    return final_answer(inner) or FinalAnswer(_told(inner) if "\n" in inner else inner, certain=True)
 
 
-def _whole(text: str) -> Piece | None:
+def _whole(text: str) -> FinalAnswer | None:
     """A text that is an answer from its first letter to its last."""
     if not is_short(text):
         return None
     if (chosen := _CHOSEN.fullmatch(text)) is not None:
-        return Piece(next(letter for letter in chosen.groups() if letter is not None), certain=True)
+        return FinalAnswer(next(letter for letter in chosen.groups() if letter is not None), certain=True)
     if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
-        return Piece(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
+        return FinalAnswer(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):
         stance = _STANCE.fullmatch(text)
         if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
-            return Piece(text, certain=True)
-        return Piece(stance[1], certain=True)
+            return FinalAnswer(text, certain=True)
+        return FinalAnswer(stance[1], certain=True)
     return None
 
 
@@ -196,7 +196,7 @@ def _are_symbols(letters: str) -> bool:
 # Marked answers.
 
 
-def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, Piece] | None:
+def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, FinalAnswer] | None:
     """The last marked answer that is not denied, and where it begins."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
@@ -206,22 +206,22 @@ def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, Piece] | None:
         if re.match(r"(?:not|never)\b", rest):
             _, but, rest = _sentence(rest).partition(" but ")
             if not but:
-                return found.start(), Piece("", certain=True)
+                return found.start(), FinalAnswer("", certain=True)
         return found.start(), _piece_of(rest.lstrip())
     return None
 
 
-def _piece_of(rest: str) -> Piece:
+def _piece_of(rest: str) -> FinalAnswer:
     """The formulas at the beginning, or what the sentence says."""
     if (inner := boxed(_sentence(rest))) is not None:
-        return Piece(inner, certain=True)
+        return FinalAnswer(inner, certain=True)
     first = _FORMULA.match(rest)
     if first is not None:
-        return Piece(",".join(_formulas(rest, first)), certain=True)
+        return FinalAnswer(",".join(_formulas(rest, first)), certain=True)
     told = _told(rest)
     if (is_short(told) and is_formula(without_unit(told)[0])) or _is_spoken(told) or not re.search("[0-9]", told):
-        return Piece(told, certain=False)
-    return _last(told) or Piece(told, certain=False)
+        return FinalAnswer(told, certain=False)
+    return _last(told) or FinalAnswer(told, certain=False)
 
 
 def _formulas(text: str, first: re.Match[str]) -> list[str]:
@@ -251,7 +251,7 @@ def _told(rest: str) -> str:
 # No mark at all.
 
 
-def _last(text: str) -> Piece | None:
+def _last(text: str) -> FinalAnswer | None:
     """The last formula or number that is not denied; an empty piece where all are."""
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
     for form in (_RELATION, _EQUATION, _TUPLE, _SET):
@@ -266,8 +266,8 @@ def _last(text: str) -> Piece | None:
         if denied(text, start, end):
             refused = True
             continue
-        return Piece(_with_neighbours(text, ordered[position:], content), certain=(start, end) in formulas)
-    return Piece("", certain=True) if refused else None
+        return FinalAnswer(_with_neighbours(text, ordered[position:], content), certain=(start, end) in formulas)
+    return FinalAnswer("", certain=True) if refused else None
 
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:

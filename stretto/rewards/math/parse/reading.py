@@ -16,8 +16,8 @@ from stretto.rewards.math.limits import check_piece
 from stretto.rewards.math.parse.forms import reformed
 from stretto.rewards.math.parse.spelling import closing_at, spelled
 from stretto.rewards.math.parse.structure import (
-    Choice,
     Dots,
+    Letter,
     Listing,
     Matrix,
     Node,
@@ -80,7 +80,7 @@ def node(text: str) -> Node:
     if SPOKEN.fullmatch(" ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())):
         return Words(text)
     if (chosen := _CHOICE.fullmatch(text)) is not None:
-        return Choice(chosen[1] or chosen[2] or chosen[3], node(chosen[4]))
+        return Letter(chosen[1] or chosen[2] or chosen[3], node(chosen[4]))
     if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
         return _scalar(text)
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:

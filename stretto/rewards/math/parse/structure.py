@@ -33,7 +33,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Letter:
     """The letter of a choice, with what is to be chosen: ``(A) 5``."""
 
     letter: str
@@ -87,7 +87,7 @@ class Ratio:
     parts: tuple[Node, ...]
 
 
-Node = Scalar | Words | Choice | Dots | Listing | Relation | Union | Matrix | Ratio
+Node = Scalar | Words | Letter | Dots | Listing | Relation | Union | Matrix | Ratio
 
 
 def letters(given: Node | str) -> str:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.trainer.objective.proximal import interpolated
+from stretto.trainer.objective.decoupled_ppo import interpolated
 from tests.tolerances import near, rounding
 
 EXACT = rounding(size=9)

@@ -16,15 +16,15 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from stretto.core.records import Sampling
-from stretto.trainer.batch.samples import rows_of
+from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective import kl as penalties
+from stretto.trainer.objective import kl
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import LOGITS, assert_close, near
-from tests.trainer.batches import LONGEST, assert_same, batch, row_logprobs
+from tests.trainer.batches import LONGEST, assert_same, batch, sample_logprobs
 from tests.trainer.tiny import BACKWARD, FORWARD
 
 Build = Callable[[], PreTrainedModel]
@@ -81,12 +81,14 @@ def test_without_a_discount_the_first_token_is_worth_the_whole_answer(costs: lis
 def test_a_reference_that_agrees_and_a_weight_of_zero_change_nothing(name: str, estimator: str) -> None:
     given = batch(3)
     agreeing = {t.id: t.behavior_logprobs for g in given.groups for t in g.trajectories}
-    plain = rows_of(given, AlgorithmConfig.model_validate({"advantages": name}), LONGEST).rows
-    rows = rows_of(given, settings(estimator=estimator, advantages=name), LONGEST, reference_logprobs=agreeing).rows
-    assert [row.advantages for row in rows] == [pytest.approx(row.advantages) for row in plain]
+    plain = samples_of(given, AlgorithmConfig.model_validate({"advantages": name}), LONGEST).samples
+    samples = samples_of(
+        given, settings(estimator=estimator, advantages=name), LONGEST, reference_logprobs=agreeing
+    ).samples
+    assert [sample.advantages for sample in samples] == [pytest.approx(sample.advantages) for sample in plain]
     far = {name: [x - 1 for x in logprobs] for name, logprobs in agreeing.items()}
-    rows = rows_of(given, settings(weight=0.0, advantages=name), LONGEST, reference_logprobs=far).rows
-    assert [row.advantages for row in rows] == [pytest.approx(row.advantages) for row in plain]
+    samples = samples_of(given, settings(weight=0.0, advantages=name), LONGEST, reference_logprobs=far).samples
+    assert [sample.advantages for sample in samples] == [pytest.approx(sample.advantages) for sample in plain]
 
 
 @given(*[st.lists(st.floats(-3, 3), min_size=4, max_size=4)] * 2)
@@ -97,7 +99,7 @@ def test_as_a_reward_k1_has_the_gradient_of_the_divergence(p: list[float], q: li
         logits = torch.tensor(p, requires_grad=True)
         policy = logits.log_softmax(0)
         sampled = policy.detach()
-        reward = -penalties.k1(sampled, reference)
+        reward = -kl.k1(sampled, reference)
         values = {
             "divergence": (policy.exp() * (policy - reference)).sum(),
             "reward": -(sampled.exp() * reward * policy).sum(),
@@ -124,12 +126,12 @@ def trainer(build: Build, algorithm: AlgorithmConfig, tokens: int = 24) -> Train
 @pytest.mark.parametrize("tokens", [1, 24, 10_000])
 def test_the_reference_says_of_each_answer_what_it_says_of_it_alone(build: Build, tokens: int) -> None:
     given, config = batch(1), CONFIG.model_copy(update={"micro_batch_tokens": tokens})
-    said = ReferencePolicy(elsewhere(build), config, SAMPLING).answer_logprobs(given)
-    rows = rows_of(given, AlgorithmConfig(), LONGEST).rows
-    assert set(said) == {row.id for row in rows}
-    for row in rows:
-        alone, _ = row_logprobs(elsewhere(build), row)
-        assert said[row.id] == near(alone.tolist(), FORWARD, size=LOGITS)
+    said = ReferencePolicy(elsewhere(build), config, SAMPLING).token_logprobs(given)
+    samples = samples_of(given, AlgorithmConfig(), LONGEST).samples
+    assert set(said) == {sample.id for sample in samples}
+    for sample in samples:
+        alone, _ = sample_logprobs(elsewhere(build), sample)
+        assert said[sample.id] == near(alone.tolist(), FORWARD, size=LOGITS)
 
 
 def by_hand(estimator: str, x: float) -> float:
@@ -141,14 +143,18 @@ def by_hand(estimator: str, x: float) -> float:
 def test_a_step_is_one_with_rewards_that_were_lowered_by_hand(build: Build, estimator: str) -> None:
     given, algorithm = batch(0), settings(estimator=estimator, advantages="gae")
     update = (one := trainer(build, algorithm)).train(given)
-    said = trainer(build, algorithm)._in_reward.answer_logprobs(given)  # type: ignore[union-attr]
+    said = trainer(build, algorithm)._in_reward.token_logprobs(given)  # type: ignore[union-attr]
     divergences = {}
     for t in (t for group in given.groups for t in group.trajectories):
         x = [math.exp(r - b) for r, b in zip(said[t.id], t.behavior_logprobs, strict=True)]
         divergences[t.id] = [by_hand(estimator, ratio) for ratio in x]
         expected = [t.reward - 0.5 * sum(divergences[t.id][k:]) for k in range(len(x))]
-        (row,) = (row for row in rows_of(given, algorithm, LONGEST, reference_logprobs=said).rows if row.id == t.id)
-        assert row.advantages == near(expected, FORWARD, size=LOGITS * max(x))
+        (sample,) = (
+            sample
+            for sample in samples_of(given, algorithm, LONGEST, reference_logprobs=said).samples
+            if sample.id == t.id
+        )
+        assert sample.advantages == near(expected, FORWARD, size=LOGITS * max(x))
     tokens = [divergence for answer in divergences.values() for divergence in answer]
     assert update.metrics["kl_reference"] == near(sum(tokens) / len(tokens), FORWARD, size=max(tokens))
     plain = Trainer(build(), CONFIG, settings(advantages="gae", weight=0.0), SAMPLING, reference=one._in_reward)

@@ -1,4 +1,4 @@
-"""Promises: a row holds the loss tokens that are young enough, with everything logged about them; the others are
+"""Promises: a sample holds the loss tokens that are young enough, with everything logged about them; the others are
 context; impossible answers stop the run.
 """
 
@@ -11,7 +11,7 @@ import pytest
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
-from stretto.trainer.batch.samples import Sample, rows_of
+from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import GAE, GroupMean, RawReward
 from stretto.trainer.objective.shaping import Shaping
@@ -40,30 +40,30 @@ def batch(*answers: Trajectory, oldest_trainable: int = 0) -> Batch:
 
 
 def test_the_example_of_the_docstring() -> None:
-    rows = rows_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG, LONGEST)
+    samples = samples_of(batch(answer(0, 1.0), answer(1, 0.0), oldest_trainable=6), CONFIG, LONGEST)
     expected = Sample("g/0", (5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (1, 0), (0.5, 0.5))
-    assert rows.rows == (expected, replace(expected, id="g/1", advantages=(-0.5, -0.5)))
-    assert rows.masked_tokens == 2
-    assert rows.reward_mean == 0.5
+    assert samples.samples == (expected, replace(expected, id="g/1", advantages=(-0.5, -0.5)))
+    assert samples.masked_tokens == 2
+    assert samples.reward_mean == 0.5
 
 
 def test_every_token_is_trained_on_when_none_is_too_old() -> None:
-    rows = rows_of(batch(answer(0, 1.0)), CONFIG, LONGEST)
-    assert rows.rows[0].loss_positions == (2, 3, 4)
-    assert rows.masked_tokens == 0
+    samples = samples_of(batch(answer(0, 1.0)), CONFIG, LONGEST)
+    assert samples.samples[0].loss_positions == (2, 3, 4)
+    assert samples.masked_tokens == 0
 
 
 def test_answers_without_loss_tokens_make_no_row_but_count_in_the_group() -> None:
     old, empty = answer(0, 1.0, (3, 3, 3)), answer(1, 0.0, ())
-    rows = rows_of(batch(old, empty, answer(2, 0.5), oldest_trainable=5), CONFIG, LONGEST)
-    assert len(rows.rows) == 1
-    assert rows.rows[0].advantages == (0.0, 0.0, 0.0)
-    assert rows.masked_tokens == 3
+    samples = samples_of(batch(old, empty, answer(2, 0.5), oldest_trainable=5), CONFIG, LONGEST)
+    assert len(samples.samples) == 1
+    assert samples.samples[0].advantages == (0.0, 0.0, 0.0)
+    assert samples.masked_tokens == 3
 
 
 def test_a_token_from_the_future_stops_the_run() -> None:
     with pytest.raises(BoundViolated, match="version 8"):
-        rows_of(batch(answer(0, 1.0, (7, 7, 8))), CONFIG, LONGEST)
+        samples_of(batch(answer(0, 1.0, (7, 7, 8))), CONFIG, LONGEST)
 
 
 def test_a_token_without_its_log_probability_stops_the_run() -> None:
@@ -71,18 +71,18 @@ def test_a_token_without_its_log_probability_stops_the_run() -> None:
     (segment,) = whole.segments
     torn = msgspec.structs.replace(whole, segments=(msgspec.structs.replace(segment, behavior_logprobs=(-0.1,)),))
     with pytest.raises(BoundViolated, match="lacks its version or log-prob"):
-        rows_of(batch(torn), CONFIG, LONGEST)
+        samples_of(batch(torn), CONFIG, LONGEST)
 
 
 def test_rewards_are_shaped_before_they_become_advantages_and_reported_as_they_were() -> None:
     # 3 of 4 tokens with a buffer of 2: half the penalty of 4, so (1 - 2 + 0.5) * 3 = -1.5
     shaping = Shaping(scale=3.0, bias=0.5, overlong_buffer=2, overlong_penalty=4.0)
-    rows = rows_of(batch(answer(0, 1.0)), AlgorithmConfig(advantages=RawReward(), shaping=shaping), LONGEST)
-    assert rows.rows[0].advantages == (-1.5, -1.5, -1.5)
-    assert rows.reward_mean == 1.0
+    samples = samples_of(batch(answer(0, 1.0)), AlgorithmConfig(advantages=RawReward(), shaping=shaping), LONGEST)
+    assert samples.samples[0].advantages == (-1.5, -1.5, -1.5)
+    assert samples.reward_mean == 1.0
 
 
 def test_a_discount_counts_from_the_end_of_the_whole_answer() -> None:
     config = AlgorithmConfig(advantages=GAE(gamma=0.5))
-    rows = rows_of(batch(answer(0, 1.0), oldest_trainable=6), config, LONGEST)
-    assert rows.rows[0].advantages == (0.5, 1.0)
+    samples = samples_of(batch(answer(0, 1.0), oldest_trainable=6), config, LONGEST)
+    assert samples.samples[0].advantages == (0.5, 1.0)

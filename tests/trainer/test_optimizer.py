@@ -16,8 +16,7 @@ from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.learner import Learner
-from stretto.trainer.optimizer import learning_rate
+from stretto.trainer.optimizer import Learner, learning_rate
 from tests.tolerances import assert_close, near
 from tests.trainer.tiny import FORWARD
 
@@ -43,7 +42,7 @@ def test_a_run_longer_than_its_schedule_stays_at_the_end_of_it() -> None:
 
 
 def test_norms_and_biases_do_not_decay(build: Build) -> None:
-    decaying, free = Learner(build(), OptimizerConfig(weight_decay=0.05)).optimizer.param_groups
+    decaying, free = Learner(build(), OptimizerConfig(weight_decay=0.05)).adamw.param_groups
     assert (decaying["weight_decay"], free["weight_decay"]) == (0.05, 0.0)
     assert {p.dim() for p in decaying["params"]} == {2}
     assert {p.dim() for p in free["params"]} == {1}
@@ -55,7 +54,7 @@ def test_the_gradient_is_clipped_by_its_global_norm(build: Build) -> None:
     before = math.sqrt(sum(float(p.grad.square().sum()) for p in learner.model.parameters() if p.grad is not None))
     step = learner.step(1e-3, training_step=0)
     assert step.grad_norm == near(before, FORWARD)
-    moment = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in learner.optimizer.state.values()))
+    moment = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in learner.adamw.state.values()))
     assert moment == near(0.1 * 0.01, FORWARD)  # (1 - beta1) * clipped gradient
 
 
@@ -108,7 +107,7 @@ def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
         learner.step(1e-6, 0)
         assert torch.equal(matrix.bfloat16()[large], before.bfloat16()[large])
     assert float((matrix.detach() - before)[large].abs().max()) > 4e-6
-    states = [value for state in learner.optimizer.state.values() for value in state.values()]
+    states = [value for state in learner.adamw.state.values() for value in state.values()]
     assert {value.dtype for value in states} == {torch.float32}
 
 

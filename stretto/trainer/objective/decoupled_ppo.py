@@ -1,0 +1,102 @@
+"""Decoupled PPO, from top to bottom: AReaL's equation 5 (arXiv 2505.24298, section 5.2; after arXiv 2110.00641).
+
+    J = mean over tokens of   w * min( u A, clip(u, 1 - low, 1 + high) A )
+
+    u = policy / anchor      the proximal ratio: the anchor is the policy before this training step
+    w = anchor / behavior    the behaviour weight: an older policy sampled the token
+    A                        the advantage
+
+Every loss that a recipe composes passes through this page. `surrogates.py` has other terms in place of the clip,
+`corrections.py` bounds w, `aggregation.py` has other means, and `losses.py` adds a KL term and an entropy bonus.
+
+Axes: N loss token. All probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.trainer.objective.tokens import LossTokens, ratio_of
+
+Anchor = Literal["recomputed", "interpolated", "behavior"]
+
+
+def anchor_logprobs(
+    anchor: Anchor, policy: Tensor, before: Tensor | None, behavior: Tensor, staleness: Tensor
+) -> Tensor:
+    """log anchor, [N]: of the policy around which the trust region lies, token by token.
+
+    recomputed     the policy before this training step, whose log-probabilities `before` are
+    interpolated   an estimate of the same from the versions (A-3PO), without a forward of its own
+    behavior       the policy that sampled: u is PPO's ratio and w is 1
+    """
+    match anchor:
+        case "recomputed":
+            assert before is not None, "computed before the first update"
+            return before
+        case "interpolated":
+            return interpolated(policy, behavior, staleness)
+        case "behavior":
+            return behavior
+
+
+def interpolated(policy_logprobs: Tensor, behavior_logprobs: Tensor, staleness: Tensor) -> Tensor:
+    """log behavior + d / (d + 1) (log policy - log behavior), [N], d = `staleness` in versions.
+
+    A-3PO, arXiv 2512.06547: the share is (v_prox - v_behavior) / (v_policy - v_behavior). The version before the step,
+    b, lies d steps after the one that sampled, and the policy that becomes b + 1 lies d + 1 after it. A token that
+    version b itself sampled has the logged value.
+    """
+    share = staleness / (staleness + 1)
+    return behavior_logprobs + share * (policy_logprobs - behavior_logprobs)
+
+
+def proximal_ratio(policy_logprobs: Tensor, tokens: LossTokens) -> Tensor:
+    """u = policy / anchor, [N], differentiable."""
+    return ratio_of(policy_logprobs - tokens.anchor_logprobs)
+
+
+class Terms(NamedTuple):
+    """`bounded` marks the tokens where the bound of the surrogate acts: clipped, truncated or left out."""
+
+    objective: Tensor  # [N], differentiable
+    ratio: Tensor  # [N], u (of the sequence, for a surrogate that looks at sequences), detached
+    bounded: Tensor  # [N] bool
+
+
+def ppo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float) -> Terms:
+    """min(u A, clip(u, 1 - clip_low, 1 + clip_high) A).
+
+    PPO, arXiv 1707.06347, equation 7; with two bounds DAPO's clip-higher, arXiv 2503.14476, equation 10.
+    """
+    return clipped(proximal_ratio(policy_logprobs, tokens), tokens.advantages, clip_low, clip_high)
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms:
+    """PPO's term for a ratio, per token or per sequence."""
+    free = ratio * advantages
+    bound = ratio.clamp(1 - low, 1 + high) * advantages
+    return Terms(torch.minimum(free, bound), ratio.detach(), bound < free)
+
+
+def behavior_weight(tokens: LossTokens) -> Tensor:
+    """w = anchor / behavior, [N], without a gradient."""
+    return ratio_of(tokens.anchor_logprobs - tokens.behavior_logprobs)
+
+
+def token_mean(lengths: Sequence[int]) -> list[float]:
+    """1 / all loss tokens, for each trajectory: a long one weighs more (DAPO, arXiv 2503.14476, equation 8; AReaL).
+
+    >>> token_mean([1, 3])
+    [0.25, 0.25]
+    """
+    return [1 / sum(lengths)] * len(lengths)
+
+
+def negative_objective(terms: Terms, weight: Tensor, scale: Tensor) -> Tensor:
+    """-J, []: the sum over tokens of scale * w * term, negated. The scale is 1 / tokens in the equation's mean."""
+    return -(weight * scale * terms.objective).sum()
