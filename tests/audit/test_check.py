@@ -17,17 +17,18 @@ import pytest
 from stretto.audit import check, checksums, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
 from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto.store.export import export_run
+from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.checkpoints import seal_files
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches, read_unfinished
 from tests.store.conftest import as_format_2
 
 RECIPE = """
@@ -41,7 +42,7 @@ max_attempts = 3
 """
 
 
-def answers(ticket: Ticket, version: int) -> list[Trajectory]:
+def trajectories(ticket: Ticket, version: int) -> list[Trajectory]:
     return [
         Trajectory(
             id=name_of(ticket.group_id, member),
@@ -85,10 +86,10 @@ def run_dir(tmp_path: Path) -> Path:
             for _ in range(2):
                 ticket = control.admit()
                 assert ticket is not None
-                control.finish(ticket, answers(ticket, version))
+                control.finish(ticket, trajectories(ticket, version))
             train(control, ledger)
         tickets = [ticket for ticket in (control.admit() for _ in range(3)) if ticket is not None]
-        control.finish(tickets[0], answers(tickets[0], 3))
+        control.finish(tickets[0], trajectories(tickets[0], 3))
     return tmp_path
 
 
@@ -111,7 +112,7 @@ def test_a_run_that_kept_every_law_is_clean(run_dir: Path, capsys: pytest.Captur
 
 
 BREACHES = {
-    "an answer without a row": ("DELETE FROM trajectories WHERE key = 0", "everything issued has one state"),
+    "a trajectory without a row": ("DELETE FROM trajectories WHERE key = 0", "everything issued has one state"),
     "a state that is none": (
         "UPDATE trajectories SET state = 'lost' WHERE key = 19",
         "everything issued has one state",
@@ -206,7 +207,7 @@ def test_a_breach_is_found_by_its_law(
 
 
 def flip_a_bit(ledger: Path, state: str) -> str:
-    """In the middle of the payload of the first answer in a state; its name."""
+    """In the middle of the payload of the first trajectory in a state; its name."""
     with closing(sqlite3.connect(ledger)) as connection:
         name, key, payload = connection.execute(
             "SELECT id || '/' || member, payloads.key, payload FROM payloads"
@@ -225,25 +226,25 @@ UNFIT = " is not what was written: its checksum does not fit"
 
 
 @pytest.mark.parametrize("state", ["buffered", "trained"])
-def test_a_bit_that_is_flipped_in_an_answer_is_named(run_dir: Path, state: str) -> None:
+def test_a_bit_that_is_flipped_in_a_trajectory_is_named(run_dir: Path, state: str) -> None:
     name = flip_a_bit(run_dir / "ledger.sqlite", state)
     of_step = (f"the batch of step 1{UNFIT}",) if state == "trained" else ()
     breaches = check_run(run_dir).breaches
-    assert breaches["every checksum fits"] == (f"the answer {name}{UNFIT}", *of_step)
+    assert breaches["every checksum fits"] == (f"trajectory {name}{UNFIT}", *of_step)
     assert [law for law, found in breaches.items() if found] == ["every checksum fits"]
 
 
 SEALED = {
     "a group": ("UPDATE groups SET admitted_version = 1 WHERE key = 18", r"group 1\.p\.\d\.0"),
-    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"the answer 1\.p\.\d\.0/0"),
+    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"trajectory 1\.p\.\d\.0/0"),
     "a step": ("UPDATE steps SET oldest_trainable = -1 WHERE step = 2", "the batch of step 2"),
     "the tokens of a prompt": (
         "UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2",
         r"group 0\.p\.\d\.\d",
     ),
-    "the tokens of an answer that ended untrained": (
+    "the tokens of a trajectory that ended untrained": (
         "UPDATE trajectories SET tokens = 9 WHERE state = 'failed'",
-        r"the row of the answer 0\.p\.\d\.0/0",
+        r"the row of trajectory 0\.p\.\d\.0/0",
     ),
     "a count of a step": ("UPDATE steps SET committed = 5 WHERE step = 2", "the row of step 2"),
     "a fact": ("UPDATE meta SET value = json_set(value, '$.other', 1)", "the fact 'standing'"),
@@ -259,7 +260,7 @@ def test_a_number_that_is_changed_in_a_sealed_row_is_named(run_dir: Path, statem
     assert re.fullmatch(what + UNFIT, found[0])
 
 
-def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_dir: Path) -> None:
+def test_a_bit_that_is_flipped_in_a_piece_of_a_trajectory_in_flight_is_named(run_dir: Path) -> None:
     path = run_dir / "ledger.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
@@ -270,7 +271,7 @@ def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_di
         connection.executescript(
             "UPDATE partials SET payload = CAST(substr(payload, 1, 8) || x'94' || substr(payload, 10) AS BLOB)"
         )
-    assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of the answer {name}/1{UNFIT}",)
+    assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of trajectory {name}/1{UNFIT}",)
 
 
 @pytest.mark.parametrize("name", ["index", "given_back", "position"])
@@ -282,7 +283,7 @@ def test_a_position_that_lost_a_name_is_refused(run_dir: Path, name: str) -> Non
         check_run(run_dir)
 
 
-def test_a_buffered_answer_without_its_tokens_is_named(run_dir: Path) -> None:
+def test_a_buffered_trajectory_without_its_tokens_is_named(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.executescript("DELETE FROM payloads")
     found = check_run(run_dir).breaches["every checksum fits"]
@@ -330,13 +331,11 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
     as_format_2(run_dir / "ledger.sqlite")
     findings = check_run(run_dir)
     assert findings.kept, findings
-    assert findings.notes == (
-        "the ledger has format 2: nothing of its recipe and of the policy that it starts from was sealed",
-    )
+    assert findings.notes == ("the ledger has format 2: it has no seals of its recipe and of its first policy",)
     assert export_run(run_dir, tmp_path / "after.jsonl") == before
     assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
     assert inspect_run(run_dir) == shown
-    with pytest.raises(StoreError, match="has format 2, this version of stretto goes on with format 3"):
+    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes format 3"):
         Ledger(run_dir / "ledger.sqlite", StoreConfig())
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
@@ -355,8 +354,8 @@ def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir
     findings = check_run(run_dir)
     assert findings.kept
     assert findings.notes == (
-        "recipe: not on record, nothing was sealed",
-        "/elsewhere/reference is not there, and not judged",
+        "recipe: not on record, so not checked",
+        "/elsewhere/reference does not exist, so it is not checked",
     )
     weights.write_bytes(b"weighus")
     (policy / "config.json").unlink()
@@ -402,3 +401,40 @@ def test_the_checker_shares_only_the_check_of_the_log_with_the_writers(module: o
     assert theirs <= {f"stretto.core.errors.{name}" for name in ("StoreError", "RunFolderError", "Problem")} | (
         {"stretto.store.ledger.schema.check_resting_log"} if module is check else set()
     )
+
+
+def test_a_trajectory_of_several_segments_is_read_exported_and_checked_as_it_was_written(tmp_path: Path) -> None:
+    """Sampled, given, sampled: five sampled tokens, and a given span at places 2 and 3."""
+
+    def turns(group: str, member: int, *versions: int) -> Trajectory:
+        first = Segment(token_ids=(5, 6), behavior_logprobs=(-0.5, -0.25), versions=versions[:2], interrupted=1)
+        tool = Segment(token_ids=(9, 9))
+        last = Segment((7, 8, 2), (-1.0, -0.125, -2.0), versions[2:], stop_reason=StopReason.STOP)
+        verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+        return Trajectory(id=name_of(group, member), segments=(first, tool, last), verdict=verdict, text="a tool, 4")
+
+    path = tmp_path / "ledger.sqlite"
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+    prompts = [Prompt(id=id, token_ids=(3, 4), text="", answer="") for id in "ab"]
+    trained, waiting = (
+        Group(f"0.{prompt.id}.0", prompt, at, tuple(turns(f"0.{prompt.id}.0", k, *versions) for k in (0, 1)))
+        for prompt, at, versions in zip(prompts, (0, 1), ((0, 0, 0, 0, 0), (1, 1, 1, 1, 1)), strict=True)
+    )
+    batch = Batch(step=1, version=0, groups=(trained,))
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        for group in (trained, waiting):
+            ledger.issue(group.id, group.prompt, 2, group.admitted_version)
+            ledger.buffer(group)
+        ledger.commit_batch(batch)
+        ledger.record_update(Update(step=1, version=1, trained_tokens=10, masked_tokens=0, metrics={}))
+    assert list(read_batches(path, 0, 1)) == [batch]
+    [unfinished] = read_unfinished(path)
+    assert unfinished.trajectories == waiting.trajectories
+    shown = list(read_trajectories(tmp_path))
+    assert [one.given for one in shown] == [((2, 4),)] * 4
+    assert (shown[0].token_ids, shown[0].versions) == ((5, 6, 9, 9, 7, 8, 2), (0,) * 5)
+    assert shown[0].behavior_logprobs == (-0.5, -0.25, -1.0, -0.125, -2.0)
+    findings = check_run(tmp_path)
+    assert findings.kept, findings
+    flip_a_bit(path, "trained")
+    assert check_run(tmp_path).breaches["every checksum fits"]

@@ -131,7 +131,7 @@ def test_a_run_folder_that_cannot_be_is_refused(door: Door, tmp_path: Path) -> N
     file.write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
-    door("train", TINY, "--run-dir", file / "run").refused("cannot be made: Not a directory")
+    door("train", TINY, "--run-dir", file / "run").refused("cannot be created: Not a directory")
     door("train", TINY, "--run-dir", tmp_path / "full").refused("is not empty and holds no run (thesis.tex, ...)")
     door("train", "--resume", tmp_path / "full", "--run-dir", tmp_path).refused("--resume: ", "name the run once")
     door("train", TINY, "--resume").refused("--resume: without --run-dir")

@@ -216,7 +216,7 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
         target.mkdir(parents=True)  # a failed replay removes it: it must be its own
         (target / "policy").mkdir()
     except OSError as error:
-        found = f"cannot be made: {error.strerror}"
+        found = f"cannot be created: {error.strerror}"
         raise RunFolderError([Problem(str(target), found, "give a new folder with --out")]) from error
     return target
 
