@@ -212,10 +212,10 @@ def test_steps_that_are_done_again_keep_their_learning_rates(recipe: Path) -> No
     checkpoint(run_dir, 4)
     record(run_dir, 6)
     assert refusal(recipe, run_dir, "trainer.steps=12") == (
-        f"{run_dir}: trainer.steps: was 9 and is 12, and steps 5 to 6, which are done again behind the last "
-        'checkpoint, would have other learning rates by trainer.schedule = "linear"; go on with trainer.steps=9: at '
-        "its end, or stopped by Ctrl-C, the run has a checkpoint of its last step, and the number of steps can be "
-        "changed"
+        f"{run_dir}: trainer.steps: was 9 and is 12; steps 5 to 6, which are repeated after the last "
+        'checkpoint, would get other learning rates by trainer.schedule = "linear"; resume with trainer.steps=9: '
+        "once the run ends, or is stopped by Ctrl-C, it has a checkpoint of its last step, and the number of steps "
+        "can be changed"
     )
     assert "steps = 9" in (run_dir / "recipe.toml").read_text()
     checkpoint(run_dir, 6)
@@ -255,7 +255,7 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
 def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:
     run_dir = begin(recipe)
     with pytest.raises(
-        RunFolderError, match=r"--resume: .*run is to go on, and --run-dir is .*other; name the run once"
+        RunFolderError, match=r"--resume: .*run is to be resumed, and --run-dir is .*other; name the run once"
     ):
         prepare(run_dir, [], run_dir.parent / "other", resume=True)
     prepare(run_dir, [], run_dir, resume=True).folder.release()
@@ -265,7 +265,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stretto.launch.preflight.plan.available_memory", lambda: 1 << 28)
+    monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 28)
     with pytest.raises(
         RecipeError, match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; a smaller model"
     ):
