@@ -56,8 +56,10 @@ def begin(recipe: Path) -> Path:
     run_dir = recipe.parent / "run"
     prepared = prepare(recipe, [], run_dir, resume=False)
     prepared.folder.release()
+    reference = prepared.plan.recipe.algorithm.reference
+    path = reference.path if reference is not None else None
     with closing(Ledger(prepared.folder.ledger, StoreConfig())) as ledger:
-        copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, None))
+        copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, path))
     return run_dir
 
 
@@ -192,7 +194,7 @@ def test_a_changed_recipe_is_refused_with_every_difference(recipe: Path) -> None
 def test_changed_questions_are_refused(recipe: Path) -> None:
     run_dir = begin(recipe)
     rows(recipe.parent, 7)
-    assert "its training questions were others" in refusal(recipe, run_dir)
+    assert "the training questions are not those of the run" in refusal(recipe, run_dir)
     rows(recipe.parent, 6)
     go_on(recipe, run_dir)
 
@@ -249,7 +251,7 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
     build_policy(BUILD.model_copy(update={"hidden_size": 32}), moved / "other", seed=1)
     assert "moved/other' holds another model" in refusal(recipe, run_dir, f"model.path={moved / 'other'}", there[1])
     rows(moved, 7)
-    assert "its training questions were others" in refusal(recipe, run_dir, *there)
+    assert "the training questions are not those of the run" in refusal(recipe, run_dir, *there)
 
 
 def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:
@@ -306,7 +308,7 @@ def test_a_run_that_was_killed_while_its_ledger_was_made_goes_on(recipe: Path) -
     (run_dir / "ledger.sqlite").touch()
     assert go_on(recipe, run_dir).beginning == StartState()
     rows(recipe.parent, 7)
-    assert "its training questions were others" in refusal(recipe, run_dir), "they are on record now"
+    assert "the training questions are not those of the run" in refusal(recipe, run_dir), "they are on record now"
 
 
 def test_a_run_that_cannot_go_on_is_not_held(recipe: Path) -> None:
