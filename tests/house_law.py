@@ -206,6 +206,34 @@ def same_names(package: Path) -> list[str]:
     return [f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1]
 
 
+def refused_words(glossary: str) -> frozenset[str]:
+    """The words in code type of the glossary's left column."""
+    rows = re.findall(r"^\| ([^|]+) \|[^|]+\|[^|]*\|$", glossary, flags=re.MULTILINE)
+    return frozenset(word for cell in rows for word in re.findall(r"`(\w+)`", cell))
+
+
+def dialect(package: Path, refused: frozenset[str]) -> list[str]:
+    """Identifiers that hold a word for which the glossary has another one."""
+    violations: set[str] = set()
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for name in _identifiers(node):
+                words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+                for word in refused & {*(word.lower() for word in words), name.lower().strip("_")}:
+                    line = getattr(node, "lineno", 0)
+                    violations.add(
+                        f"{PACKAGE}/{path.relative_to(package)}:{line}: {name}: the glossary refuses {word!r}"
+                    )
+    return sorted(violations)
+
+
+def _identifiers(node: ast.AST) -> Iterator[str]:
+    """The names that a node gives or uses."""
+    for field in ("id", "attr", "arg", "name"):
+        if isinstance(value := getattr(node, field, None), str):
+            yield value
+
+
 def over_budget(package: Path, house: House) -> list[str]:
     """Rooms with more lines than the table grants them."""
     return [

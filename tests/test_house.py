@@ -5,7 +5,7 @@
 - Rooms that say "no torch" load none; core needs the standard library, msgspec and numpy alone.
 - Nothing is decided by the wall clock.
 - Inside a room the same law holds; a folder is not crowded, a public class name is used once, a room keeps its budget.
-- The loop loads no torch and reaches few modules.
+- The loop loads no torch and reaches few modules; identifiers use the words of the glossary.
 - Files and functions can be read at a glance; every third-party import is declared; every recipe loads.
 - Each of these checkers catches a violation that is planted in a small house.
 """
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / law.PACKAGE
 LARGEST_LOOP = 60  # modules that importing the conductor loads, itself included
 HOUSE = law.read_house((ROOT / "docs" / "house.md").read_text(encoding="utf-8"))
+REFUSED = law.refused_words((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
@@ -68,6 +69,10 @@ def test_a_folder_is_not_crowded() -> None:
 
 def test_a_public_class_name_is_used_once() -> None:
     assert_kept(law.same_names(PACKAGE))
+
+
+def test_identifiers_use_the_words_of_the_glossary() -> None:
+    assert_kept(law.dialect(PACKAGE, REFUSED))
 
 
 def test_every_room_keeps_to_its_budget_of_lines() -> None:
@@ -152,9 +157,6 @@ KEPT = {
     "rewards/__init__.py": "",
     "rewards/maths.py": "import stretto.rewards.numbers\n",
     "rewards/numbers.py": "",
-    "rewards/code/run.py": "from stretto.rewards import maths\n",
-    "rewards/math/read.py": "import stretto.rewards.math.write\n",
-    "rewards/math/write.py": "",
     "cli/__init__.py": "",
     "cli/main.py": "def train() -> None:\n    import stretto.model.load\n",
 }
@@ -179,6 +181,7 @@ CHECKERS: dict[str, Checker] = {
     "crowded": law.crowded,
     "same_names": law.same_names,
     "over_budget": lambda package: law.over_budget(package, SMALL),
+    "dialect": lambda package: law.dialect(package, law.refused_words("| `nursery`, pulse | fork server | |\n")),
     "unlisted": lambda package: law.unlisted(package, SMALL),
     "deferred": lambda package: law.deferred(package, SMALL),
     "undrawn": lambda package: law.undrawn(package, SMALL),
@@ -206,14 +209,14 @@ PLANTED: list[tuple[str, str, str, str]] = [
     ("undrawn_inside", "model/loose.py", "", "model/loose: has no floor"),
     ("undrawn_inside", "rewards/deep/one.py", "", "rewards/deep: a sub-room of a room without floors"),
     ("crowded", "rewards/maths_one.py,rewards/maths_two.py", "", "rewards: 3 files begin with 'maths'"),
-    ("crowded", ",".join(f"core/{letter}.py" for letter in "abcdefghijkl"), "", "core: 13 files"),
+    ("crowded", ",".join(f"core/{letter}.py" for letter in "abcdefghijkl"), "", "core: 13 files; a folder has 12 at most"),
     ("same_names", "core/layers.py", "class Layer: ...\n", "class Layer is in core/layers.py and model/parts/layer.py"),
+    ("dialect", "core/roles.py", "def leave_nursery(): ...\n", "core/roles.py:1: leave_nursery: the glossary refuses"),
     ("over_budget", "core/long.py", "\n" * 20, "core: 23 lines; its budget is 20"),
     ("unlisted", "rewards/timed.py", "from stretto.core.clock import time\n", "does not say that rewards imports core"),
     ("deferred", "model/late.py", "def load():\n    import json\n", "model/late.py:2: imports json inside a function"),
     ("deferred", "model/late.py", "async def load():\n    import json\n", "imports json inside a function"),
     ("undrawn", "attic/box.py", "", "attic: built but not drawn"),
-    ("undrawn", "rewards/words/box.py", "", "rewards/words: built but not drawn"),
     ("nameless", "rewards/text_utils.py", "", "rewards/text_utils.py: a name that says nothing"),
     ("nameless", "model/helpers/one.py", "", "model/helpers: a name that says nothing"),
     ("busy_doors", "model/__init__.py", "from stretto.model import load\n", "model/__init__.py:1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 LevelName = Literal["A", "B", "C", "D", "E"]
 
@@ -13,7 +13,13 @@ class SandboxConfig(BaseModel, extra="forbid", frozen=True):
     """Section ``[rewards.code]`` of a recipe: what a program may use, and how well it must be walled in."""
 
     seconds: float = Field(2.0, gt=0, le=600, description="wall clock of one test; all calls of a program are one run")
-    completion_seconds: float = Field(10.0, gt=0, le=3600, description="wall clock of all tests of one completion")
+    completion_seconds: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="wall clock of all tests of one completion",
+        validation_alias=AliasChoices("completion_seconds", "answer_seconds"),  # its name in older recipes
+    )
     memory_mib: int = Field(512, ge=64, le=1 << 20, description="address space of a process, and memory of them all")
     processes: int = Field(16, ge=1, le=4096, description="processes and threads; level D allows threads only")
     open_files: int = Field(64, ge=16, le=4096, description="files that one program may have open")
