@@ -209,7 +209,12 @@ PLANTED: list[tuple[str, str, str, str]] = [
     ("undrawn_inside", "model/loose.py", "", "model/loose: has no floor"),
     ("undrawn_inside", "rewards/deep/one.py", "", "rewards/deep: a sub-room of a room without floors"),
     ("crowded", "rewards/maths_one.py,rewards/maths_two.py", "", "rewards: 3 files begin with 'maths'"),
-    ("crowded", ",".join(f"core/{letter}.py" for letter in "abcdefghijkl"), "", "core: 13 files; a folder has 12 at most"),
+    (
+        "crowded",
+        ",".join(f"core/{letter}.py" for letter in "abcdefghijkl"),
+        "",
+        "core: 13 files; a folder has 12 at most",
+    ),
     ("same_names", "core/layers.py", "class Layer: ...\n", "class Layer is in core/layers.py and model/parts/layer.py"),
     ("dialect", "core/roles.py", "def leave_nursery(): ...\n", "core/roles.py:1: leave_nursery: the glossary refuses"),
     ("over_budget", "core/long.py", "\n" * 20, "core: 23 lines; its budget is 20"),

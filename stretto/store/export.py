@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -19,9 +18,14 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
 from stretto.store.series.lines import read_lines
 
+#: Named here, not by SQLite: a flipped bit in the schema may change the case of a name.
+_NAMES = tuple(
+    "id group prompt_id prompt_token_ids payload interrupted reward verdict state reason"
+    " admitted_version trained_step stop_reason".split()
+)
 _ROWS = """
-    SELECT groups.id || '/' || member AS id, groups.id AS "group", prompt_id, prompt_token_ids, payload, interrupted,
-        reward, verdict, state, reason, admitted_version, trained_step, stop_reason
+    SELECT groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted, reward, verdict,
+        state, reason, admitted_version, trained_step, stop_reason
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     ORDER BY trajectories.key
 """
@@ -77,9 +81,9 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     questions = {question.id: question for question in read_lines(folder.questions, _QUESTIONS)}
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
-        connection.row_factory = sqlite3.Row
         for row in connection.execute(_ROWS):
-            yield _exported(dict(row), questions.get(row["prompt_id"]))
+            columns = dict(zip(_NAMES, row, strict=True))
+            yield _exported(columns, questions.get(columns["prompt_id"]))
 
 
 def export_run(path: str | Path, file: str | Path) -> int:
