@@ -20,8 +20,21 @@ from stretto.store.series.lines import read_lines
 
 #: Named here, not by SQLite: a flipped bit in the schema may change the case of a name.
 _NAMES = tuple(
-    "id group prompt_id prompt_token_ids payload interrupted reward verdict state reason"
-    " admitted_version trained_step stop_reason".split()
+    [
+        "id",
+        "group",
+        "prompt_id",
+        "prompt_token_ids",
+        "payload",
+        "interrupted",
+        "reward",
+        "verdict",
+        "state",
+        "reason",
+        "admitted_version",
+        "trained_step",
+        "stop_reason",
+    ]
 )
 _ROWS = """
     SELECT groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted, reward, verdict,
