@@ -19,23 +19,18 @@ from stretto.store.ledger.seals import check_rows
 from stretto.store.series.lines import read_lines
 
 #: Named here, not by SQLite: a flipped bit in the schema may change the case of a name.
-_NAMES = tuple(
-    [
-        "id",
-        "group",
-        "prompt_id",
-        "prompt_token_ids",
-        "payload",
-        "interrupted",
-        "reward",
-        "verdict",
-        "state",
-        "reason",
-        "admitted_version",
-        "trained_step",
-        "stop_reason",
-    ]
+_NAMES: tuple[str, ...] = (
+    "id",
+    "group",
+    "prompt_id",
+    "prompt_token_ids",
+    "payload",
+    "interrupted",
+    "reward",
+    "verdict",
+    "state",
 )
+_NAMES += ("reason", "admitted_version", "trained_step", "stop_reason")
 _ROWS = """
     SELECT groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted, reward, verdict,
         state, reason, admitted_version, trained_step, stop_reason
