@@ -93,7 +93,7 @@ def serve(
     config = engine_config(overrides)
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model)
-    listening = bind(host, port, "--port")
+    bound = bind(host, port, "--port")
     torch.set_num_threads(config.threads)
     engine = NativeEngine.load(model, config)
     generation = SharedGeneration(engine)
@@ -102,13 +102,13 @@ def serve(
     app = OpenAIApp(generation, served, tokenizer, EngineApp(generation, NoMailbox()))
     server = GracefulServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
     _allow_many_connections()
-    listening.listen()  # from here on connections wait instead of being refused
+    bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
     about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
     say(f"{served.name}: {folder.architecture}, {about}")
-    say(f"serving at http://{shown}:{listening.getsockname()[1]}/v1")
-    uvloop.run(run_app(server, [listening], generation))
+    say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
+    uvloop.run(run_app(server, [bound], generation))
 
 
 def _context(engine: NativeEngine, config: EngineConfig) -> int:

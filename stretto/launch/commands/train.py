@@ -100,7 +100,7 @@ def prepare(
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    plan = _fitting(make_plan(recipe, begun=resume and RunFolder(path).policy(0).exists()))
+    plan = _fitting(make_plan(recipe, has_policy=resume and RunFolder(path).policy(0).exists()))
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)
@@ -145,14 +145,14 @@ class Prepared:
     def steps(self) -> int:
         return self.plan.recipe.trainer.steps
 
-    def train(self, stage: Reporter, starter: Spawner = FRESH) -> int:
+    def train(self, reporter: Reporter, starter: Spawner = FRESH) -> int:
         """Train; the exit code: 0, or 128 + the signal that stopped the run.
 
         Raises:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
         """
         with self.folder:
-            logbook = RunLog(self.folder.log, stage)
+            logbook = RunLog(self.folder.log, reporter)
             logbook.note(f"starts at version {self.beginning.version}")
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")

@@ -52,11 +52,11 @@ class Plan:
         return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out))
 
 
-def make_plan(recipe: Recipe, *, begun: bool = False) -> Plan:
+def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     """Find, read and check everything that the recipe names.
 
     Args:
-        begun: version 0 of the policy exists already, so the plan needs no demonstrations.
+        has_policy: version 0 of the policy exists already, so the plan needs no demonstrations.
 
     Raises:
         ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
@@ -76,7 +76,7 @@ def make_plan(recipe: Recipe, *, begun: bool = False) -> Plan:
     sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
     questions = sifted.questions
     held_out = list(questions.held_out)[: recipe.evaluation.prompts]
-    warms_up = recipe.warm_start is not None and not begun
+    warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])

@@ -144,8 +144,8 @@ def verify(path: Path) -> Manifest:
     if path.name != f"step-{manifest.step:06d}":
         raise StoreError(f"{path / _MANIFEST}: is of step {manifest.step}")
     verify_files(path, manifest.files, "the manifest")
-    written = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    if unknown := sorted(written - manifest.files.keys() - {_MANIFEST}):
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    if unknown := sorted(present - manifest.files.keys() - {_MANIFEST}):
         raise StoreError(f"{path / unknown[0]}: is not in the manifest")
     return manifest
 
