@@ -1,4 +1,4 @@
-"""`stretto check` and `stretto inspect --ledger`: was the law kept? Decided from a run's records alone."""
+"""`stretto check` and `stretto inspect --ledger`: the laws, checked against the records of a run alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """What each law found: nothing, where it was kept. `balance` counts trajectories by state; `notes` say what could
-    not be judged."""
+    """The breaches of each law, none where it was kept. `balance` counts trajectories by state; `notes` name what could
+    not be checked."""
 
     breaches: Mapping[str, tuple[str, ...]]
     balance: Mapping[str, int]
@@ -32,22 +32,22 @@ class Findings:
 
 
 def check_run(folder: str | Path) -> Findings:
-    """Hold every law against a run: running, finished or dead.
+    """Check every law against a running, finished or dead run.
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: the ledger, or its log, or the recipe, cannot be read at all.
+        StoreError: the ledger, its log or the recipe cannot be read at all.
     """
     check_resting_log(Path(folder) / "ledger.sqlite")
     history = read_history(Path(folder))
     breaches = {law.__name__.replace("_", " "): tuple(law(history)) for law in LAWS}
-    states = Counter(answer.state for answer in history.answers)
+    states = Counter(trajectory.state for trajectory in history.trajectories)
     issued = sum(group.members for group in history.groups)
     return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}}, history.notes)
 
 
 def print_findings(findings: Findings) -> int:
-    """One line for each law, its first breaches below it; the exit code: 1 if a law was broken."""
+    """Print one line for each law, with its first breaches; the exit code: 1 if a law was broken."""
     for law, breaches in findings.breaches.items():
         print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
         for breach in breaches[:_SHOWN]:
@@ -58,7 +58,7 @@ def print_findings(findings: Findings) -> int:
 
 
 def print_balance(folder: str | Path, console: Console | None = None) -> int:
-    """The balance of the ledger, and whether its law holds; the exit code: 1 if it does not."""
+    """Print the balance of the ledger, then the findings; the exit code: 1 if a law was broken."""
     findings = check_run(folder)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
     table.add_column(style="dim", justify="right")

@@ -1,10 +1,10 @@
-"""Whether the checksums in a ledger fit what they stand for, computed anew: no line here is shared with the writers.
+"""The checksums of a ledger, recomputed: no line here is shared with the writers.
 
 A checksum is XXH3 (64 bits) of MessagePack, of
 
     groups      [key, id, prompt, members, admitted version, prompt tokens]; in format 2 [id, prompt, admitted version]
-    payloads    [answer, [outcome, reward, stop reason, interruptions], body]    and stands before the body
-    partials    [answer, body]                                                   likewise
+    payloads    [trajectory, [outcome, reward, stop reason, interruptions], body]; the checksum precedes the body
+    partials    [trajectory, body]; likewise
     steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]
     meta        [name, value]
 
@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 
 CHECKSUM_BYTES = 8
-FIELDS = 2  # of a payload: segments and text; in format 2 these were four
+FIELDS = 2  # of a payload: segments and text; in format 2 it has four
 
 _GROUPS = "SELECT id, key, id, prompt_id, members, admitted_version, prompt_token_ids, seal FROM groups ORDER BY key"
 _OLD_GROUPS = "SELECT id, id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
@@ -40,7 +40,7 @@ _STEP_ROWS = """
         committed, seal, row_seal
     FROM steps ORDER BY step
 """
-_ANSWERS = """
+_PAYLOADS = """
     SELECT id || '/' || member, state, verdict, reward, stop_reason, interrupted, payload
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads ON payloads.key = trajectories.key
     WHERE payload IS NOT NULL OR state = 'buffered' ORDER BY trajectories.key
@@ -52,28 +52,27 @@ _PARTIALS = """
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps ORDER BY step"
 _META = "SELECT name, value, seal FROM meta ORDER BY name"
 _TRAINED_GROUP = "SELECT key, members, prompt_token_ids FROM groups WHERE id = ?"
-_TRAINED_ANSWERS = """
+_TRAINED_TRAJECTORIES = """
     SELECT member, verdict, reward, stop_reason, interrupted, payload
     FROM trajectories JOIN payloads ON payloads.key = trajectories.key
     WHERE trajectories.key >= ?1 AND trajectories.key < ?1 + ?2
-"""  # an answer's key is its group's and its number
+"""  # the key of a trajectory is its group's key plus its member number
 
 
 def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[str]:
-    """A sentence for everything whose checksum does not fit, in a ledger of format `number`.
+    """A sentence for each checksum that does not fit, in a ledger of format `number`.
 
-    The checksum of a step is over the tokens it trained on: a step whose tokens were not kept (`store.keep_payloads`)
-    cannot be judged.
+    The checksum of a step covers the tokens that it trained on; without them (`store.keep_payloads`) it is not checked.
     """
     yield from _broken_rows(connection, _OLD_GROUPS if number == 2 else _GROUPS, "group")
-    for answer, state, *columns, payload in connection.execute(_ANSWERS):
+    for trajectory, state, *columns, payload in connection.execute(_PAYLOADS):
         if payload is None:
-            yield f"the answer {answer} is {state} and its tokens are missing"
-        elif not payload_fits(answer, columns, payload):
-            yield _does_not_fit(f"the answer {answer}")
-    for answer, piece in connection.execute(_PARTIALS):
-        if piece[:CHECKSUM_BYTES] != _checksum(answer, piece[CHECKSUM_BYTES:]):
-            yield _does_not_fit(f"a piece of the answer {answer}")
+            yield f"trajectory {trajectory} is {state} and its tokens are missing"
+        elif not payload_fits(trajectory, columns, payload):
+            yield _does_not_fit(f"trajectory {trajectory}")
+    for trajectory, piece in connection.execute(_PARTIALS):
+        if piece[:CHECKSUM_BYTES] != _checksum(trajectory, piece[CHECKSUM_BYTES:]):
+            yield _does_not_fit(f"a piece of trajectory {trajectory}")
     for step, version, oldest, batch, found in connection.execute(_STEPS):
         if not _step_fits(connection, (step, version, oldest), json.loads(batch), found):
             yield _does_not_fit(f"the batch of step {step}")
@@ -81,13 +80,13 @@ def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[st
         if found != _checksum(name, value):
             yield _does_not_fit(f"the fact {name!r}")
     if number > 2:
-        yield from _broken_rows(connection, _TRAJECTORIES, "the row of the answer")
+        yield from _broken_rows(connection, _TRAJECTORIES, "the row of trajectory")
         yield from _broken_rows(connection, _STEP_ROWS, "the row of step")
 
 
 def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, object]]]) -> Iterator[str]:
-    """A sentence for every file of a run's start that is not what it was: `start` has, by folder and by file, the size
-    and the XXH3 checksum of 128 bits."""
+    """A sentence for each file of a run's start that has changed; `start` has, by folder and by file, the size and the
+    XXH3 checksum (128 bits)."""
     for name, files in start.items():
         for file, seal in files.items():
             path = folder / name / file
@@ -99,9 +98,9 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
                 yield f"{path} has checksum {found}, and had {seal['xxh3']} when the run started"
 
 
-def payload_fits(answer: str, columns: Sequence[object], payload: bytes) -> bool:
-    """Whether an answer is what was written; `columns` are its outcome, reward, stop reason and interruptions."""
-    return payload[:CHECKSUM_BYTES] == _checksum(answer, columns, payload[CHECKSUM_BYTES:])
+def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
+    """Whether a trajectory is what was written; `columns` are its outcome, reward, stop reason and interruptions."""
+    return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
 
 
 def _step_fits(
@@ -110,21 +109,21 @@ def _step_fits(
     groups = []
     for group, members in batch:
         key, count, prompt = connection.execute(_TRAINED_GROUP, (group,)).fetchone() or (0, 0, None)
-        answers = {row[0]: row[1:] for row in connection.execute(_TRAINED_ANSWERS, (key, count))}
-        if prompt is None or any(member not in answers for member in members):
+        trajectories = {row[0]: row[1:] for row in connection.execute(_TRAINED_TRAJECTORIES, (key, count))}
+        if prompt is None or any(member not in trajectories for member in members):
             return True
         try:
-            trained = [_trained(group, member, *answers[member]) for member in members]
+            trained = [_trained(group, member, *trajectories[member]) for member in members]
             groups.append((group, msgspec.msgpack.decode(prompt), trained))
         except (msgspec.MsgspecError, ValueError):
-            return False  # it cannot even be read
+            return False  # it cannot be decoded
     return found == _checksum(*numbers, groups)
 
 
 def _trained(
     group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """Everything about a trajectory that decides what its batch does to the weights, in the form it was written in."""
+    """The part of a trajectory that the checksum of its step covers, in the form in which it was written."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if len(bulk) == FIELDS:
         return f"{group}/{member}", bulk[0], outcome, reward

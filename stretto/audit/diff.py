@@ -1,4 +1,4 @@
-"""`stretto diff`: the first step at which two runs part, and in what."""
+"""`stretto diff`: the first step at which two runs differ, and the fields that do."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.schema import reading
 
-#: Measurements of time differ between any two runs.
-_TIMES = "seconds"
+_TIMES = "seconds"  # begins the names of measured times, which differ between any two runs
 
 
 class Parting(Record, frozen=True):
-    """`step` is the first at which the runs differ, in `fields`; where they do not, how many steps they share.
+    """`step` is the first step at which the runs differ, in `fields`; without `fields`, the number of steps of both.
     `policies` are the versions whose weights were compared."""
 
     step: int
@@ -28,18 +27,18 @@ class Parting(Record, frozen=True):
 
     def __str__(self) -> str:
         if self.fields:
-            return f"they part at step {self.step}: {', '.join(self.fields)}"
+            return f"the runs differ at step {self.step}: {', '.join(self.fields)}"
         equal = f"equal in all {self.step} steps: batches, tokens, log-probabilities, rewards and losses"
         if not self.policies:
-            return f"{equal}; there is no version whose weights could be compared"
+            return f"{equal}; no version's weights could be compared"
         return f"{equal}, and the weights of versions {', '.join(map(str, self.policies))}"
 
 
 def diff_runs(first: str | Path, second: str | Path) -> Parting:
-    """Compare two runs step by step: what was trained on, what came of it, and the policies that both kept.
+    """Compare two runs step by step: batches, measurements, and the weights of the policies that both have kept.
 
     Raises:
-        RunFolderError: one of them is no run.
+        RunFolderError: one folder holds no run.
         StoreError: a ledger cannot be read, or has not kept its tokens.
     """
     folders = RunFolder.open(first), RunFolder.open(second)
@@ -82,7 +81,7 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
         if ours.prompt.token_ids != theirs.prompt.token_ids:
             yield f"prompt of {ours.id}"
         if len(ours.trajectories) != len(theirs.trajectories):
-            yield f"answers of {ours.id}"
+            yield f"trajectories of {ours.id}"
             continue
         for left, right in zip(ours.trajectories, theirs.trajectories, strict=True):
             for name in ("member", "token_ids", "behavior_logprobs", "versions"):
@@ -96,7 +95,7 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
 
 
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
-    """Whether the policies of a version differ; a version that could be compared is put on the list."""
+    """Whether the weights of a version differ, as a field; a version that can be compared is added to `compared`."""
     same = same_weights(*(folder.policy(version) for folder in folders))
     if same is not None:
         compared.append(version)

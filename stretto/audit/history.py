@@ -1,4 +1,4 @@
-"""The records of a run as a checker needs them, read from SQLite directly: no line here is shared with the writers."""
+"""The records of a run, read for the checker from SQLite directly: no line here is shared with the writers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import msgspec
 from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, broken_files, payload_fits
 from stretto.core.errors import Problem, RunFolderError, StoreError
 
-FORMATS = (2, 3)  #: that can be checked
+FORMATS = (2, 3)  #: formats that can be checked
 _FIRST_SEALED = 3
 
-#: What a run may change when it is resumed: sections, and keys of sections.
+#: Settings that may change when a run is resumed: sections, and keys of sections.
 MAY_CHANGE = frozenset({"evaluation", "deadlines", "store"})
 MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "keep_versions", "checkpoint_every"})}
 
-_ANSWERS = """
+_TRAJECTORIES = """
     SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
         verdict, reward, stop_reason, tokens, oldest_version, newest_version, interrupted, payload
     FROM groups LEFT JOIN trajectories ON group_key = groups.key LEFT JOIN payloads ON payloads.key = trajectories.key
@@ -39,7 +39,7 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """One trajectory. `versions` is None where its tokens were not kept, or are not those that were written."""
+    """One trajectory. `versions` is None if its tokens were not kept, or are damaged."""
 
     id: str
     group: str
@@ -54,12 +54,12 @@ class RecordedTrajectory:
     oldest_version: int | None
     newest_version: int | None
     versions: tuple[int, ...] | None
-    lengths: tuple[int, int] | None  # of token ids and of log-probabilities
+    lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
 
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One asking of a prompt, ``epoch.prompt.attempt``, in the order of issue."""
+    """One attempt at a prompt, ``epoch.prompt.attempt``."""
 
     id: str
     prompt: str
@@ -67,17 +67,17 @@ class RecordedGroup:
     attempt: int
     members: int
     admitted_version: int
-    answers: tuple[RecordedTrajectory, ...]
+    trajectories: tuple[RecordedTrajectory, ...]
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step: `batch` is its groups with the members that were trained on, in order."""
+    """One training step: `batch` has its groups in order, each with the members that were trained on."""
 
     step: int
     version: int
     oldest_trainable: int
-    answers: int
+    trajectories: int
     trained_tokens: int
     masked_tokens: int
     batch: tuple[tuple[str, tuple[int, ...]], ...]
@@ -86,7 +86,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the recipe promises."""
+    """The bounds that the recipe sets."""
 
     batch_size: int
     group_size: int
@@ -98,23 +98,23 @@ class Bounds:
 
 @dataclass(frozen=True)
 class History:
-    """Everything that a run has put on record about its trajectories."""
+    """All records of a run's trajectories and steps."""
 
     groups: tuple[RecordedGroup, ...]
     steps: tuple[RecordedStep, ...]
     bounds: Bounds
-    given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt that are to be asked before anything new
-    position: tuple[int, int] | None  # epoch, and how many of its prompts were drawn
+    given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt of the prompts that are next
+    position: tuple[int, int] | None  # epoch, and the number of prompts drawn in it
     policies: tuple[int, ...]
-    damage: tuple[str, ...]  # what SQLite says of the file, if it is not whole
+    damage: tuple[str, ...]  # found by SQLite's integrity check
     broken_checksums: tuple[str, ...]
-    broken_start: tuple[str, ...]  # files that the run starts from, and are not what they were
-    edited: tuple[str, ...]  # keys of the recipe that are not what is on record
-    notes: tuple[str, ...]  # what cannot be judged
+    broken_start: tuple[str, ...]  # files of the run's start that have changed
+    edited: tuple[str, ...]  # keys of the recipe that differ from the record
+    notes: tuple[str, ...]  # what cannot be checked
 
     @property
-    def answers(self) -> tuple[RecordedTrajectory, ...]:
-        return tuple(answer for group in self.groups for answer in group.answers)
+    def trajectories(self) -> tuple[RecordedTrajectory, ...]:
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
 
 
 def read_history(folder: Path) -> History:
@@ -122,13 +122,13 @@ def read_history(folder: Path) -> History:
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: the ledger is of another format, or it, or the recipe, cannot be read at all.
+        StoreError: the ledger has another format, or the ledger or the recipe cannot be read at all.
     """
     path = folder / "ledger.sqlite"
     if not path.is_file():
         found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])
-    policies = _policies(folder)  # before the ledger: a run that goes on writes the batch down first
+    policies = _policies(folder)  # before the ledger: a run records a batch before it publishes
     bounds = _bounds(folder / "recipe.toml")
     try:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
@@ -145,8 +145,7 @@ def read_history(folder: Path) -> History:
 
 
 def _address(path: Path) -> str:
-    """To read only. In a folder that cannot be written there is no room for the index of a log; without a log it needs
-    none."""
+    """Read only; immutable where SQLite can write no index of the log and there is no log."""
     log, index = path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
     bare = not index.exists() and not (log.exists() and log.stat().st_size)
     how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
@@ -182,23 +181,24 @@ def _history(
 
 
 def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The folders of a run's start that are there: a run that has just begun has no policy yet, and a reference may lie
-    on another machine."""
+    """The folders of a run's start that exist: a run that has just begun has no policy yet, and a reference may be on
+    another machine."""
     return {name: files for name, files in start.items() if (folder / name).exists()}
 
 
 def _not_judged(folder: Path, number: int, facts: Mapping[str, Any]) -> Iterator[str]:
     if number < _FIRST_SEALED:
-        yield f"the ledger has format {number}: nothing of its recipe and of the policy that it starts from was sealed"
+        yield f"the ledger has format {number}: it has no seals of its recipe and of its first policy"
     elif missing := {"recipe", "start"} - facts.keys():
-        yield f"{' and '.join(sorted(missing))}: not on record, nothing was sealed"
+        yield f"{' and '.join(sorted(missing))}: not on record, so not checked"
     start = facts.get("start", {})
-    yield from (f"{folder / name} is not there, and not judged" for name in start.keys() - _kept(folder, start).keys())
+    yield from (
+        f"{folder / name} does not exist, so it is not checked" for name in start.keys() - _kept(folder, start).keys()
+    )
 
 
 def _edited(folder: Path, recorded: str | None) -> Iterator[str]:
-    """A sentence for each key of the recipe that a resumed run may not change and that differs from what is on
-    record."""
+    """A sentence for each key of the recipe that differs from the record and that a resume may not change."""
     if recorded is None:
         return
     before, after = tomllib.loads(recorded), tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
@@ -216,10 +216,10 @@ def _differing(name: str, before: object, after: object, ignored: Set[str] = fro
 
 def _groups(connection: sqlite3.Connection) -> tuple[RecordedGroup, ...]:
     facts: dict[str, tuple[str, int, int]] = {}
-    answers: dict[str, list[RecordedTrajectory]] = {}
-    for group, prompt, members, admitted, key, *rest in connection.execute(_ANSWERS):
+    trajectories: dict[str, list[RecordedTrajectory]] = {}
+    for group, prompt, members, admitted, key, *rest in connection.execute(_TRAJECTORIES):
         facts[group] = (prompt, members, admitted)
-        answers.setdefault(group, []).extend([_answer(group, rest)] if key is not None else [])
+        trajectories.setdefault(group, []).extend([_trajectory(group, rest)] if key is not None else [])
     return tuple(
         RecordedGroup(
             id=id,
@@ -228,13 +228,13 @@ def _groups(connection: sqlite3.Connection) -> tuple[RecordedGroup, ...]:
             attempt=int(id.rsplit(".", 1)[1]),
             members=members,
             admitted_version=admitted,
-            answers=tuple(answers[id]),
+            trajectories=tuple(trajectories[id]),
         )
         for id, (prompt, members, admitted) in facts.items()
     )
 
 
-def _answer(group: str, row: list[object]) -> RecordedTrajectory:
+def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     *facts, interrupted, payload = row
     member, _, _, _, verdict, reward, stop_reason, *_ = facts
     id = f"{group}/{member}"
@@ -254,7 +254,7 @@ def _step(row: tuple[object, ...]) -> RecordedStep:
 
 
 def _bounds(recipe: Path) -> Bounds:
-    """Raises StoreError: without the recipe nobody knows what was promised."""
+    """Raises StoreError: the recipe is missing, damaged or incomplete."""
     try:
         rollout = tomllib.loads(recipe.read_text(encoding="utf-8"))["rollout"]
         number = {name: float(value) for name, value in rollout.items() if isinstance(value, (int, float))}
@@ -269,6 +269,6 @@ def _bounds(recipe: Path) -> Bounds:
     except OSError as error:
         raise StoreError(f"{recipe}: cannot be read: {error.strerror or error}") from error
     except KeyError as error:
-        raise StoreError(f"{recipe}: has no {error.args[0]}; bring the run's own recipe back") from error
+        raise StoreError(f"{recipe}: has no {error.args[0]}; restore the run's own recipe") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise StoreError(f"{recipe}: cannot be read: {error}; bring the run's own recipe back") from error
+        raise StoreError(f"{recipe}: cannot be read: {error}; restore the run's own recipe") from error

@@ -1,6 +1,6 @@
-"""The laws that a run must have kept, each a function from its history to the sentences that tell of a breach.
+"""The laws of a run, each a function from its history to one sentence for each breach.
 
-A history is judged as it stands after any crash: what was under way may be unfinished, and nothing may be wrong.
+The laws hold after any crash: work may be unfinished, and nothing may be wrong.
 """
 
 from __future__ import annotations
@@ -17,59 +17,61 @@ OPEN = ("in_flight", "buffered")
 
 
 def the_file_is_whole(history: History) -> Iterator[str]:
-    """SQLite finds nothing wrong with the file."""
+    """SQLite's integrity check passes."""
     yield from history.damage
 
 
 def every_checksum_fits(history: History) -> Iterator[str]:
-    """What a run goes on from is what was written: its groups, answers, pieces of answers, batches and facts."""
+    """Groups, trajectories, partials, batches and facts are what was written."""
     yield from history.broken_checksums
 
 
 def the_start_is_what_it_was(history: History) -> Iterator[str]:
-    """Every file of the policy that the run starts from, and of its reference, is the one that it started from."""
+    """The files of the first policy, and of the reference, have not changed since the run started."""
     yield from history.broken_start
 
 
 def the_recipe_is_the_one_on_record(history: History) -> Iterator[str]:
-    """Nothing was changed in the run's recipe that a resumed run may not change."""
+    """The run's recipe differs from the record only in keys that a resume may change."""
     yield from history.edited
 
 
 def everything_issued_has_one_state(history: History) -> Iterator[str]:
-    """Each answer that was wanted has exactly one row, one state of the six, and a reason if it ended untrained."""
+    """Each trajectory has exactly one row, one of the six states, and a reason if it ended untrained."""
     for group in history.groups:
-        if (found := [answer.member for answer in group.answers]) != list(range(group.members)):
+        if (found := [one.member for one in group.trajectories]) != list(range(group.members)):
             yield f"group {group.id} has {group.members} members, on record are {found}"
-    for answer in history.answers:
-        if answer.state not in (*FINAL, *OPEN):
-            yield f"{answer.id} is {answer.state!r}"
-        if answer.state in ("filtered", "expired", "failed") and not answer.reason:
-            yield f"{answer.id} is {answer.state} without a reason"
-        if (answer.state == "trained") != (answer.trained_step is not None):
-            yield f"{answer.id} is {answer.state}, trained in step {answer.trained_step}"
+    for one in history.trajectories:
+        if one.state not in (*FINAL, *OPEN):
+            yield f"{one.id} is {one.state!r}"
+        if one.state in ("filtered", "expired", "failed") and not one.reason:
+            yield f"{one.id} is {one.state} without a reason"
+        if (one.state == "trained") != (one.trained_step is not None):
+            yield f"{one.id} is {one.state}, trained in step {one.trained_step}"
 
 
 def nothing_is_trained_twice(history: History) -> Iterator[str]:
-    """The batches on record and the answers that say that they were trained are the same, each once."""
+    """The members of all batches are the trajectories in state trained, each once."""
     placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
     yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
     in_batches = {
         (f"{name}/{member}", step.step) for step in history.steps for name, members in step.batch for member in members
     }
-    by_answers = {(answer.id, answer.trained_step) for answer in history.answers if answer.state == "trained"}
-    yield from (f"{id} is in the batch of step {step} and does not say so" for id, step in in_batches - by_answers)
-    yield from (f"{id} says step {step}, whose batch does not have it" for id, step in by_answers - in_batches)
+    by_rows = {(one.id, one.trained_step) for one in history.trajectories if one.state == "trained"}
+    yield from (
+        f"{id} is in the batch of step {step}, and its row does not say so" for id, step in in_batches - by_rows
+    )
+    yield from (f"the row of {id} says step {step}, whose batch does not have it" for id, step in by_rows - in_batches)
     trained: dict[tuple[int, str], str] = {}
     for group in history.groups:
-        if any(answer.state == "trained" for answer in group.answers):
+        if any(one.state == "trained" for one in group.trajectories):
             other = trained.setdefault((group.epoch, group.prompt), group.id)
             if other != group.id:
                 yield f"prompt {group.prompt} was trained twice in epoch {group.epoch}: {other} and {group.id}"
 
 
 def versions_grow_by_one(history: History) -> Iterator[str]:
-    """Step n trains at version n - 1 and publishes version n; every step is there; only the last may be unpublished."""
+    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished."""
     for place, step in enumerate(history.steps, start=1):
         if (step.step, step.version) != (place, place - 1):
             yield f"the {place}. step on record is step {step.step}, at version {step.version}"
@@ -79,17 +81,17 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
             yield f"step {step.step} published version {step.published_version}"
     newest = len(history.steps)
     yield from (f"policy {version} belongs to no step on record" for version in history.policies if version > newest)
-    for answer in history.answers:
-        if answer.versions is not None and list(answer.versions) != sorted(answer.versions):
-            yield f"{answer.id}: its versions go back: {answer.versions}"
-        if answer.newest_version is not None and answer.newest_version > newest:
-            yield f"{answer.id} was sampled by version {answer.newest_version}, and {newest} is the newest"
+    for one in history.trajectories:
+        if one.versions is not None and list(one.versions) != sorted(one.versions):
+            yield f"{one.id}: its versions go back: {one.versions}"
+        if one.newest_version is not None and one.newest_version > newest:
+            yield f"{one.id} was sampled by version {one.newest_version}, and {newest} is the newest"
 
 
 def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
-    """Equation 3 held whenever a group was issued: of the groups before it, those that never dropped out fill no more
-    batches than its version and the bound allow. (More had not dropped out yet; when they did is not on record.) The
-    live version never goes back, and no token of a group is older than the version at which it was admitted."""
+    """Equation 3 held when each group was issued: the earlier groups that did not end untrained fill no more batches
+    than its version and the bound allow. (Others ended untrained at a time that is not on record.) The live version
+    never decreases, and no token of a group is older than the version at which it was admitted."""
     bounds, counted, live = history.bounds, 0, 0
     for group in history.groups:
         version = group.admitted_version
@@ -99,45 +101,46 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
         if version < live:
             yield f"{group.id} was admitted at version {version}, an earlier group at {live}"
         counted, live = counted + (not _ended_untrained(group)), max(live, version)
-        for answer in group.answers:
-            if answer.oldest_version is not None and answer.oldest_version < version:
-                yield f"{answer.id} has a token of version {answer.oldest_version}, and was admitted at {version}"
+        for one in group.trajectories:
+            if one.oldest_version is not None and one.oldest_version < version:
+                yield f"{one.id} has a token of version {one.oldest_version}, and was admitted at {version}"
 
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
-    """No token was trained on by a version too far from its own, and none by an older one."""
+    """No token was trained at a version beyond the bound from its own, and none at an older version."""
     bound, policy = history.bounds.max_staleness, history.bounds.beyond_bound
-    for step, answer in _trained(history):
-        if answer.newest_version is not None and answer.newest_version > step.version:
-            yield f"{answer.id} has tokens of version {answer.newest_version}, trained at {step.version}"
+    for step, one in _trained(history):
+        if one.newest_version is not None and one.newest_version > step.version:
+            yield f"{one.id} has tokens of version {one.newest_version}, trained at {step.version}"
         if policy == "train" or math.isinf(bound):
             continue
-        versions = answer.versions if answer.versions is not None else (answer.oldest_version,)
+        versions = one.versions if one.versions is not None else (one.oldest_version,)
         trainable = [version for version in versions if version is not None and version >= step.oldest_trainable]
-        if answer.versions is None and step.oldest_trainable:
+        if one.versions is None and step.oldest_trainable:
             continue  # masked tokens cannot be told from trained ones without the tokens
         if trainable and step.version - min(trainable) > bound:
-            yield f"{answer.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
+            yield f"{one.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
 
 
 def batches_are_complete(history: History) -> Iterator[str]:
-    """Each batch has as many groups as the recipe says, each with enough answers, whole and judged."""
+    """Each batch has the recipe's number of groups, each with enough trajectories, whole and judged."""
     groups = {group.id: group for group in history.groups}
     for step in history.steps:
         if len(step.batch) != history.bounds.batch_size:
             yield f"the batch of step {step.step} has {len(step.batch)} groups, not {history.bounds.batch_size}"
         for name, members in step.batch:
             yield from _incomplete(step, groups.get(name), name, members, history.bounds.min_group_size)
-        answers = sum(len(members) for _, members in step.batch)
-        if answers != step.answers:
-            yield f"step {step.step} says {step.answers} answers, its batch has {answers}"
+        trajectories = sum(len(members) for _, members in step.batch)
+        if trajectories != step.trajectories:
+            yield f"step {step.step} says {step.trajectories} trajectories, its batch has {trajectories}"
     counted: Mapping[int, list[RecordedTrajectory]] = defaultdict(list)
-    for step, answer in _trained(history):
-        counted[step.step].append(answer)
+    for step, one in _trained(history):
+        counted[step.step].append(one)
     for step in history.steps:
-        tokens = sum(answer.tokens for answer in counted[step.step])
+        tokens = sum(one.tokens for one in counted[step.step])
         if tokens != step.trained_tokens + step.masked_tokens:
-            yield f"step {step.step} says {step.trained_tokens + step.masked_tokens} tokens, its answers have {tokens}"
+            counts = f"{step.trained_tokens + step.masked_tokens} tokens"
+            yield f"step {step.step} says {counts}, its trajectories have {tokens}"
 
 
 def _incomplete(
@@ -147,19 +150,19 @@ def _incomplete(
         yield f"step {step.step} trained on group {name}, which was never issued"
         return
     if len(members) < fewest:
-        yield f"group {name} was trained with {len(members)} answers, at least {fewest} are needed"
-    for answer in (group.answers[member] for member in members if member < len(group.answers)):
-        if answer.reward is None or answer.verdict not in ("right", "wrong") or answer.stop_reason is None:
-            yield f"{answer.id} was trained without a verdict"
-        if answer.lengths is not None and answer.versions is not None:
-            found = {*answer.lengths, len(answer.versions), answer.tokens}
+        yield f"group {name} was trained with {len(members)} trajectories, at least {fewest} are needed"
+    for one in (group.trajectories[member] for member in members if member < len(group.trajectories)):
+        if one.reward is None or one.verdict not in ("right", "wrong") or one.stop_reason is None:
+            yield f"{one.id} was trained without a verdict"
+        if one.lengths is not None and one.versions is not None:
+            found = {*one.lengths, len(one.versions), one.tokens}
             if len(found) > 1:
-                yield f"{answer.id} has {answer.tokens} tokens, and on record are {sorted(found)}"
+                yield f"{one.id} has {one.tokens} tokens, and on record are {sorted(found)}"
 
 
 def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
-    """Each epoch asks each prompt once, and again only after an attempt that ended untrained; whatever ended untrained
-    and may be asked again was asked again, or is about to be."""
+    """Each epoch asks each prompt once, and again only after an attempt that ended untrained; each attempt that ended
+    untrained, and may be repeated, was repeated or is next."""
     epochs: dict[int, dict[str, list[RecordedGroup]]] = defaultdict(lambda: defaultdict(list))
     for group in history.groups:
         epochs[group.epoch][group.prompt].append(group)
@@ -189,7 +192,7 @@ def _attempts(
 
 
 def _drawn(epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int]) -> Iterator[str]:
-    """The stream of prompts has drawn what was issued, and nothing else."""
+    """The prompts that were drawn are those that were issued."""
     newest, drawn = position
     sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
     if sizes.get(newest, 0) != drawn:
@@ -203,7 +206,7 @@ def _drawn(epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tu
 
 
 def _states(group: RecordedGroup) -> set[str]:
-    return {answer.state for answer in group.answers}
+    return {one.state for one in group.trajectories}
 
 
 def _ended_untrained(group: RecordedGroup) -> bool:
@@ -215,16 +218,16 @@ def _failed(group: RecordedGroup) -> bool:
 
 
 def _asked_again(group: RecordedGroup, failures: int, most: int) -> bool:
-    """Expired groups always are; failed ones as long as the recipe says, and filtered ones never."""
+    """Expired groups always; failed ones up to `most` failures; filtered ones never."""
     states = _states(group)
     return states <= {"expired", "failed"} and ("expired" in states or failures < most)
 
 
 def _trained(history: History) -> Iterator[tuple[RecordedStep, RecordedTrajectory]]:
     steps = {step.step: step for step in history.steps}
-    for answer in history.answers:
-        if answer.trained_step in steps:
-            yield steps[answer.trained_step], answer
+    for one in history.trajectories:
+        if one.trained_step in steps:
+            yield steps[one.trained_step], one
 
 
 LAWS: tuple[Callable[[History], Iterator[str]], ...] = (

@@ -1,4 +1,4 @@
-"""The door: parses words and opens one room per command. Imports wait until a command runs, so that --help is quick."""
+"""The command line. Imports wait until a command runs, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Built models and warm starts are kept in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
+    epilog="Exit codes: 0 done; 1 failed, a law is broken, or runs differ; 2 a mistake of the user; 128+n stopped by "
+    "signal n. Built models and warm starts are cached in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
 )
 app.add_typer(score)
 
@@ -33,20 +34,20 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def door(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Reinforcement learning that never waits: language models learn to reason while they generate."""
+    """Fully asynchronous reinforcement learning for language models: generation never waits for training."""
 
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe that says what to do.")]
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="A recipe.")]
 RecipeOrRun = Annotated[
     Path,
-    typer.Argument(metavar="RECIPE.toml|RUN_DIR", help="The recipe that says what to do; with --resume, a run folder."),
+    typer.Argument(metavar="RECIPE.toml|RUN_DIR", help="A recipe; with --resume, also a run folder."),
 ]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe."),
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe."),
 ]
 EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
@@ -56,7 +57,7 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder
 
 
 def _refuse_mistakes(recipe: Path, overrides: list[str]) -> None:
-    """Tell what is wrong with a recipe before what it needs is loaded, which takes seconds."""
+    """Report the mistakes of a recipe before the imports of its command, which take seconds."""
     from stretto.launch.recipe.recipe import load_recipe
 
     if not recipe.is_dir():
@@ -68,8 +69,8 @@ def train(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE-DATE].")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in RUN_DIR, or in --run-dir.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in RUN_DIR, or in --run-dir.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
     print(f"checking {recipe}", flush=True)
@@ -81,7 +82,7 @@ def train(
         return
     from stretto.processes.fork_server import nursery
 
-    with nursery() as starter:  # first: it imports what roles need while the recipe is looked at here
+    with nursery() as starter:  # first: it imports the libraries of the roles while the recipe is checked
         _refuse_mistakes(recipe, overrides or [])
         from stretto.launch.commands.train import prepare
 
@@ -91,7 +92,7 @@ def train(
         print(f"run folder {prepared.path}", flush=True)
         with open_display(prepared.steps) as display:
             code = prepared.train(display, starter)
-    # What draws takes a second to load, and neither who has made a mistake nor the training need wait for it.
+    # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
     from stretto.dashboard.plots.plots import plot_run
     from stretto.dashboard.terminal.summary import print_inspection
 
@@ -104,10 +105,10 @@ def train(
 @app.command()
 def sft(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Where the trained policy is written.")],
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder of the trained policy.")],
     overrides: Overrides = None,
 ) -> None:
-    """Supervised training on the recipe's demonstrations (its warm start), written as a Hugging Face folder."""
+    """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
     from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
@@ -123,10 +124,10 @@ def sft(
 @app.command()
 def dpo(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Where the trained policy is written.")],
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder of the trained policy.")],
     overrides: Overrides = None,
 ) -> None:
-    """Learn from the recipe's pairs of answers (its [preferences]) by DPO, written as a Hugging Face folder."""
+    """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
     from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
@@ -141,7 +142,12 @@ def dpo(
 @app.command("eval")
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
-    task: Annotated[Path, typer.Option(metavar="RECIPE.toml|FILE.jsonl", help="Whose held-out prompts to ask.")],
+    task: Annotated[
+        Path,
+        typer.Option(
+            metavar="RECIPE.toml|FILE.jsonl", help="The held-out prompts: those of a recipe, or all rows of a file."
+        ),
+    ],
     overrides: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -161,9 +167,11 @@ def serve(
     overrides: EngineOverrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model [default: the folder's name].")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients [default: the folder's name].")
+    ] = None,
 ) -> None:
-    """Serve a policy behind OpenAI's HTTP interface, until Ctrl-C."""
+    """Serve a policy through OpenAI's HTTP interface until Ctrl-C."""
     from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, overrides=overrides or [])
@@ -174,10 +182,10 @@ def inspect(
     run: RunFolder,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ledger: Annotated[
-        bool, typer.Option("--ledger", help="Print the balance of the ledger, and check its law.")
+        bool, typer.Option("--ledger", help="Print the balance of the ledger, and check the laws.")
     ] = False,
 ) -> None:
-    """Say what a run did: its accuracy, tokens, trajectories, staleness and how busy its roles were."""
+    """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
     from stretto.audit.check import print_balance
     from stretto.dashboard.terminal.summary import print_inspection
 
@@ -188,7 +196,7 @@ def inspect(
 
 @app.command()
 def check(run: RunFolder) -> None:
-    """Decide from the records of a run alone whether it kept its promises: nothing lost, nothing twice."""
+    """Check the laws of a run against its records alone: nothing lost, nothing trained twice, no bound broken."""
     from stretto.audit.check import check_run, print_findings
 
     raise typer.Exit(print_findings(check_run(run)))
@@ -197,14 +205,14 @@ def check(run: RunFolder) -> None:
 @app.command()
 def replay(
     run: RunFolder,
-    first: Annotated[int, typer.Option("--from", metavar="STEP", help="Train what came after this step.")] = 0,
+    first: Annotated[int, typer.Option("--from", metavar="STEP", help="Train the batches after this step.")] = 0,
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045 - as above
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting of [algorithm] or [trainer] to change."),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of [algorithm] or [trainer]."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
-    """Train again from the batches on record, without generating: the run's weights, unless a setting differs."""
+    """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
     from stretto.processes.fork_server import nursery
 
     with nursery() as starter:
@@ -217,10 +225,10 @@ def replay(
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder, or a branch.")],
-    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another.")],
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder, or a branch of `stretto replay`.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run folder or branch.")],
 ) -> None:
-    """Say at which step, and in what, two runs part."""
+    """Print the first step at which two runs differ, and the fields that do."""
     from stretto.audit.diff import diff_runs
 
     parting = diff_runs(first, second)
@@ -231,17 +239,17 @@ def diff(
 @app.command()
 def export(
     run: RunFolder,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write, one trajectory a line.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The file to write, one trajectory a line.")],
 ) -> None:
-    """Write every trajectory of a run, with its tokens, log-probabilities, versions, verdict and end."""
+    """Write every trajectory of a run: tokens, log-probabilities, versions, verdict and final state."""
     from stretto.store.export import export_run
 
     print(f"{export_run(run, file):,} trajectories written to {file}")
 
 
 def main() -> None:
-    """Run a command. A user's mistake ends with one message and exit code 2, what the system refuses (a full disk)
-    with one message and exit code 1, neither with a traceback."""
+    """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both with
+    one message and without a traceback."""
     try:
         app()
     except StrettoError as error:

@@ -1,4 +1,4 @@
-"""``stretto score``: judge the completions of a file as a run would, one command per reward."""
+"""``stretto score``: judge the completions of a file as a run does, one command per reward."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Annotated, Literal
 
 import typer
 
-score = typer.Typer(name="score", help="Judge the completions of a file as a run would.", no_args_is_help=True)
+score = typer.Typer(name="score", help="Judge the completions of a file as a run does.", no_args_is_help=True)
 
-AnswerFile = Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One JSON object a line.")]
+CompletionFile = Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One JSON object a line.")]
 LevelName = Literal["A", "B", "C", "D"]
-Workers = Annotated[int, typer.Option(min=1, max=256, help="Processes that judge.")]
+Workers = Annotated[int, typer.Option(min=1, max=256, help="Reward workers.")]
 
 
 @score.command("math")
 def score_math(
-    file: AnswerFile,
+    file: CompletionFile,
     workers: Workers = 2,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds one completion may take.")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for one completion.")] = 1.0,
 ) -> None:
-    """Judge final answers of mathematics: lines with `gold` and `completion` come back with `verdict` and `seconds`."""
+    """Judge final answers in mathematics: each line has `gold` and `completion`, and gets `verdict` and `seconds`."""
     from stretto.rewards.config import RewardsConfig
     from stretto.rewards.files.math import print_scored
 
@@ -29,16 +29,18 @@ def score_math(
 
 @score.command("code")
 def score_code(
-    file: AnswerFile,
+    file: CompletionFile,
     workers: Workers = 2,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds one test may take.")] = 2.0,
-    completion_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds all its tests may take.")] = 10.0,
-    memory: Annotated[int, typer.Option(min=64, help="MiB of memory that a program may use.")] = 512,
-    warm: Annotated[bool, typer.Option("--warm/--cold", help="Fork programs, or start a sandbox for each.")] = True,
-    lowest_level: Annotated[LevelName, typer.Option(help="Refuse sandboxes that are weaker than this.")] = "D",
-    unsafe: Annotated[bool, typer.Option("--unsafe", help="Allow level E: no protection at all.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for one test.")] = 2.0,
+    completion_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for all tests of a completion.")] = 10.0,
+    memory: Annotated[int, typer.Option(min=64, help="MiB of memory for a program.")] = 512,
+    warm: Annotated[
+        bool, typer.Option("--warm/--cold", help="Fork programs in one sandbox, or start a sandbox for each.")
+    ] = True,
+    lowest_level: Annotated[LevelName, typer.Option(help="Weakest level of sandbox to accept.")] = "D",
+    unsafe: Annotated[bool, typer.Option("--unsafe", help="Accept level E, which has no protection.")] = False,
 ) -> None:
-    """Run programs against tests: lines with `completion` and `tests` come back with `verdict`, `passed`, `seconds` and
+    """Run programs against tests: each line has `completion` and `tests`, and gets `verdict`, `passed`, `seconds` and
     `level`."""
     from stretto.rewards.files.code import print_scored
     from stretto.sandbox.config import SandboxConfig

@@ -1,4 +1,4 @@
-"""Every trajectory of a run as one line of JSON, for tools of all kinds."""
+"""The export of a run: every trajectory as one line of JSON."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ import os
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from stretto.core.errors import Problem, RunFolderError
-from stretto.core.records import Record, Segment, trajectory_id
+from stretto.core.records import Record, Segment
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.rows import Payload, decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
 from stretto.store.series.lines import read_lines
 
+#: Named here, not by SQLite: a flipped bit in the schema may change the case of a name.
+_NAMES: tuple[str, ...] = (
+    "id",
+    "group",
+    "prompt_id",
+    "prompt_token_ids",
+    "payload",
+    "interrupted",
+    "reward",
+    "verdict",
+    "state",
+)
+_NAMES += ("reason", "admitted_version", "trained_step", "stop_reason")
 _ROWS = """
-    SELECT groups.id, prompt_id, member, prompt_token_ids, payload, interrupted, reward, verdict, state, reason,
-           admitted_version, trained_step, stop_reason
+    SELECT groups.id || '/' || member, groups.id, prompt_id, prompt_token_ids, payload, interrupted, reward, verdict,
+        state, reason, admitted_version, trained_step, stop_reason
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     ORDER BY trajectories.key
 """
-_NOTHING = Payload(segments=(), text="")
+_NO_PAYLOAD = Payload(segments=(), text="")
 
 
 class ExportedTrajectory(Record, frozen=True):
     """One line. Log-probabilities and versions are those of the sampled tokens; `given` has the spans of `token_ids`
-    that were not sampled. Token fields are empty if nothing was sampled, or if ``store.keep_payloads`` kept none."""
+    that were given, not sampled. Token fields are empty if nothing was sampled, or ``store.keep_payloads`` kept none.
+    """
 
     id: str
     group: str
@@ -46,13 +61,13 @@ class ExportedTrajectory(Record, frozen=True):
     trained_step: int | None
     stop_reason: str | None
     text: str
-    prompt: str | None = None  # None: the run did not write its questions down
+    prompt: str | None = None  # None: the run has no record of its questions
     answer: str | None = None  # the gold answer
     row: str | None = None  # FILE:LINE of the question, where it is a row of a file
 
 
 class ExportedQuestion(Record, frozen=True):
-    """One line of ``questions.jsonl``: what was asked, and what the reward compared with."""
+    """One line of ``questions.jsonl``: a prompt and its gold answer."""
 
     id: str
     prompt: str
@@ -72,15 +87,11 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
     """
     folder = RunFolder.open(path)
     questions = {question.id: question for question in read_lines(folder.questions, _QUESTIONS)}
-    prompts = msgspec.msgpack.Decoder(tuple[int, ...])
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
-        for group, prompt_id, member, prompt, payload, interrupted, *rest in connection.execute(_ROWS):
-            reward, verdict, *_, stop_reason = rest
-            columns = (verdict, reward, stop_reason, interrupted)
-            answer = _NOTHING if payload is None else decode_payload(trajectory_id(group, member), columns, payload)
-            tokens = () if prompt is None else prompts.decode(prompt)
-            yield _exported(group, prompt_id, member, tokens, answer, rest, questions.get(prompt_id))
+        for row in connection.execute(_ROWS):
+            columns = dict(zip(_NAMES, row, strict=True))
+            yield _exported(columns, questions.get(columns["prompt_id"]))
 
 
 def export_run(path: str | Path, file: str | Path) -> int:
@@ -107,33 +118,17 @@ def export_run(path: str | Path, file: str | Path) -> int:
     return count
 
 
-def _exported(
-    group: str,
-    prompt_id: str,
-    member: int,
-    prompt: tuple[int, ...],
-    answer: Payload,
-    rest: list[object],
-    question: ExportedQuestion | None,
-) -> ExportedTrajectory:
-    reward, verdict, state, reason, admitted_version, trained_step, stop_reason = rest
-    fields = {
-        "id": trajectory_id(group, member),
-        "group": group,
-        "prompt_id": prompt_id,
-        "prompt_token_ids": prompt,
-        "token_ids": [token for segment in answer.segments for token in segment.token_ids],
-        "behavior_logprobs": [logprob for segment in answer.segments for logprob in segment.behavior_logprobs],
-        "versions": [version for segment in answer.segments for version in segment.versions],
-        "given": _given(answer.segments),
-        "reward": reward,
-        "verdict": verdict,
-        "state": state,
-        "reason": reason,
-        "admitted_version": admitted_version,
-        "trained_step": trained_step,
-        "stop_reason": stop_reason,
-        "text": answer.text,
+def _exported(columns: dict[str, Any], question: ExportedQuestion | None) -> ExportedTrajectory:
+    sealed, interrupted, prompt = (columns.pop(name) for name in ("payload", "interrupted", "prompt_token_ids"))
+    outcome = (columns["verdict"], columns["reward"], columns["stop_reason"], interrupted)
+    payload = _NO_PAYLOAD if sealed is None else decode_payload(columns["id"], outcome, sealed)
+    fields = columns | {
+        "prompt_token_ids": () if prompt is None else msgspec.msgpack.decode(prompt),
+        "token_ids": [token for segment in payload.segments for token in segment.token_ids],
+        "behavior_logprobs": [logprob for segment in payload.segments for logprob in segment.behavior_logprobs],
+        "versions": [version for segment in payload.segments for version in segment.versions],
+        "given": _given(payload.segments),
+        "text": payload.text,
     }
     if question is not None:
         fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row}

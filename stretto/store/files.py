@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever happens in between."""
+"""Files that are whole or absent at any moment, and forced to disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stretto.core.errors import naming
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside, force to disk, switch: a reader sees the old file or the new one, never a part."""
+    """Write to a temporary file, force it to disk, rename it: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with naming(path), temporary.open("wb") as file:
@@ -23,7 +23,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Which file or folder stands at a path, whatever it is called; None: none does, or it cannot be told."""
+    """Device and inode of a path; None if it does not exist or cannot be read."""
     try:
         status = path.stat()
     except OSError:
@@ -32,16 +32,12 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force a folder's list of names to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Force the names in a folder to disk."""
+    sync_file(path)
 
 
 def sync_file(path: Path) -> None:
-    """Force one file's contents to disk."""
+    """Force the contents of one file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a run came to, in one record: ``stretto inspect RUN --json`` prints exactly this."""
+"""The summary of a run in one record, which ``stretto inspect RUN --json`` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.store.ledger.seals import check_rows
 
 
 class Totals(Record, frozen=True):
-    """What only the conductor knows; it keeps it in the ledger under ``TOTALS``, again after every step.
+    """Totals that only the conductor knows; it writes them to the ledger, under ``TOTALS``, after every step.
 
     Example: ``Totals(max_staleness=4, generated=81920, recomputed=9120, busy={"trainer": 88.1}, wall_seconds=161.0,
     rl_seconds=96.2, initial_accuracy=0.41, final_accuracy=0.96)``
@@ -25,10 +25,10 @@ class Totals(Record, frozen=True):
 
     max_staleness: float | None  # None (also what JSON makes of an infinity): no bound
     generated: int = 0  # tokens sampled by all engines for training prompts
-    stopped: int = 0  # tokens of answers that were stopped in flight for good
-    unfinished: int = 0  # tokens of answers that were in flight when the run ended; they may go on when it does
+    stopped: int = 0  # tokens of completions that were aborted
+    unfinished: int = 0  # tokens of completions in flight when the run ended; a resume may continue them
     recomputed: int = 0  # tokens whose KV cache was computed again after an interruption
-    busy: Mapping[str, float] = {}  # role: seconds it worked since the first prompt was admitted
+    busy: Mapping[str, float] = {}  # role: seconds of work since the first prompt was admitted
     wall_seconds: float = 0.0
     rl_seconds: float = 0.0
     initial_accuracy: float | None = None  # held-out, version 0
@@ -39,8 +39,8 @@ TOTALS = "totals"
 
 
 class TokenCounts(Record, frozen=True):
-    """Token counts. Wasted tokens will never be trained on: of answers that ended untrained or were stopped, and masked
-    ones."""
+    """Token counts. Wasted tokens are never trained on: those of completions that ended untrained or were aborted, and
+    masked ones."""
 
     generated: int
     trained: int
@@ -49,7 +49,7 @@ class TokenCounts(Record, frozen=True):
 
 
 class TrajectoryCounts(Record, frozen=True):
-    """Trajectories by state; issued is the sum of the rest."""
+    """Trajectories by state; issued is the sum of the others."""
 
     issued: int
     trained: int
@@ -61,7 +61,7 @@ class TrajectoryCounts(Record, frozen=True):
 
 
 class StalenessSummary(Record, frozen=True):
-    """Versions between sampling and training, over trained tokens; `bound` None means that there is none."""
+    """Versions between sampling and training, over trained tokens; `bound` None: no bound."""
 
     bound: float | None
     max: int
@@ -81,13 +81,13 @@ class Inspection(Record, frozen=True):
     tokens: TokenCounts
     trajectories: TrajectoryCounts
     staleness: StalenessSummary
-    interrupted: int  # trajectories that a weight update stopped in mid-sentence at least once
+    interrupted: int  # trajectories that weight updates interrupted
     multi_version: int  # trajectories with tokens of two or more versions
     busy: dict[str, float]
 
 
 def inspect_run(path: str | Path) -> Inspection:
-    """Look at a run: running, finished or dead.
+    """The summary of a running, finished or dead run.
 
     Raises:
         RunFolderError: there is no run.

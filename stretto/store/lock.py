@@ -1,4 +1,4 @@
-"""Who writes in a run folder: one process at a time, by a lock that the kernel takes back when its owner dies."""
+"""The lock of a run folder: one writer at a time; the kernel releases it when its owner dies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stretto.core.errors import Problem, RunFolderError
 
 NAME = "lock"
 
-#: A look at the lock (`is_held`) shares it for an instant; a writer does not take that for another writer.
+#: `is_held` shares the lock for an instant, so a writer tries again before it reports another writer.
 _TRIES, _PAUSE = 25, 0.01
 
 
 def acquire(folder: Path) -> int:
-    """The descriptor that holds the lock; to close it is to release it.
+    """The descriptor that holds the lock; closing it releases the lock.
 
     Raises:
         RunFolderError: another process holds it, or the folder cannot be written.
@@ -40,7 +40,7 @@ def acquire(folder: Path) -> int:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether somebody writes in the folder now; where that cannot be told, somebody may."""
+    """Whether a process writes in the folder now; True if that cannot be determined."""
     try:
         lock = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

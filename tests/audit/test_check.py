@@ -23,12 +23,9 @@ from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto.store.export import export_run
 from stretto.store.folder.checkpoints import seal_files
-from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from tests.store.conftest import as_format_2
 
 RECIPE = """
 [rollout]
@@ -41,7 +38,7 @@ max_attempts = 3
 """
 
 
-def answers(ticket: Ticket, version: int) -> list[Trajectory]:
+def trajectories(ticket: Ticket, version: int) -> list[Trajectory]:
     return [
         Trajectory(
             id=name_of(ticket.group_id, member),
@@ -85,10 +82,10 @@ def run_dir(tmp_path: Path) -> Path:
             for _ in range(2):
                 ticket = control.admit()
                 assert ticket is not None
-                control.finish(ticket, answers(ticket, version))
+                control.finish(ticket, trajectories(ticket, version))
             train(control, ledger)
         tickets = [ticket for ticket in (control.admit() for _ in range(3)) if ticket is not None]
-        control.finish(tickets[0], answers(tickets[0], 3))
+        control.finish(tickets[0], trajectories(tickets[0], 3))
     return tmp_path
 
 
@@ -111,7 +108,7 @@ def test_a_run_that_kept_every_law_is_clean(run_dir: Path, capsys: pytest.Captur
 
 
 BREACHES = {
-    "an answer without a row": ("DELETE FROM trajectories WHERE key = 0", "everything issued has one state"),
+    "a trajectory without a row": ("DELETE FROM trajectories WHERE key = 0", "everything issued has one state"),
     "a state that is none": (
         "UPDATE trajectories SET state = 'lost' WHERE key = 19",
         "everything issued has one state",
@@ -206,7 +203,7 @@ def test_a_breach_is_found_by_its_law(
 
 
 def flip_a_bit(ledger: Path, state: str) -> str:
-    """In the middle of the payload of the first answer in a state; its name."""
+    """In the middle of the payload of the first trajectory in a state; its name."""
     with closing(sqlite3.connect(ledger)) as connection:
         name, key, payload = connection.execute(
             "SELECT id || '/' || member, payloads.key, payload FROM payloads"
@@ -225,25 +222,25 @@ UNFIT = " is not what was written: its checksum does not fit"
 
 
 @pytest.mark.parametrize("state", ["buffered", "trained"])
-def test_a_bit_that_is_flipped_in_an_answer_is_named(run_dir: Path, state: str) -> None:
+def test_a_bit_that_is_flipped_in_a_trajectory_is_named(run_dir: Path, state: str) -> None:
     name = flip_a_bit(run_dir / "ledger.sqlite", state)
     of_step = (f"the batch of step 1{UNFIT}",) if state == "trained" else ()
     breaches = check_run(run_dir).breaches
-    assert breaches["every checksum fits"] == (f"the answer {name}{UNFIT}", *of_step)
+    assert breaches["every checksum fits"] == (f"trajectory {name}{UNFIT}", *of_step)
     assert [law for law, found in breaches.items() if found] == ["every checksum fits"]
 
 
 SEALED = {
     "a group": ("UPDATE groups SET admitted_version = 1 WHERE key = 18", r"group 1\.p\.\d\.0"),
-    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"the answer 1\.p\.\d\.0/0"),
+    "a reward": ("UPDATE trajectories SET reward = 0.5 WHERE state = 'buffered'", r"trajectory 1\.p\.\d\.0/0"),
     "a step": ("UPDATE steps SET oldest_trainable = -1 WHERE step = 2", "the batch of step 2"),
     "the tokens of a prompt": (
         "UPDATE groups SET prompt_token_ids = x'9109' WHERE key = 2",
         r"group 0\.p\.\d\.\d",
     ),
-    "the tokens of an answer that ended untrained": (
+    "the tokens of a trajectory that ended untrained": (
         "UPDATE trajectories SET tokens = 9 WHERE state = 'failed'",
-        r"the row of the answer 0\.p\.\d\.0/0",
+        r"the row of trajectory 0\.p\.\d\.0/0",
     ),
     "a count of a step": ("UPDATE steps SET committed = 5 WHERE step = 2", "the row of step 2"),
     "a fact": ("UPDATE meta SET value = json_set(value, '$.other', 1)", "the fact 'standing'"),
@@ -259,7 +256,7 @@ def test_a_number_that_is_changed_in_a_sealed_row_is_named(run_dir: Path, statem
     assert re.fullmatch(what + UNFIT, found[0])
 
 
-def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_dir: Path) -> None:
+def test_a_bit_that_is_flipped_in_a_piece_of_a_trajectory_in_flight_is_named(run_dir: Path) -> None:
     path = run_dir / "ledger.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
@@ -270,7 +267,7 @@ def test_a_bit_that_is_flipped_in_a_piece_of_an_answer_in_flight_is_named(run_di
         connection.executescript(
             "UPDATE partials SET payload = CAST(substr(payload, 1, 8) || x'94' || substr(payload, 10) AS BLOB)"
         )
-    assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of the answer {name}/1{UNFIT}",)
+    assert check_run(run_dir).breaches["every checksum fits"] == (f"a piece of trajectory {name}/1{UNFIT}",)
 
 
 @pytest.mark.parametrize("name", ["index", "given_back", "position"])
@@ -282,7 +279,7 @@ def test_a_position_that_lost_a_name_is_refused(run_dir: Path, name: str) -> Non
         check_run(run_dir)
 
 
-def test_a_buffered_answer_without_its_tokens_is_named(run_dir: Path) -> None:
+def test_a_buffered_trajectory_without_its_tokens_is_named(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.executescript("DELETE FROM payloads")
     found = check_run(run_dir).breaches["every checksum fits"]
@@ -318,32 +315,6 @@ def test_a_file_that_is_damaged_is_found_or_refused(run_dir: Path) -> None:
         assert not kept, f"page {place // 4096 + 1}"
 
 
-def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 and 3"):
-        check_run(run_dir)
-
-
-def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run_dir: Path, tmp_path: Path) -> None:
-    before, shown = export_run(run_dir, tmp_path / "before.jsonl"), inspect_run(run_dir)
-    as_format_2(run_dir / "ledger.sqlite")
-    findings = check_run(run_dir)
-    assert findings.kept, findings
-    assert findings.notes == (
-        "the ledger has format 2: nothing of its recipe and of the policy that it starts from was sealed",
-    )
-    assert export_run(run_dir, tmp_path / "after.jsonl") == before
-    assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
-    assert inspect_run(run_dir) == shown
-    with pytest.raises(StoreError, match="has format 2, this version of stretto goes on with format 3"):
-        Ledger(run_dir / "ledger.sqlite", StoreConfig())
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
-        connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
-        connection.commit()
-    assert check_run(run_dir).breaches["every checksum fits"]
-
-
 def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir: Path) -> None:
     policy = run_dir / "policy" / "v000000"
     policy.mkdir(parents=True)
@@ -355,8 +326,8 @@ def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir
     findings = check_run(run_dir)
     assert findings.kept
     assert findings.notes == (
-        "recipe: not on record, nothing was sealed",
-        "/elsewhere/reference is not there, and not judged",
+        "recipe: not on record, so not checked",
+        "/elsewhere/reference does not exist, so it is not checked",
     )
     weights.write_bytes(b"weighus")
     (policy / "config.json").unlink()

@@ -102,7 +102,7 @@ def test_a_terminal_gets_a_panel_that_ends_with_the_last_step() -> None:
     last = " ".join(shown[shown.rindex("╭") :].split())
     for words in (
         "training 40/600",
-        "0:04 gone, about 0:56 left",
+        "0:04 elapsed, about 0:56 left",
         "held-out 41.5% (v0)",
         "learning rate 8e-05",
         "1,500 tokens/s",

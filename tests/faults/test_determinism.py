@@ -126,7 +126,7 @@ def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laborato
     assert diff_runs(run_dir, tmp_path / "branch").step == STEPS - 3
     (notes := tmp_path / "mine" / "notes.txt").parent.mkdir()
     notes.write_text("not a branch")
-    with pytest.raises(RunFolderError, match="cannot be made"):
+    with pytest.raises(RunFolderError, match="cannot be created"):
         replay(run_dir, 0, [], notes.parent, say=lambda text: None)
     assert notes.exists()
 

@@ -1,7 +1,7 @@
 """A synchronous run that an earlier commit recorded (tests/data/synchronous_run) stays what it was.
 
 - Its replay comes to its weights: bit for bit on the kind of machine that recorded it, elsewhere up to rounding.
-- `inspect`, `export` and `check` read it.
+- `inspect`, `export` and `check` read it; a resume refuses it, with the number of its format and of ours.
 """
 
 from __future__ import annotations
@@ -62,3 +62,11 @@ def test_it_is_inspected_exported_and_checked(recorded: Path, laboratory: Labora
     assert found.staleness.max == 0
     assert len(exported(laboratory, recorded)) == found.trajectories.issued
     assert check_run(recorded).kept
+
+
+def test_a_resume_refuses_it_with_both_formats_and_changes_nothing(recorded: Path, laboratory: Laboratory) -> None:
+    before = {path: path.read_bytes() for path in (recorded / "recipe.toml", recorded / "ledger.sqlite")}
+    ended = laboratory.run("train", "--resume", recorded)
+    assert ended.code == 1
+    assert ended.err.endswith("ledger.sqlite: has format 2, this version of stretto resumes format 3\n")
+    assert all(path.read_bytes() == content for path, content in before.items())

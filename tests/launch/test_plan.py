@@ -19,15 +19,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
-from stretto.launch.preflight.plan import (
-    Plan,
-    available_memory,
-    base_folder,
-    estimate_disk,
-    estimate_memory,
-    make_plan,
-    warnings,
-)
+from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.estimates import available_memory, estimate_disk, estimate_memory, warnings
+from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -102,7 +96,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_its_line(plan_
     fits, long = GOOD | {"prompt": "1" * 16}, GOOD | {"prompt": "1" * 17}
     assert plan_for([fits, fits]).longest_prompt == 16
     told = message(plan_for, [fits, long, fits, long])
-    remedy = "at most 16 fit (the context, or the engine's cache, less sampling.max_tokens)"
+    remedy = "at most 16 fit (the context, or the engine's KV cache, less sampling.max_tokens)"
     place = f"{tmp_path}/rows.jsonl"
     assert told.splitlines() == [f"{place}:{line}: a prompt of 17 tokens; {remedy}" for line in (2, 4)]
 
@@ -190,7 +184,7 @@ def test_answers_as_long_as_the_context_are_refused(plan_for: Planner) -> None:
 
 def test_answers_longer_than_the_cache_are_refused(plan_for: Planner) -> None:
     told = message(plan_for, sampling={"max_tokens": 16}, engine={"cache_gib": 1e-6})
-    assert "sampling.max_tokens = 16, and engine.cache_gib = 1e-06 holds 0 tokens of one answer with its prompt" in told
+    assert "engine.cache_gib: 1e-06 holds 0 tokens, and sampling.max_tokens = 16" in told
 
 
 def test_a_model_whose_logits_are_capped_is_refused_before_anything_starts(plan_for: Planner, tmp_path: Path) -> None:
@@ -302,7 +296,7 @@ def test_a_gpu_that_is_not_there_is_refused(plan_for: Planner) -> None:
         "trainer.device",
         "warm_start.device",
     ]
-    assert "torch finds no GPU that it can use; 'auto' takes one if there is one" in told
+    assert "torch finds no GPU that it can use; 'auto' takes a GPU if there is one" in told
 
 
 def test_an_attention_that_no_engine_computes_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
@@ -321,7 +315,7 @@ def test_a_row_that_is_asked_in_training_and_held_out_is_named_once(plan_for: Pl
 
 def test_ports_end(plan_for: Planner) -> None:
     told = message(plan_for, engine={"transport": "tcp", "base_port": 65_535, "count": 2})
-    assert told == "engine.base_port: 65535, and 2 engines need as many ports; ports end at 65535"
+    assert told == "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535"
 
 
 def test_the_memory_estimate_grows_with_what_needs_memory(plan_for: Planner) -> None:
@@ -347,9 +341,9 @@ def test_what_works_but_perhaps_not_as_hoped_is_said(plan_for: Planner) -> None:
     assert warnings(plan_for(engine={"threads": 1}, rollout={"batch_size": 2, "max_staleness": 0})) == []
     said = warnings(plan_for(engine={"count": 200}, rollout={"batch_size": 4}, trainer={"threads": 100}))
     assert any("will slow each other down" in warning for warning in said)
-    assert any("a batch of 4 groups repeats prompts: there are 3" in warning for warning in said)
+    assert any("a batch of 4 groups repeats prompts: the task has 3" in warning for warning in said)
     said = warnings(plan_for([GOOD] * 4))
-    assert any("trained on as well" in warning and "rows.jsonl:4, as in" in warning for warning in said)
+    assert any("also trained on" in warning and "rows.jsonl:4, as in" in warning for warning in said)
 
 
 def test_a_model_is_built_once_and_kept(plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: P
     assert seen[-1].loss < 0.3
     assert told == [
         "the longest pair has 12 tokens, more than preferences.micro_batch_tokens = 11: "
-        "such a one is computed alone and takes more memory than that"
+        "it is a micro-batch of its own and takes more memory"
     ]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"policy", "pairs.jsonl", "recipe.toml", "out", "out.log"}

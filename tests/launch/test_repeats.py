@@ -18,7 +18,7 @@ def test_rows_that_differ_are_no_matter() -> None:
 def test_a_held_out_row_that_is_trained_on_is_named() -> None:
     (told,) = repeated(Questions([row(1, "a"), row(2, "b")], [row(7, "b"), row(8, "a"), row(9, "c")]))
     assert told == (
-        "held-out questions that are trained on as well, so that their accuracy says less: 2; "
+        "held-out questions that are also trained on, which biases the held-out accuracy: 2; "
         "the first is train.jsonl:7, as in train.jsonl:2"
     )
 
@@ -32,15 +32,15 @@ def test_rows_that_contradict_each_other_and_rows_that_are_there_twice_are_told_
     training = [row(1, "a"), row(2, "a", "2"), row(3, "a"), row(4, "b"), row(5, "a")]
     contrary, same = repeated(Questions(training, []))
     assert contrary.startswith(
-        "questions that were asked before with another answer: 1; the first is train.jsonl:2, as"
+        "questions that an earlier row has with another answer: 1; the first is train.jsonl:2, as"
     )
-    assert same.startswith("questions that were asked before with the same answer: 2; the first is train.jsonl:3, as")
+    assert same.startswith("questions that an earlier row has with the same answer: 2; the first is train.jsonl:3, as")
 
 
 def test_held_out_rows_are_compared_with_each_other_and_their_answers_with_those_trained_on() -> None:
     held_out = [row(7, "b"), row(8, "b"), row(9, "c", "2"), row(10, "d"), row(11, "d", "3")]
     leaked, contrary, same = repeated(Questions([row(1, "a"), row(2, "c")], held_out))
-    assert leaked.endswith("says less: 1; the first is train.jsonl:9, as in train.jsonl:2")
+    assert leaked.endswith("accuracy: 1; the first is train.jsonl:9, as in train.jsonl:2")
     assert contrary.endswith("with another answer: 2; the first is train.jsonl:9, as in train.jsonl:2")
     assert same.endswith("with the same answer: 1; the first is train.jsonl:8, as in train.jsonl:7")
 

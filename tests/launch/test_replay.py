@@ -35,7 +35,7 @@ def test_a_trainer_that_fails_leaves_its_log_where_the_message_says(recipe: Path
     log = run_dir / "branches" / "001" / "trainer.txt"
     with pytest.raises(RoleError):
         replay(run_dir, 0, [], None, say=said.append)
-    assert said == [f"what the trainer said is in {log}"]
+    assert said == [f"logs of the trainer: {log}"]
     assert list(log.parent.iterdir()) == [log]
 
 
@@ -47,7 +47,7 @@ def test_a_replay_from_what_the_run_did_not_have_is_refused_and_leaves_nothing(r
     with pytest.raises(StoreError, match=f"{weights}: has checksum"):
         replay(run_dir, 0, [], None)
     own.write_text(own.read_text().replace("learning_rate = 2e-05", "learning_rate = 0.5"))
-    with pytest.raises(RunFolderError, match=f"^{own}: trainer.learning_rate: was 2e-05 and is 0.5; bring"):
+    with pytest.raises(RunFolderError, match=f"^{own}: trainer.learning_rate: was 2e-05 and is 0.5; restore"):
         replay(run_dir, 0, ["trainer.learning_rate=0.5"], None)
     assert not (run_dir / "branches").exists()
 

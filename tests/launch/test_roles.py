@@ -90,7 +90,7 @@ def test_a_run_that_was_moved_away_and_its_successor_share_no_name_and_no_file(t
             assert (successor.is_ours(), moved.is_ours()) == (True, False)
             book.note("after")
             lines.append([Span(role="trainer", name="update", start=0.0, end=1.0)])
-            with pytest.raises(FileNotFoundError, match="the run folder was taken away"):
+            with pytest.raises(FileNotFoundError, match="the run folder was moved or removed"):
                 moved.write(".sockets", "")
             assert sorted(path.name for path in successor.path.iterdir() if path.is_file()) == ["lock"]
     assert (tmp_path / "elsewhere" / "log.txt").read_text().endswith("before\n")

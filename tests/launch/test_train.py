@@ -56,8 +56,10 @@ def begin(recipe: Path) -> Path:
     run_dir = recipe.parent / "run"
     prepared = prepare(recipe, [], run_dir, resume=False)
     prepared.folder.release()
+    reference = prepared.plan.recipe.algorithm.reference
+    path = reference.path if reference is not None else None
     with closing(Ledger(prepared.folder.ledger, StoreConfig())) as ledger:
-        copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, None))
+        copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, path))
     return run_dir
 
 
@@ -192,7 +194,7 @@ def test_a_changed_recipe_is_refused_with_every_difference(recipe: Path) -> None
 def test_changed_questions_are_refused(recipe: Path) -> None:
     run_dir = begin(recipe)
     rows(recipe.parent, 7)
-    assert "its training questions were others" in refusal(recipe, run_dir)
+    assert "the training questions are not those of the run" in refusal(recipe, run_dir)
     rows(recipe.parent, 6)
     go_on(recipe, run_dir)
 
@@ -212,10 +214,10 @@ def test_steps_that_are_done_again_keep_their_learning_rates(recipe: Path) -> No
     checkpoint(run_dir, 4)
     record(run_dir, 6)
     assert refusal(recipe, run_dir, "trainer.steps=12") == (
-        f"{run_dir}: trainer.steps: was 9 and is 12, and steps 5 to 6, which are done again behind the last "
-        'checkpoint, would have other learning rates by trainer.schedule = "linear"; go on with trainer.steps=9: at '
-        "its end, or stopped by Ctrl-C, the run has a checkpoint of its last step, and the number of steps can be "
-        "changed"
+        f"{run_dir}: trainer.steps: was 9 and is 12; steps 5 to 6, which are repeated after the last "
+        'checkpoint, would get other learning rates by trainer.schedule = "linear"; resume with trainer.steps=9: '
+        "once the run ends, or is stopped by Ctrl-C, it has a checkpoint of its last step, and the number of steps "
+        "can be changed"
     )
     assert "steps = 9" in (run_dir / "recipe.toml").read_text()
     checkpoint(run_dir, 6)
@@ -249,13 +251,13 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
     build_policy(BUILD.model_copy(update={"hidden_size": 32}), moved / "other", seed=1)
     assert "moved/other' holds another model" in refusal(recipe, run_dir, f"model.path={moved / 'other'}", there[1])
     rows(moved, 7)
-    assert "its training questions were others" in refusal(recipe, run_dir, *there)
+    assert "the training questions are not those of the run" in refusal(recipe, run_dir, *there)
 
 
 def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:
     run_dir = begin(recipe)
     with pytest.raises(
-        RunFolderError, match=r"--resume: .*run is to go on, and --run-dir is .*other; name the run once"
+        RunFolderError, match=r"--resume: .*run is to be resumed, and --run-dir is .*other; name the run once"
     ):
         prepare(run_dir, [], run_dir.parent / "other", resume=True)
     prepare(run_dir, [], run_dir, resume=True).folder.release()
@@ -265,7 +267,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stretto.launch.preflight.plan.available_memory", lambda: 1 << 28)
+    monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 28)
     with pytest.raises(
         RecipeError, match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; a smaller model"
     ):
@@ -306,7 +308,7 @@ def test_a_run_that_was_killed_while_its_ledger_was_made_goes_on(recipe: Path) -
     (run_dir / "ledger.sqlite").touch()
     assert go_on(recipe, run_dir).beginning == StartState()
     rows(recipe.parent, 7)
-    assert "its training questions were others" in refusal(recipe, run_dir), "they are on record now"
+    assert "the training questions are not those of the run" in refusal(recipe, run_dir), "they are on record now"
 
 
 def test_a_run_that_cannot_go_on_is_not_held(recipe: Path) -> None:

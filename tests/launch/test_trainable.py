@@ -62,7 +62,7 @@ def test_each_rank_needs_a_gpu_of_its_own(policy: Path) -> None:
     check_trainable(TrainerConfig(ranks=2), policy, gpus=2)
     check_trainable(TrainerConfig(ranks=3, device="cpu"), policy, gpus=2)
     check_trainable(TrainerConfig(ranks=3), policy, gpus=0)
-    with pytest.raises(RecipeError, match=r"trainer.ranks: 3, and there are 2 GPUs"):
+    with pytest.raises(RecipeError, match=r"trainer.ranks: 3, and the machine has 2 GPUs"):
         check_trainable(TrainerConfig(ranks=3), policy, gpus=2)
 
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_another_model_is_named_by_what_differs(policy: Path, tm
 
 def test_a_checkpoint_of_adapters_is_none_of_the_whole_model(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        RunFolderError, match=r"these parameters differ: .*lora_A.*go on with the model and the adapters"
+        RunFolderError, match=r"these parameters differ: .*lora_A.*resume with the model and the adapters"
     ):
         check_checkpoint(checkpoint_of(policy, LORA, tmp_path / "v0"), PLAIN, policy)
 

@@ -100,7 +100,7 @@ def test_one_that_sometimes_comes_to_none_or_never_to_right_is_told(module: str)
     assert "KeyError in " in lost
     assert not differing
     [wrong] = try_reward(RewardsConfig(function=f"{module}:short"), QUESTIONS)
-    assert "finds 4 of the first 4 gold answers wrong, given as the completion: '1' of rows.jsonl:1" in wrong
+    assert "finds 4 of the first 4 gold answers wrong, judged as completions: '1' of rows.jsonl:1" in wrong
 
 
 @pytest.mark.parametrize("name", ["graded", "all_of_it"])

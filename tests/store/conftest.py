@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.core.records import (
@@ -21,8 +22,14 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
-from stretto.store.ledger.seals import seal
+from stretto.store.ledger.reading import last_step, read_batches
+from stretto.store.ledger.rows import decode_payload
+from stretto.store.ledger.seals import batch_seal, seal
 
+_PAYLOADS = """
+    SELECT payloads.key, id || '/' || member, verdict, reward, stop_reason, interrupted, payload
+    FROM payloads JOIN trajectories USING (key) JOIN groups ON groups.key = group_key
+"""
 PROMPT = Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")
 
 
@@ -61,8 +68,20 @@ class Make:
 
 
 def as_format_2(ledger: Path) -> None:
-    """The ledger as it was written before rows, prompts and the start of a run were sealed."""
+    """The ledger as format 2 wrote it: payloads of one turn, batches sealed as completions; rows, prompts and the start
+    of the run not sealed."""
+    batches = list(read_batches(ledger, 0, last_step(ledger)))
     with closing(sqlite3.connect(ledger)) as connection:
+        for key, id, *columns, sealed in connection.execute(_PAYLOADS).fetchall():
+            payload = decode_payload(id, tuple(columns), sealed)
+            [segment] = payload.segments
+            tokens = (segment.token_ids, segment.behavior_logprobs, segment.versions)
+            body = msgspec.msgpack.encode((*tokens, payload.text))
+            old = seal(id, columns, body) + body
+            connection.execute("UPDATE payloads SET payload = ? WHERE key = ?", (old, key))
+        for batch in batches:
+            connection.execute("UPDATE steps SET seal = ? WHERE step = ?", (batch_seal(batch, 2), batch.step))
+        connection.commit()
         connection.create_function("seal", -1, seal)
         connection.executescript(
             "ALTER TABLE trajectories DROP COLUMN seal; ALTER TABLE steps DROP COLUMN row_seal;"

@@ -126,7 +126,7 @@ def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path: Path, make: Make) -
     small_run(tmp_path, make)
     with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
         ledger._execute("DELETE FROM trajectories WHERE state = 'failed'")
-    with pytest.raises(StoreError, match="issued 5 trajectories and knows the state of 4"):
+    with pytest.raises(StoreError, match="5 trajectories were issued, and 4 have a row"):
         inspect_run(tmp_path)
 
 

@@ -275,7 +275,7 @@ def test_a_ledger_that_is_taken_away_ends_the_writing_and_another_one_in_its_pla
         other.issue("0.9.0", make.prompt, 1, 0)
         other.flush()
     for attempt in (ledger.flush, lambda: ledger.issue("0.1.0", make.prompt, 1, 0), ledger.sync):
-        with pytest.raises(StoreError, match=f"{path}: was taken away while the run wrote to it"):
+        with pytest.raises(StoreError, match=f"{path}: the ledger, or its folder, was moved or removed"):
             attempt()
     ledger.close()
     if other is not None:
@@ -289,7 +289,7 @@ def test_another_format_is_refused_with_both_numbers(path: Path) -> None:
     Ledger(path, KEEP_ALL).close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {FORMAT + 1}")
-    with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto goes on with format {FORMAT}"):
+    with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto resumes format {FORMAT}"):
         Ledger(path, KEEP_ALL)
 
 
@@ -390,7 +390,7 @@ def test_a_disk_that_is_full_ends_the_run_with_the_path(path: Path, make: Make) 
 
 
 STATEMENTS = {
-    "the answers of a batch": (reading._ANSWERS, (0, 8)),
+    "the trajectories of a batch": (reading._TRAJECTORIES, (0, 8)),
     "what ended untrained is forgotten": (ledger_module._FORGET_UNTRAINED, (0,)),
     "what was trained is forgotten": (ledger_module._FORGET_TRAINED, (0, 1)),
     "prompts are forgotten": (ledger_module._FORGET_PROMPTS, (0, 1)),

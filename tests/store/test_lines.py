@@ -104,7 +104,7 @@ def test_a_run_goes_on_without_the_lines_that_cannot_be_read(tmp_path: Path, cap
     assert [step.step for step in read_metrics(path)[0]] == [1, 2]
     [record] = caplog.records
     assert f"{path}: line 2 cannot be read" in record.getMessage()
-    assert record.getMessage().endswith("the run goes on without it and 1 more")
+    assert record.getMessage().endswith("the run continues without this line and 1 more")
 
 
 def test_a_run_goes_on_with_lines_that_cannot_be_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_lines_that_cannot_be_written_anew(tmp_path: Path, ca
         rewind_metrics(path, 1)
     assert path.read_bytes() == before
     [record] = caplog.records
-    assert f"{path} cannot be written anew (No space left on device)" in record.getMessage()
+    assert f"{path} cannot be rewritten (No space left on device)" in record.getMessage()
 
 
 def test_a_full_disk_costs_one_warning_and_the_lines(caplog: pytest.LogCaptureFixture) -> None:

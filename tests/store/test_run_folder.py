@@ -77,7 +77,7 @@ def test_the_lock_of_a_killed_writer_is_taken_over(tmp_path: Path) -> None:
 
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:
     begun(tmp_path / "run")
-    with pytest.raises(RunFolderError, match="holds another run; go on with it by --resume"):
+    with pytest.raises(RunFolderError, match="holds another run; resume it with --resume"):
         RunFolder.create(tmp_path / "run")
     with RunFolder.resume(tmp_path / "run"), pytest.raises(RunFolderError, match="in use"):
         RunFolder.resume(tmp_path / "run")
@@ -156,5 +156,5 @@ def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path, how: str) -> No
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="file/run: cannot be made: Not a directory"):
+    with pytest.raises(RunFolderError, match="file/run: cannot be created: Not a directory"):
         RunFolder.create(tmp_path / "file" / "run")

@@ -1,4 +1,4 @@
-"""Curves over training steps: accuracy, reward, length of the answers; and the histogram of staleness."""
+"""Curves over training steps: accuracy, reward, completion length; and the histogram of staleness."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NO_STEPS = "no training step yet"
 
 
 def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationLine]) -> None:
-    """Accuracy of the answers judged before each step, filtered groups included, and of the held-out prompts."""
+    """Accuracy of the completions judged before each step, filtered groups included, and of held-out prompts."""
     figure, axes = canvas()
     with saved_as(path, figure):
-        titled(axes, "Accuracy", _accuracy_sentence(evaluations), x="training step", y="answers that are right")
+        titled(axes, "Accuracy", _accuracy_sentence(evaluations), x="training step", y="accuracy")
         if not steps and not evaluations:
             nothing_yet(axes, _NO_STEPS)
             return
@@ -49,7 +49,7 @@ def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
     """Mean reward of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
-        titled(axes, "Reward", "mean over the answers of each batch", x="training step", y="reward")
+        titled(axes, "Reward", "mean over the completions of each batch", x="training step", y="reward")
         if not steps:
             nothing_yet(axes, _NO_STEPS)
             return
@@ -58,10 +58,10 @@ def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Mean and longest answer of each batch."""
+    """Mean and longest completion of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
-        titled(axes, "Length of the answers", "logarithmic scale", x="training step", y="tokens")
+        titled(axes, "Completion length", "logarithmic scale", x="training step", y="tokens")
         if not steps:
             nothing_yet(axes, _NO_STEPS)
             return
@@ -73,7 +73,7 @@ def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_staleness(path: Path, staleness: StalenessSummary) -> None:
-    """How many versions old the trained tokens were."""
+    """Histogram of the versions between sampling and training, over trained tokens."""
     figure, axes = canvas()
     with saved_as(path, figure):
         bound = "no bound" if staleness.bound is None else f"bound η = {staleness.bound:g}"

@@ -13,7 +13,7 @@ from stretto.store.series.spans import read_spans
 
 
 def plot_run(path: str | Path) -> tuple[Path, ...]:
-    """Draw everything there is to see of a run, into its folder ``plots``; returns the files.
+    """Draw all plots of a run into its folder ``plots``; the files.
 
     Raises:
         RunFolderError: there is no run.

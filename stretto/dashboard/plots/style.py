@@ -1,4 +1,4 @@
-"""How every plot looks: one palette (Okabe and Ito's, which colour-blind readers can tell apart), one frame."""
+"""The style of all plots: Okabe and Ito's palette, which colour-blind readers can tell apart, and one frame."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DOTS_PER_INCH = 130
 
 
 def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
-    """A figure of inches with one pair of axes; it belongs to nobody but the caller."""
+    """A figure of `width` by `height` inches, with one pair of axes, and outside of pyplot's registry."""
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -41,7 +41,7 @@ def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
 
 
 def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "") -> None:
-    """A bold title on the left, one quiet sentence under it, names and units on the axes."""
+    """Set a bold title, a sentence under it, and labels with units on the axes."""
     axes.set_title(title + "\n", loc="left", fontsize=13, fontweight="bold", color=INK)
     axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize=9.5, color=QUIET, va="bottom")
     axes.set_xlabel(x, fontsize=10, color=INK)
@@ -49,7 +49,7 @@ def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "")
 
 
 def nothing_yet(axes: Axes, sentence: str) -> None:
-    """An empty plot says why it is empty."""
+    """Label an empty plot with the reason."""
     axes.text(0.5, 0.5, sentence, transform=axes.transAxes, ha="center", va="center", color=QUIET, fontsize=11)
     axes.set_xticks([])
     axes.set_yticks([])
@@ -61,7 +61,7 @@ def saved_as(path: Path, figure: Figure) -> Iterator[None]:
     yield
     part = path.with_name(f".{path.name}.part")
     with warnings.catch_warnings():
-        # A sign that the font lacks becomes a box in a picture, which is no reason to end a run.
+        # A glyph that the font lacks becomes a box in the picture, which must not end a run.
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(part, format="png", facecolor="white")
     part.replace(path)

@@ -1,4 +1,4 @@
-"""The timeline: one lane per role, a window of some training steps from the middle of the run."""
+"""The timeline: one lane for each role, over a few training steps from the middle of the run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _STEP = "update"
 _LOOKS: dict[str, tuple[str, str]] = {  # span name: colour, what the legend calls it
     "generate": (SKY, "generate"),
     "recompute": (ORANGE, "recompute the cache"),
-    _LOAD: (RED, "load weights: answers are interrupted"),
-    "score": (PINK, "score answers"),
+    _LOAD: (RED, "load weights: completions are interrupted"),
+    "score": (PINK, "score completions"),
     "proximal": (GREEN, "proximal log-probabilities"),
     _STEP: (BLUE, "update"),
     _PUBLISH: (INK, "publish a version"),
@@ -50,12 +50,12 @@ _OTHER = ("#b3b3b3", "other")
 _LANES = ("conductor", "engine", "reward", "trainer")  # from top to bottom, by how a role's name begins
 _WIDTH, _LEFT, _RIGHT, _ABOVE, _BELOW, _LANE = 13.0, 1.25, 0.65, 0.7, 1.2, 0.5  # inches
 _BAR = 0.62  # of a lane's height
-_THINNEST = 0.0012  # of the window: what is shorter would not be seen
+_THINNEST = 0.0012  # of the window: shorter bars would be invisible
 
 
 @dataclass(frozen=True)
 class Window:
-    """The part of the run that is shown, in seconds of the spans' clock."""
+    """The part of the run that is drawn, in seconds of the spans' clock."""
 
     start: float
     end: float
@@ -66,7 +66,7 @@ class Window:
 
 
 def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SHOWN) -> None:
-    """Who worked when; where weights were loaded and answers interrupted; where versions were published."""
+    """Draw the work of each role over time, the loads that interrupt completions, and the publications."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)
     figure, axes = canvas(_WIDTH, height)
@@ -75,13 +75,13 @@ def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SH
     with saved_as(path, figure):
         if not spans:
             titled(axes, "Timeline")
-            nothing_yet(axes, "nothing was recorded yet")
+            nothing_yet(axes, "nothing recorded yet")
             return
         window = middle_window(spans, steps_shown)
         origin = min(span.start for span in spans)
         shown = [span for span in spans if span.end > window.start and span.start < window.end]
-        sentence = f"{window.seconds:.2f} s from the middle of the run; at the right: how busy each role was"
-        titled(axes, "Timeline", sentence, x="seconds since the first work of the run")
+        sentence = f"{window.seconds:.2f} s from the middle of the run; at the right: busy share of each role"
+        titled(axes, "Timeline", sentence, x="seconds since the first span")
         for number, lane in enumerate(lanes):
             _draw_lane(axes, [span for span in shown if span.role == lane], window, origin, number)
         _draw_publications(axes, [span for span in shown if span.name == _PUBLISH], origin)
@@ -96,7 +96,7 @@ def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SH
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """From the beginning of one update to the end of another, `steps_shown` in all, around the middle of the run."""
+    """The window of `steps_shown` updates around the middle of the run."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -106,7 +106,7 @@ def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
 
 
 def busy_fraction(spans: Sequence[Span], window: Window) -> float:
-    """The fraction of the window in which at least one of the spans was going on.
+    """The fraction of the window that the spans cover.
 
     >>> halves = [Span(role="a", name="x", start=0, end=2), Span(role="a", name="y", start=1, end=3)]
     >>> busy_fraction(halves, Window(0, 6))

@@ -1,4 +1,4 @@
-"""How a snapshot looks on a terminal."""
+"""The panel of a snapshot on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TREND_WIDTH = 60
 
 
 def panel(snapshot: Snapshot) -> RenderableType:
-    """How far, how good, how busy."""
+    """Progress, measurements, busy roles and rates of a snapshot."""
     progress = Table.grid(expand=True)
     progress.add_row(_header(snapshot))
     progress.add_row(ProgressBar(total=max(snapshot.steps, 1), completed=snapshot.step))
@@ -47,7 +47,7 @@ def _header(snapshot: Snapshot) -> Text:
     left = snapshot.remaining
     rest = "" if left is None else f", about {_clock(left)} left"
     step = (f"{snapshot.step}/{snapshot.steps}", "bold")
-    return Text.assemble(f"{snapshot.phase} ", step, f"   {_clock(snapshot.seconds)} gone{rest}")
+    return Text.assemble(f"{snapshot.phase} ", step, f"   {_clock(snapshot.seconds)} elapsed{rest}")
 
 
 def _facts(snapshot: Snapshot) -> Table:

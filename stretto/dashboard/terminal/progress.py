@@ -1,10 +1,11 @@
-"""What a run shows while it runs: a panel that renews itself, or plain lines where there is no terminal."""
+"""The display of a running command: a panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,34 +18,8 @@ _PANEL_SECONDS = 0.5
 _LINE_SECONDS = 5.0
 
 
-class Display(Protocol):
-    """Where a run is watched; entered before the first thing is shown and left after the last."""
-
-    def say(self, text: str) -> None:
-        """Something that stays on the screen: what begins now, an engine that was replaced."""
-        ...
-
-    def learning(self, progress: WarmStartProgress) -> None:
-        """One more look at the supervised warm start."""
-        ...
-
-    def step(self, metrics: StepMetrics) -> None:
-        """One training step is done."""
-        ...
-
-    def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Held-out accuracy was measured."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 def open_display(steps: int, console: Console | None = None) -> Display:
-    """A panel on a terminal, plain lines elsewhere, for a run of `steps` training steps.
+    """The display of a run of `steps` training steps.
 
     Example::
 
@@ -56,8 +31,8 @@ def open_display(steps: int, console: Console | None = None) -> Display:
     return PanelDisplay(steps, console) if console.is_terminal else LineDisplay(steps, console)
 
 
-class _Display:
-    """What both displays share: the newest snapshot, and a pace."""
+class Display(ABC):
+    """The newest snapshot, drawn at a limited rate; a context manager."""
 
     def __init__(self, steps: int, seconds: float) -> None:
         self._watcher = Watcher(steps)
@@ -65,13 +40,31 @@ class _Display:
         self._newest: Snapshot | None = None
         self._drawn: tuple[float, Snapshot | None] = (float("-inf"), None)
 
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Show a line that stays on the screen."""
+
+    @abstractmethod
+    def _draw(self, snapshot: Snapshot) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+
     def learning(self, progress: WarmStartProgress) -> None:
+        """Show the progress of supervised training."""
         self._show(self._watcher.learning(progress))
 
     def step(self, metrics: StepMetrics) -> None:
+        """Show the measurements of one training step."""
         self._show(self._watcher.step(metrics))
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
+        """Show the held-out accuracy."""
         snapshot = self._watcher.evaluated(evaluation)
         if snapshot is not None:
             self._show(snapshot)
@@ -85,17 +78,14 @@ class _Display:
             self._finish()
 
     def _finish(self) -> None:
-        """Draw the newest snapshot, unless it stands there already."""
+        """Draw the newest snapshot, unless it is shown already."""
         if self._newest is not None and self._newest is not self._drawn[1]:
             self._drawn = (time.monotonic(), self._newest)
             self._draw(self._newest)
 
-    def _draw(self, snapshot: Snapshot) -> None:
-        raise NotImplementedError
 
-
-class PanelDisplay(_Display):
-    """A panel that is drawn at most twice a second: the cores belong to the run."""
+class PanelDisplay(Display):
+    """A panel, drawn at most twice a second to spare the cores."""
 
     def __init__(self, steps: int, console: Console) -> None:
         super().__init__(steps, _PANEL_SECONDS)
@@ -114,12 +104,12 @@ class PanelDisplay(_Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish()
+        super().__exit__(kind, error, trace)
         self._live.stop()
 
 
-class LineDisplay(_Display):
-    """One plain line every few seconds, and one for the last of each phase."""
+class LineDisplay(Display):
+    """One plain line every few seconds, and one at the end of each phase."""
 
     def __init__(self, steps: int, console: Console, seconds: float = _LINE_SECONDS) -> None:
         super().__init__(steps, seconds)
@@ -130,11 +120,3 @@ class LineDisplay(_Display):
 
     def _draw(self, snapshot: Snapshot) -> None:
         self.say(snapshot.line())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._finish()

@@ -1,4 +1,4 @@
-"""A run at one moment, put together from what its conductor tells."""
+"""Snapshots of a run, made from its measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 TRAINING = "training"
 
-#: Of the trainer's own measurements those that are watched, as they are shown.
+#: Measurements of the trainer that are shown, with their labels.
 _TRAINER = {
     "loss": "loss",
     "kl_behavior": "KL to behavior",
@@ -19,17 +19,16 @@ _TRAINER = {
     "grad_norm": "grad norm",
     "learning_rate": "learning rate",
 }
-_RATE_SECONDS = 3.0  # tokens per second are means over so many
+_RATE_SECONDS = 3.0  # window of the mean tokens per second
 
 
 class WarmStartProgress(Protocol):
-    """How far learning from examples is: steps done, the last one's loss and accuracy, seconds since it began."""
+    """Progress of supervised training: steps done, loss and accuracy of the last step, seconds since the start."""
 
     @property
     def phase(self) -> str: ...
     @property
     def accuracy(self) -> float | None: ...
-
     @property
     def step(self) -> int: ...
     @property
@@ -41,7 +40,7 @@ class WarmStartProgress(Protocol):
 
 
 class Snapshot(Record, frozen=True):
-    """A run at one moment. `facts` are names with values as they are shown; what is not known is not there.
+    """A run at one moment. `facts` are labels with formatted values; unknown values are left out.
 
     Example: ``Snapshot(phase="training", step=120, steps=600, seconds=21.4, facts=(("accuracy", "71.2%"),))``
     """
@@ -49,10 +48,10 @@ class Snapshot(Record, frozen=True):
     phase: str
     step: int
     steps: int
-    seconds: float  # since the phase began
+    seconds: float  # since the phase started
     facts: tuple[tuple[str, str], ...] = ()
-    tokens_per_second: Mapping[str, float] = {}  # what is done to them: tokens
-    busy: Mapping[str, float] = {}  # role: fraction since the step before
+    tokens_per_second: Mapping[str, float] = {}  # "generated" or "trained": rate
+    busy: Mapping[str, float] = {}  # role: fraction since the previous step
     trend: tuple[float, ...] = ()  # accuracy, step by step
 
     @property
@@ -70,7 +69,7 @@ class Snapshot(Record, frozen=True):
 
 
 class Watcher:
-    """Turns what happens into snapshots; remembers what a snapshot needs of the past."""
+    """Makes snapshots from measurements, with the history that they need."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""The table at the end of a run, which ``stretto inspect`` shows again later."""
+"""The summary table of a run, at its end and from ``stretto inspect``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def print_inspection(path: str | Path, as_json: bool = False) -> None:
-    """Print what a run came to: a table for people, or one JSON object.
+    """Print the summary of a run: a table, or one JSON object.
 
     Raises:
         RunFolderError: there is no run.
@@ -32,18 +32,18 @@ def print_inspection(path: str | Path, as_json: bool = False) -> None:
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:
-    """The table for people."""
+    """Print the table."""
     (console or Console()).print(summary_table(inspection, title))
 
 
 def summary_table(inspection: Inspection, title: str) -> Table:
-    """One row per fact, grouped: what was learnt, what it took, how far apart sampling and training were."""
+    """One row for each value: accuracy and time, work, staleness, busy roles."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
     table.add_column(style="dim", justify="right")
     table.add_column()
-    for section in (_learnt(inspection), _work(inspection), _staleness(inspection), _busy(inspection.busy)):
+    for section in (_accuracy(inspection), _work(inspection), _staleness(inspection), _busy(inspection.busy)):
         for name, value in section:
             table.add_row(name, value)
         table.add_row("", "")
@@ -53,7 +53,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
 Rows = Iterable[tuple[str, RenderableType]]
 
 
-def _learnt(inspection: Inspection) -> Rows:
+def _accuracy(inspection: Inspection) -> Rows:
     before, after = _percent(inspection.initial_accuracy), _percent(inspection.final_accuracy)
     yield "held-out accuracy", Text.assemble(before, " → ", (after, "bold green"))
     yield "steps", f"{inspection.steps:,} (version {inspection.version})"
@@ -89,7 +89,7 @@ def _staleness(inspection: Inspection) -> Rows:
         yield f"{age}", Text.assemble((bar(count / tokens), "cyan"), f" {count / tokens:.1%}")
     yield (
         "interrupted",
-        f"{inspection.interrupted:,} answers; {inspection.multi_version:,} have tokens of several versions",
+        f"{inspection.interrupted:,} completions; {inspection.multi_version:,} have tokens of several versions",
     )
 
 

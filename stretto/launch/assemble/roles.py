@@ -20,7 +20,8 @@ from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
 from stretto.launch.assemble.specs import Endpoints, engine_specs, in_rounds, socket_folder, trainer_spec
-from stretto.launch.preflight.plan import Plan, digest
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.router import ExclusiveRouter, Router
 from stretto.loop.learner.link import TrainerLink

@@ -1,4 +1,4 @@
-"""Learning from examples before, or without, a run: a process of its own is started, followed and put away."""
+"""Supervised training, for a warm start, `stretto sft` and `stretto dpo`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ async def train_in_process(
     starter: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the policy in `model` on examples; `folder` appears when the policy in it is whole. A process that is
-    killed, or that gives no sign of life for `hung` seconds, is replaced once; `say` is told.
+    """Train the policy in `model` on examples; `folder` exists once the policy in it is whole. A process that is
+    killed, or has no heartbeat for `hung` seconds, is replaced once, with a line to `say`.
 
     Raises:
-        RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed, was killed twice, or took more than
-            `seconds`.
+        RoleDied, DeadlineExceeded, RoleFailed: the process failed, was killed twice, or took more than `seconds`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
@@ -69,7 +68,7 @@ async def train_in_process(
         except RoleDied as death:
             if not (again and process.killed):
                 raise
-            say(f"{role} {death.how}: it begins anew")
+            say(f"{role} {death.how}; it is started again")
         finally:
             channel.close()
             await process.stop(grace=1.0)
@@ -80,7 +79,7 @@ async def train_in_process(
 async def _follow(
     channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
 ) -> None:
-    awaited = "to learn from the examples"
+    awaited = "to train on the examples"
     async with deadline("conductor", f"{channel.role} {awaited}", seconds):
         while True:
             try:
@@ -97,13 +96,13 @@ async def _follow(
 
 
 def refuse_old(out: Path) -> None:
-    """Raises RunFolderError where something is already that a command would write."""
+    """Raises RunFolderError: the folder that a command would write exists already."""
     if out.exists():
         raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
 
 
-def train_into(out: Path, learning: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
-    """Run ``learning(log file)``, which writes the folder `out`, until it is done or a signal ends it.
+def train_into(out: Path, training: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
+    """Run ``training(log file)``, which writes the folder `out`, until it is done or a signal ends it.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -112,7 +111,7 @@ def train_into(out: Path, learning: Callable[[Path], Coroutine[Any, Any, None]])
 
     async def until_stopped() -> None:
         stopped = StopSignal()
-        await stopped.unless(learning(out.with_name(f"{out.name}.log")))
+        await stopped.unless(training(out.with_name(f"{out.name}.log")))
         if stopped.requested:
             sys.exit(stopped.exit_code)
 

@@ -1,4 +1,4 @@
-"""The supervised warm start: a process of its own, all cores for it alone, its result cached for later runs."""
+"""The supervised warm start: trained in a process of its own, with all cores; its result is cached for later runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from stretto import __version__
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import cache_folder
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
-from stretto.launch.preflight.plan import Plan, check_cache, digest, make_plan
+from stretto.launch.preflight.base import check_cache, digest
+from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import Demonstrations
@@ -26,7 +27,7 @@ async def warm_start(
     starter: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """The folder of the policy that reinforcement starts from: the base itself if the recipe has no warm start.
+    """The folder of version 0 of the policy: the base itself if the recipe has no warm start.
 
     Raises:
         RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed.
@@ -35,17 +36,17 @@ async def warm_start(
         return plan.base.path
     folder = cache_folder() / "warm-starts" / warm_start_key(plan)
     if folder.exists():
-        say(f"phase 1 of 3: warm start, learnt by an earlier run and kept in {folder}")
+        say(f"phase 1 of 3: warm start, cached by an earlier run in {folder}")
     else:
         check_cache()
         steps, count = plan.recipe.warm_start.steps, len(plan.demonstrations)
-        say(f"phase 1 of 3: warm start, {steps:,} supervised steps on {count:,} demonstrations; kept in {folder}")
+        say(f"phase 1 of 3: warm start, {steps:,} supervised steps on {count:,} demonstrations; cached in {folder}")
         await fine_tune_to(plan, folder, log, on_learning, starter, say)
     return folder
 
 
 def warm_start_key(plan: Plan) -> str:
-    """Names everything that the result depends on: every file of the base, every demonstration, all settings."""
+    """A digest of all that the result depends on: the files of the base, the demonstrations, the settings."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     weights = xxhash.xxh3_128()
@@ -64,7 +65,7 @@ async def fine_tune_to(
     starter: Spawner,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the plan's base on its demonstrations; `folder` appears when the policy in it is whole."""
+    """Train the plan's base on its demonstrations; `folder` exists once the policy in it is whole."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     await train_in_process(
@@ -89,7 +90,7 @@ def sft(
     """`stretto sft`: the recipe's warm start alone, written to `out`.
 
     Raises:
-        UserError: the recipe has no warm start, or something it names is not what it should be.
+        UserError: the recipe has no warm start, or something that it names is wrong.
         RoleError: the process that trains failed.
         SystemExit: a signal ended it; nothing is left.
     """
@@ -102,7 +103,7 @@ def sft(
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
-    """A policy folder, copied whole or not at all; `copied` is given the copy before it gets its name."""
+    """Copy a policy folder, whole or not at all; `copied` is called with the copy before it gets its name."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)

@@ -1,4 +1,4 @@
-"""`stretto dpo`: a policy learns from pairs of completions; `launch.recipe.preferences` is its recipe."""
+"""`stretto dpo`: a policy is trained on preference pairs; `launch.recipe.preferences` is its recipe."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
+from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.checks import check_devices, check_kind, check_vocabulary
 from stretto.launch.preflight.encoding import encode_preferences
-from stretto.launch.preflight.plan import base_folder, check_devices, check_kind, check_vocabulary
 from stretto.launch.recipe.preferences import PreferenceRecipe, load_preferences
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -25,10 +26,10 @@ def dpo(
     on_warning: Callable[[str], None] = lambda _: None,
     starter: Spawner = FRESH,
 ) -> None:
-    """Train the recipe's model on its pairs (DPO); the policy is written to `out` as a Hugging Face folder.
+    """Train the recipe's model on its pairs by DPO; the policy is written to `out` as a Hugging Face folder.
 
     Raises:
-        UserError: something that the recipe names is not what it should be; nothing was started.
+        UserError: something that the recipe names is wrong; nothing was started.
         RoleError: the process that trains failed.
         SystemExit: a signal ended it; nothing is left.
     """
@@ -39,7 +40,7 @@ def dpo(
     if longest > room:
         on_warning(
             f"the longest pair has {longest} tokens, more than preferences.micro_batch_tokens = {room}: "
-            "such a one is computed alone and takes more memory than that"
+            "it is a micro-batch of its own and takes more memory"
         )
     train_into(
         out,
@@ -60,15 +61,14 @@ def dpo(
 
 
 def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
-    """The folder of the model, and the pairs as token ids; everything is checked that can be before it is loaded."""
-    asked = recipe.preferences
-    check_devices({"preferences": asked})
+    """The folder of the model, and the pairs as token ids; all checks that need no loaded model are made here."""
+    config = recipe.preferences
+    check_devices({"preferences": config})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
     tokenizer = load_tokenizer(base.path)
-    if asked.reference is not None:
-        check_vocabulary(asked.reference, tokenizer, "preferences.reference")
-    fields = Fields(asked.prompt_field, asked.chosen_field, asked.rejected_field)
-    pairs = read_pairs(Path(asked.file), fields)
-    reference = asked.reference or str(base.path)
+    if config.reference is not None:
+        check_vocabulary(config.reference, tokenizer, "preferences.reference")
+    pairs = read_pairs(Path(config.file), Fields(config.prompt_field, config.chosen_field, config.rejected_field))
+    reference = config.reference or str(base.path)
     return base.path, Preferences(encode_preferences(pairs, tokenizer, base.context_length), reference)

@@ -1,4 +1,4 @@
-"""`stretto eval`: the held-out accuracy of a model folder, measured by the same engine, sampling and reward."""
+"""`stretto eval`: the held-out accuracy of a model folder, with the engine, sampling and reward of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.specs import Endpoints, engine_specs, socket_folder
-from stretto.launch.preflight.plan import Plan, digest, make_plan
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
@@ -28,10 +29,10 @@ def evaluate(
     starter: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """Ask the task's held-out prompts; `task` is a recipe, or a JSONL file all of whose rows are asked.
+    """Evaluate the model on the held-out prompts of `task`: a recipe, or a JSONL file with all its rows.
 
     Raises:
-        UserError: the folder, the task or an override is not what it should be.
+        UserError: the folder, the task or an override is wrong.
         RoleError: an engine or a reward worker failed.
         SystemExit: a signal ended it.
     """
@@ -43,7 +44,7 @@ def evaluate(
     )
     for note in plan.notes:
         say(f"warning: {note}")
-    return until_cut_short(_examine(plan, starter))
+    return until_cut_short(_evaluate(plan, starter))
 
 
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
@@ -60,30 +61,27 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
     return validate(tree, str(task))
 
 
-async def _examine(plan: Plan, starter: Spawner) -> Evaluation:
-    recipe, stopped = plan.recipe, StopSignal()
-    folder = socket_folder()
-    meeting = Endpoints(
-        mailbox=digest(folder), mailbox_folder=folder, sockets=folder
-    )  # nothing is ever published in it
-    specs = engine_specs(plan, plan.base.path, meeting, published=False)
-    fleet = EnginePool(specs, folder, recipe.deadlines, starter=starter)
+async def _evaluate(plan: Plan, starter: Spawner) -> Evaluation:
+    recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
+    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
+    specs = engine_specs(plan, plan.base.path, endpoints, published=False)
+    engines = EnginePool(specs, folder, recipe.deadlines, starter=starter)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     failed = True
     try:
-        await stopped.unless(gather_or_cancel(rewards.start(), fleet.start(0)))
+        await stopped.unless(gather_or_cancel(rewards.start(), engines.start(0)))
         evaluate = Evaluator(
             plan.held_out,
             plan.sampling,
             recipe.evaluation.seed,
-            fleet.generate,
+            engines.generate,
             rewards.score_group,
             plan.tokenizer.decode,
         )
-        evaluation = await stopped.unless(run_beside(fleet.supervise(), evaluate()))
+        evaluation = await stopped.unless(run_beside(engines.supervise(), evaluate()))
         failed = False
     finally:
-        await asyncio.gather(fleet.stop(1.0), rewards.close())
+        await asyncio.gather(engines.stop(1.0), rewards.close())
         if not failed:  # the message of a failure names a log in this folder
             shutil.rmtree(folder, ignore_errors=True)
     return evaluation or sys.exit(stopped.exit_code)

@@ -1,6 +1,6 @@
-"""`stretto replay`: train again from the batches on record, without generating.
+"""`stretto replay`: train again on the recorded batches, without generation.
 
-    run's start, or its newest checkpoint that is early enough
+    the run's start, or its newest checkpoint up to step --from
         │  batches up to --from, with the run's own settings
         ▼
     the state after step --from
@@ -8,7 +8,7 @@
         ▼
     a branch: RUN/branches/001, a folder with its recipe, its metrics, its ledger and its last policy
 
-With unchanged settings the weights are those of the run, bit for bit, on the same machine with as many threads.
+With unchanged settings the weights are bit-equal to the run's, on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from stretto.store.ledger.schema import open_for_reading
 from stretto.store.series.metrics import MetricsLog, read_metrics
 from stretto.trainer.spec import TrainerSpec
 
-#: What a replay may change: everything that decides what a batch does to the weights.
+#: Sections that a replay may change: those that decide what a batch does to the weights.
 _MAY_CHANGE = ("algorithm", "trainer")
 
 _STOP_GRACE = 1.0
 
 
 class Branch(Record, frozen=True):
-    """``branch.json``: where a branch comes from. `changes` are the settings that differ, each with both values."""
+    """``branch.json``: the origin of a branch. `changes` are the settings that differ, each with both values."""
 
     run: str
     first_step: int  # trained after this step
@@ -56,8 +56,8 @@ class Branch(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay came to. `equal` None: the settings were changed, or the weights could not be compared, and
-    `incomparable` says why."""
+    """The result of a replay. `equal` is None if settings were changed, or if the weights cannot be compared, for the
+    reason `incomparable`."""
 
     folder: Path
     branch: Branch
@@ -66,12 +66,12 @@ class Replayed:
 
     def __str__(self) -> str:
         branch = self.branch
-        told = f"steps {branch.first_step + 1} to {branch.last_step} of {branch.run} trained again: {self.folder}"
+        text = f"steps {branch.first_step + 1} to {branch.last_step} of {branch.run} trained again: {self.folder}"
         if self.equal is not None:
-            told += f"\nthe weights are {'bit-equal to' if self.equal else 'NOT those of'} the run's"
+            text += f"\nthe weights are {'' if self.equal else 'NOT '}bit-equal to the run's"
         elif self.incomparable:
-            told += f"\nthe weights could not be compared with the run's: {self.incomparable}"
-        return told
+            text += f"\nthe weights could not be compared with the run's: {self.incomparable}"
+        return text
 
 
 def replay(
@@ -82,12 +82,12 @@ def replay(
     say: Callable[[str], None] = print,
     starter: Spawner = FRESH,
 ) -> Replayed:
-    """Train again what the run trained on after `first_step`.
+    """Train again on the run's batches after `first_step`.
 
     Raises:
-        UserError: the run, the step or an override is not what it should be.
+        UserError: the run, the step or an override is wrong.
         StoreError: the run has not kept the tokens of its batches.
-        RoleError: the trainer failed; its logs stay, alone, in the folder of the branch.
+        RoleError: the trainer failed; only its logs stay in the folder of the branch.
     """
     folder = RunFolder.open(run_dir)
     until = last_step(folder.ledger)
@@ -111,7 +111,7 @@ def replay(
         _record(folder, target, after, branch, updates)
     except RoleError:
         if logs := _all_but_logs_removed(target):
-            say(f"what the trainer said is in {', '.join(map(str, logs))}")
+            say(f"logs of the trainer: {', '.join(map(str, logs))}")
         raise
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
@@ -124,9 +124,9 @@ def replay(
 
 
 def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
-    """Raises RunFolderError when recipe.toml is not the recipe that the run had."""
+    """Raises RunFolderError: recipe.toml differs from the recorded recipe."""
     if edited := differences(recorded, load_recipe(folder.recipe)):
-        remedy = "bring the run's own recipe back; --set changes what a replay may change"
+        remedy = "restore the run's own recipe, and change settings by --set"
         raise RunFolderError(Problem(f"{folder.recipe}: {key}", found, remedy) for key, found in edited)
 
 
@@ -139,13 +139,13 @@ async def _train(
     say: Callable[[str], None],
     starter: Spawner,
 ) -> list[Update]:
-    lineage, log = Recovery(folder, before.store.keep_checkpoints), target / "trainer.txt"
+    recovery, log = Recovery(folder, before.store.keep_checkpoints), target / "trainer.txt"
     checkpoint: Path | None = None
     if branch.first_step:
         checkpoint = target / "start"
-        async with _trainer(folder, before, log, None, starter, lineage, branch.first_step) as trainer:
+        async with _trainer(folder, before, log, None, starter, recovery, branch.first_step) as trainer:
             await _saved(trainer, checkpoint)
-        say(f"stands behind step {branch.first_step}")
+        say(f"restored the state after step {branch.first_step}")
     updates: list[Update] = []
     async with _trainer(folder, after, log, checkpoint, starter) as trainer:
         for batch in read_batches(folder.ledger, branch.first_step, branch.last_step):
@@ -158,7 +158,7 @@ async def _train(
 
 
 async def _saved(trainer: TrainerLink, checkpoint: Path) -> None:
-    """Written by this trainer, or by one that takes its place: it dies as often as the link allows."""
+    """Save a checkpoint; if the trainer dies, its replacement saves it, within the restart budget of the link."""
     while True:
         try:
             return await trainer.save_checkpoint(checkpoint)
@@ -173,11 +173,11 @@ async def _trainer(
     log: Path,
     checkpoint: Path | None,
     starter: Spawner,
-    lineage: Recovery | None = None,
+    recovery: Recovery | None = None,
     version: int = 0,
 ) -> AsyncIterator[TrainerLink]:
-    """A trainer in a process of its own, as in a run; nobody publishes."""
-    link = TrainerLink(log, recipe.deadlines, lineage, starter=starter)
+    """A trainer in a process of its own, as in a run, that publishes nothing."""
+    link = TrainerLink(log, recipe.deadlines, recovery, starter=starter)
     model = folder.policy(0)
     spec = TrainerSpec(
         model=str(model),
@@ -198,7 +198,7 @@ async def _trainer(
 
 
 def _all_but_logs_removed(target: Path) -> list[Path]:
-    """The logs of the trainer and of its ranks, which say more of a failure than its message."""
+    """Remove all but the logs of the trainer and its ranks, and return these: they explain a failure."""
     logs = sorted(target.glob("*.txt"))
     for path in [path for path in target.iterdir() if path not in logs]:
         if path.is_dir():
@@ -213,16 +213,16 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
     taken = [int(path.name) for path in branches.glob("*") if path.name.isdecimal()]
     target = out or branches / f"{max(taken, default=0) + 1:03d}"
     try:
-        target.mkdir(parents=True)  # a failed replay removes it: it must be its own
+        target.mkdir(parents=True)  # new: a failed replay removes it
         (target / "policy").mkdir()
     except OSError as error:
-        found = f"cannot be made: {error.strerror}"
+        found = f"cannot be created: {error.strerror}"
         raise RunFolderError([Problem(str(target), found, "give a new folder with --out")]) from error
     return target
 
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, updates: Sequence[Update]) -> None:
-    """The branch as a run folder: what was trained on is the run's, what came of it is the branch's own."""
+    """Complete the branch as a run folder: the run's ledger and metrics, with the branch's updates."""
     (target / "branch.json").write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     (target / "recipe.toml").write_text(to_toml(recipe))
     try:
@@ -235,9 +235,7 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, upd
                 copy.execute(
                     "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(update)
                 )
-            copy.execute(
-                "DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START)
-            )  # they are the run's, not the branch's
+            copy.execute("DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START))  # these are the run's
             copy.commit()
     except sqlite3.Error as error:
         raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error

@@ -1,4 +1,4 @@
-"""`stretto serve`: one model folder behind OpenAI's interface, in this process."""
+"""`stretto serve`: one model folder behind OpenAI's HTTP interface, in this process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from stretto.model.hf.tokenizer import load_tokenizer
 
 _KEEP_ALIVE_SECONDS = 120
 _PATIENCE_SECONDS = 30.0
-_SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the answer
-_OF_A_RUN = {"count": "one engine is served", "transport": "--host and --port say where", "base_port": "give --port"}
+_SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
+_OF_A_RUN = {"count": "one engine is served", "transport": "give --host and --port", "base_port": "give --port"}
 
 
 class NoMailbox:
-    """The weights are those of the folder (satisfies `weights.mailbox.Subscriber`)."""
+    """A mailbox without publications: the folder's weights stay (satisfies `weights.mailbox.Subscriber`)."""
 
     def newest(self) -> int | None:
         return None
@@ -38,10 +38,10 @@ class NoMailbox:
     def load(self, version: int) -> Mapping[str, Tensor]:
         """
         Raises:
-            WireError: always; nothing is ever published here.
+            WireError: always.
         """
         raise WireError(
-            f"version {version} cannot be loaded: this server serves its folder, and no run publishes to it"
+            f"version {version} cannot be loaded: this server serves one folder, and no run publishes to it"
         )
 
 
@@ -49,11 +49,11 @@ def engine_config(overrides: Sequence[str]) -> EngineConfig:
     """The `[engine]` section from ``engine.key=value`` words.
 
     Raises:
-        RecipeError: a word is not of this form, or its value is not allowed (all of them).
+        RecipeError: words of another form, or values that are not allowed (all of them).
     """
     keys = [word.partition("=")[0].strip() for word in overrides]
     problems = [
-        Problem(f"{key}", "is no setting of the engine", "only engine.key=value is understood here")
+        Problem(f"{key}", "is no setting of the engine", "give engine.key=value")
         for key in keys
         if not key.startswith("engine.")
     ]
@@ -70,7 +70,7 @@ def engine_config(overrides: Sequence[str]) -> EngineConfig:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # whoever started this waits for the address
+    print(text, flush=True)  # the caller may wait for the address
 
 
 def serve(
@@ -85,15 +85,15 @@ def serve(
     """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first.
 
     Args:
-        name: what clients call the model; the name of the folder if None.
+        name: the model's name for clients; by default the folder's name.
 
     Raises:
-        UserError: the folder, an override or the address is not what it should be.
+        UserError: the folder, an override or the address is wrong.
     """
     config = engine_config(overrides)
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model)
-    listening = bind(host, port, "--port")
+    bound = bind(host, port, "--port")
     torch.set_num_threads(config.threads)
     engine = NativeEngine.load(model, config)
     generation = SharedGeneration(engine)
@@ -102,28 +102,28 @@ def serve(
     app = OpenAIApp(generation, served, tokenizer, EngineApp(generation, NoMailbox()))
     server = GracefulServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
     _allow_many_connections()
-    listening.listen()  # from here on connections wait for the server instead of being refused
+    bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
     about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
     say(f"{served.name}: {folder.architecture}, {about}")
-    say(f"serving at http://{shown}:{listening.getsockname()[1]}/v1")
-    uvloop.run(run_app(server, [listening], generation))
+    say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
+    uvloop.run(run_app(server, [bound], generation))
 
 
 def _context(engine: NativeEngine, config: EngineConfig) -> int:
-    """Tokens that a prompt and its answer may have together.
+    """Tokens that a prompt and its completion may have together.
 
     Raises:
-        RecipeError: the cache holds no prompt with an answer.
+        RecipeError: the KV cache is too small for any.
     """
     if (context := engine.longest_row) < _SHORTEST_CONTEXT:
-        found = f"{config.cache_gib:g}, which holds the keys and values of no prompt with an answer"
+        found = f"{config.cache_gib:g} is too small a KV cache for any prompt with a completion"
         raise RecipeError([Problem("engine.cache_gib", found, "give more")])
     return context
 
 
 def _allow_many_connections() -> None:
-    """Each connection is an open file, and the soft limit is often 1,024."""
+    """Raise the limit of open files, one for each connection, from its soft value (often 1,024) to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -13,7 +13,9 @@ import torch
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoError, described
 from stretto.launch.assemble.run import StartState, run
-from stretto.launch.preflight.plan import Plan, digest, estimate_disk, estimate_memory, make_plan, warnings
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
+from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.preflight.trainable import check_checkpoint
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recipe
@@ -30,7 +32,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
 
-#: What may be changed when a run is resumed: how long it goes on, on how much, and how patient it is.
+#: Settings that may change when a run is resumed.
 _MAY_CHANGE = (
     "trainer.steps",
     "trainer.ranks",
@@ -42,11 +44,11 @@ _MAY_CHANGE = (
 )
 
 _QUESTIONS, _MODEL = "questions", "model"
-_HOPELESS = 2.0  # times the memory that is available
+_HOPELESS = 2.0  # times the available memory
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
-    """`stretto train --dry-run`: everything is read and measured, nothing is started.
+    """`stretto train --dry-run`: read, check and measure everything, start nothing.
 
     Raises:
         UserError: with every mistake that was found.
@@ -60,47 +62,45 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     else:
         plan = _fitting(make_plan(load_recipe(recipe_path, overrides)))
     recipe = plan.recipe
-    print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of ", end="")
-    print(f"{recipe.rollout.group_size} answers")
+    group = f"{recipe.rollout.group_size} completions"
+    print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of {group}")
     print(f"model       {plan.base.path}: {plan.base.architecture}, {plan.base.parameters:,} parameters")
-    asked = (
-        ""
-        if len(plan.held_out) == plan.kept_apart
-        else f" of which evaluation.prompts = {len(plan.held_out):,} are asked,"
-    )
-    print(f"questions   {len(plan.training):,} for training, {plan.kept_apart:,} held out,{asked} ", end="")
-    print(f"{len(plan.demonstrations):,} demonstrations")
-    print(f"longest     prompt {plan.longest_prompt} + answer {plan.sampling.max_tokens} tokens, ", end="")
-    print(f"context {plan.base.context_length}")
+    asked = len(plan.held_out)
+    part = "" if asked == plan.kept_apart else f" (evaluation.prompts = {asked:,} are evaluated)"
+    held_out = f"{plan.kept_apart:,} held out{part}, {len(plan.demonstrations):,} demonstrations"
+    print(f"questions   {len(plan.training):,} for training, {held_out}")
+    tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
+    print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
     print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
-    told = warnings(plan)
-    for warning in told:
+    found = warnings(plan)
+    for warning in found:
         print(f"warning     {warning}")
-    print(f"{f'{len(told)} lines of warnings' if told else 'all is well'}; nothing was started")
+    print(f"{f'{len(found)} lines of warnings' if found else 'no problems found'}; nothing was started")
 
 
 def prepare(
     recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
 ) -> Prepared:
-    """Check everything, take the run folder; nothing is started yet. `write`: a resumed run gets the new recipe.
+    """Check everything and lock the run folder; nothing is started. `write`: the recipe of a resumed run is replaced.
 
-    A run that goes on is named by its folder in the place of a recipe (its own is taken), or by `run_dir`.
+    A run to resume is given as its folder, with its own recipe, or as a recipe and `run_dir`.
 
     Raises:
-        UserError: something is wrong that the user can put right.
+        UserError: with every mistake that was found.
+        StoreError: a resumed run's ledger is damaged, or has another format.
     """
     if resume and recipe_path.is_dir():
         if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
-            found = f"{recipe_path} is to go on, and --run-dir is {run_dir}"
+            found = f"{recipe_path} is to be resumed, and --run-dir is {run_dir}"
             raise RunFolderError([Problem("--resume", found, "name the run once: stretto train --resume RUN_DIR")])
         recipe_path, run_dir = RunFolder.open(recipe_path).recipe, recipe_path
     if resume and run_dir is None:
-        remedy = "say which run is to go on: stretto train --resume RUN_DIR"
+        remedy = "name the run to resume: stretto train --resume RUN_DIR"
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    plan = _fitting(make_plan(recipe, begun=resume and RunFolder(path).policy(0).exists()))
+    plan = _fitting(make_plan(recipe, has_policy=resume and RunFolder(path).policy(0).exists()))
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)
@@ -117,10 +117,10 @@ def prepare(
 
 
 def _fitting(plan: Plan) -> Plan:
-    """The plan, unless it needs so much more memory than there is that no estimate can be that wrong.
+    """The plan, if the memory may suffice.
 
     Raises:
-        RecipeError: it does.
+        RecipeError: the estimate is more than `_HOPELESS` times the available memory.
     """
     memory = estimate_memory(plan)
     if memory.total > _HOPELESS * memory.available and not torch.cuda.is_available():
@@ -131,7 +131,7 @@ def _fitting(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan, a run folder that is ours, and where the run in it begins."""
+    """A plan, the locked run folder, and the state from which the run starts."""
 
     plan: Plan
     folder: RunFolder
@@ -145,26 +145,23 @@ class Prepared:
     def steps(self) -> int:
         return self.plan.recipe.trainer.steps
 
-    def train(self, stage: Reporter, starter: Spawner = FRESH) -> int:
+    def train(self, reporter: Reporter, starter: Spawner = FRESH) -> int:
         """Train; the exit code: 0, or 128 + the signal that stopped the run.
 
         Raises:
-            StrettoError: the run could not go on; it is resumable from its last checkpoint.
+            StrettoError: the run failed; it can be resumed from its last checkpoint.
         """
         with self.folder:
-            logbook = RunLog(self.folder.log, stage)
-            logbook.note(f"begins at version {self.beginning.version}")
+            logbook = RunLog(self.folder.log, reporter)
+            logbook.note(f"starts at version {self.beginning.version}")
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
             try:
                 code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, starter))
             except SystemExit as end:
                 code = int(end.code or 0)  # the last checkpoint stands
-            except StrettoError as error:
-                logbook.note(f"failed: {error}")
-                raise
-            except OSError as error:
-                logbook.note(f"failed: {described(error)}")
+            except (StrettoError, OSError) as error:
+                logbook.note(f"failed: {described(error) if isinstance(error, OSError) else error}")
                 raise
             logbook.note(f"ends with exit code {code}")
             return code
@@ -177,7 +174,7 @@ def _new(path: Path, plan: Plan) -> RunFolder:
         ledger.put(_QUESTIONS, _fingerprint(plan))
         record_recipe(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
-    file = getattr(plan.recipe.task, "file", None)  # of rows, whose questions are named after their lines
+    file = getattr(plan.recipe.task, "file", None)  # the id of a question from a file is its line
     asked = [ExportedQuestion(p.id, p.text, p.answer, file and f"{file}:{p.id}") for p in plan.training]
     folder.write("questions.jsonl", "".join(f"{msgspec.json.encode(question).decode()}\n" for question in asked))
     folder.write("versions.json", _json(library_versions()))
@@ -186,39 +183,38 @@ def _new(path: Path, plan: Plan) -> RunFolder:
 
 
 def _fingerprint(plan: Plan) -> str:
-    """Differs when any training prompt does."""
+    """A digest of the training prompts."""
     return digest(msgspec.json.encode(plan.training))
 
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
-    """The paths that may be others than they were: what lies there is the same, or is compared as questions."""
+    """The paths that a resume may change, since their contents are compared: the model here, the data as questions."""
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
     if moved and known is not None and known != _model_fingerprint(plan):
         found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
-        raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the same model in its new place")])
+        raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
     files = () if before.task.kind != "jsonl" else ("task.file", "task.held_out_file")
     return (*files, "rewards.path", *(("model.path",) if known is not None else ()))
 
 
 def _model_fingerprint(plan: Plan) -> str:
-    """Differs when the config, the tokenizer, or a name or shape of a weight does; the weights themselves are the run's
-    own from version 0 on."""
+    """A digest of config, tokenizer, and names and shapes of the weights, of which the run has its own copy."""
     tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
     texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
     return digest(*texts, tensors)
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
-    """Positions in a checkpoint mean these questions in this order."""
+    """Raises RunFolderError: the questions have changed, to whose order the position in a checkpoint refers."""
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         known = ledger.get(_QUESTIONS, str)
-        if known is None:  # it was killed when it had a ledger and nothing in it
+        if known is None:  # the run was killed when its ledger was still empty
             ledger.put(_QUESTIONS, _fingerprint(plan))
     if known is not None and known != _fingerprint(plan):
-        found = "its training questions were others (the data or the tokenizer has changed)"
-        raise RunFolderError([Problem(str(folder.path), found, "bring them back, or begin a new run")])
+        found = "the training questions are not those of the run (the data or the tokenizer has changed)"
+        raise RunFolderError([Problem(str(folder.path), found, "restore them, or start a new run")])
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
@@ -241,17 +237,17 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
-    """Steps that are done again are done at the learning rates at which they were done."""
-    again = range(beginning.saved_step, beginning.version)  # the versions at which they are
+    """Raises RunFolderError: steps after the last checkpoint, which are repeated, would get other learning rates."""
+    again = range(beginning.saved_step, beginning.version)  # their versions
     if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
         return
     found = (
-        f"was {before.steps} and is {after.steps}, and steps {again.start + 1} to {again.stop}, which are done again "
-        f'behind the last checkpoint, would have other learning rates by trainer.schedule = "{after.schedule}"'
+        f"was {before.steps} and is {after.steps}; steps {again.start + 1} to {again.stop}, which are repeated after "
+        f'the last checkpoint, would get other learning rates by trainer.schedule = "{after.schedule}"'
     )
     remedy = (
-        f"go on with trainer.steps={before.steps}: at its end, or stopped by Ctrl-C, the run has a checkpoint of its "
-        "last step, and the number of steps can be changed"
+        f"resume with trainer.steps={before.steps}: once the run ends, or is stopped by Ctrl-C, it has a checkpoint of "
+        "its last step, and the number of steps can be changed"
     )
     raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, remedy)])
 

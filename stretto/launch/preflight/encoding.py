@@ -1,4 +1,4 @@
-"""Questions become prompts of token ids; every one that the model cannot read is reported, with file and line."""
+"""Questions as token ids. Every question that cannot be encoded is reported with file and line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stretto.worlds.data.task import Question
 _SHOWN = 20
 
 
-def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, room: int) -> tuple[Prompt, ...]:
-    """Questions as token ids, by the chat template where the question is a chat; each has 1 to `room` of them.
+def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
+    """Prompts of 1 to `longest` tokens; chats are rendered by the chat template.
 
     Raises:
-        DataError: with every question that has characters which the tokenizer does not know, or that is too long.
-        ModelFolderError: chats, and a tokenizer without a chat template.
+        DataError: with every question that has characters unknown to the tokenizer, or is too long.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts: list[Prompt] = []
     problems: list[Problem] = []
@@ -28,17 +28,14 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, room: in
         try:
             ids = _encoded(question, tokenizer)
         except DataError as error:
-            problems += (Problem(_place(question), problem.found, problem.remedy) for problem in error.problems)
+            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
             continue
-        if 0 < len(ids) <= room:
+        if 0 < len(ids) <= longest:
             prompts.append(Prompt(id=question.id, token_ids=ids, text=question.text, answer=question.answer))
-        else:
-            remedy = (
-                f"at most {room} fit (the context, or the engine's cache, less sampling.max_tokens)"
-                if ids
-                else "1 is needed"
-            )
-            problems.append(Problem(_place(question), f"a prompt of {len(ids)} tokens", remedy))
+            continue
+        remedy = f"at most {longest} fit (the context, or the engine's KV cache, less sampling.max_tokens)"
+        problem = Problem(place_of(question), f"a prompt of {len(ids)} tokens", remedy if ids else "1 is needed")
+        problems.append(problem)
     _raise(problems)
     return tuple(prompts)
 
@@ -46,7 +43,8 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, room: in
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Prompts and demonstrated answers as token ids, `context` of them together at most; answers end with the end.
+    """Prompts and demonstrated answers as token ids, together at most `context`; answers end with the end-of-sequence
+    token.
 
     Raises:
         DataError: as for `encode_prompts`.
@@ -59,17 +57,17 @@ def encode_demonstrations(
         try:
             answer = tokenizer.encode(question.demonstration or "", special_tokens=False) + end
         except DataError as error:
-            problems += (Problem(_place(question), problem.found, problem.remedy) for problem in error.problems)
+            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
             continue
         if (length := len(prompt.token_ids) + len(answer)) > context:
-            problems.append(Problem(_place(question), f"prompt and answer of {length} tokens", f"{context} fit"))
+            problems.append(Problem(place_of(question), f"prompt and answer of {length} tokens", f"{context} fit"))
         shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
     _raise(problems)
     return tuple(shown)
 
 
 def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
-    """Pairs as token ids, each prompt with either of its answers `context` of them at most.
+    """Pairs as token ids; a prompt with either of its answers has at most `context`.
 
     Raises:
         DataError: as for `encode_prompts`.
@@ -89,12 +87,13 @@ def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tokenizer.encode_chat(messages, **dict(question.template_arguments))
 
 
-def _place(question: Question) -> str:
+def place_of(question: Question) -> str:
+    """FILE:LINE of a question, or its id."""
     return question.place or f"question {question.id}"
 
 
 def _raise(problems: Sequence[Problem]) -> None:
-    problems = list(dict.fromkeys(problems))  # a file may hold both the training questions and the held-out ones
+    problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
     if len(problems) > _SHOWN:
         more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")
         raise DataError([*problems[:_SHOWN], more])

@@ -1,4 +1,4 @@
-"""Gold answers that no answer could ever match are found before a run, not after it."""
+"""Gold answers that the reward cannot read are found before the run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass, replace
 
 from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
 from stretto.core.records import Outcome
+from stretto.launch.preflight.encoding import place_of
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
-from stretto.worlds.data.task import Question, Questions
+from stretto.worlds.data.task import Questions
 
 _SHOWN = 20
-_READING_SECONDS = 60.0  # far more than any answer within the limits of the readers takes
+_READING_SECONDS = 60.0  # far more than a gold answer within the limits of the readers takes
 
 
 @dataclass(frozen=True)
 class Sifted:
-    """The questions whose gold answers can be read, and what was left out."""
+    """The questions whose gold answers can be read, and the problems of the others."""
 
     questions: Questions
     unreadable: tuple[Problem, ...] = ()
@@ -33,18 +34,17 @@ class Sifted:
             return []
         count = len(self.unreadable)
         shown = [str(problem) for problem in self.unreadable[:_SHOWN]]
-        return [f"{count:,} questions are left out, since their gold answers cannot be read:", *shown]
+        return [f"{count:,} questions are left out: their gold answers cannot be read", *shown]
 
 
 def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
-    """Leave out the questions whose gold answers the reward cannot read, where the reward says which these are.
+    """Leave out the questions whose gold answers the reward cannot read, if the reward has a reader of them.
 
-    Each gold answer is read once, by the workers that will judge: it may be as hard to read as any answer. Which are
-    left out depends on the answers alone: one that is not read in `reading_seconds` is an error, since on another
-    machine it might have been.
+    Reward workers read each gold answer once. The result depends on the gold answers alone: one that takes longer than
+    `reading_seconds` is an error, since another machine might be faster.
 
     Raises:
-        DataError: none can be read, or none that is held out, or one takes too long.
+        DataError: no gold answer of the training or of the held-out questions can be read, or one takes too long.
         RewardFunctionError: the workers do not start.
     """
     reader = BUILT_IN[config.function].gold if config.function in BUILT_IN else ""
@@ -56,7 +56,7 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
     except RoleError as error:
         raise RewardFunctionError([Problem(PLACE, str(error))]) from None
     bad = [question for question in (*questions.training, *questions.held_out) if question.answer in reasons]
-    problems = tuple(Problem(_place(question), reasons[question.answer]) for question in bad)
+    problems = tuple(Problem(place_of(question), reasons[question.answer]) for question in bad)
     if late := [problem for problem in problems if problem.found.startswith((TIMED_OUT, DIED))]:
         remedy = "shorten or remove these gold answers"
         raise DataError([Problem(problem.place, f"reading it: {problem.found}", remedy) for problem in late[:_SHOWN]])
@@ -73,7 +73,7 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """The gold answers that cannot be read, with the reason."""
+    """The gold answers that cannot be read, with the reasons."""
     patient = {"max_consecutive_undecided": len(golds) + 1, "timeout": seconds}
     async with RewardPool(config.model_copy(update=patient)) as pool:
         verdicts = await pool.score([ScoreItem(prompt="", completion="", answer=gold) for gold in golds])
@@ -82,7 +82,3 @@ async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: floa
         for gold, verdict in zip(golds, verdicts, strict=True)
         if verdict.outcome is Outcome.UNDECIDED
     }
-
-
-def _place(question: Question) -> str:
-    return question.place or f"question {question.id}"

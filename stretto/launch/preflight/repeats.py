@@ -1,4 +1,4 @@
-"""Rows of a dataset that say the same as others: they are read, and told of."""
+"""Warnings about rows of a dataset that repeat the question of another row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from stretto.worlds.data.task import Question, Questions
 
 
 def repeated(questions: Questions) -> list[str]:
-    """Sentences about rows of files that are held out and trained on, that ask what another row asks and want another
-    answer, or that are there twice. (Questions that are made on the spot repeat by chance, and are never held out.)"""
+    """Sentences about rows that are held out and trained on, that repeat a question with another answer, or that are
+    duplicates. (Generated questions repeat by chance, and never among the held-out ones.)"""
     training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
-    both = {row.place for row in training}  # one file may be meant to be both
+    both = {row.place for row in training}  # one file may be given as both
     held_out = [row for row in held_out if row.place not in both]
     first = {_asked(row): row for row in reversed(training)}
     leaked = [(row, first[_asked(row)]) for row in held_out if _asked(row) in first]
@@ -19,14 +19,14 @@ def repeated(questions: Questions) -> list[str]:
     contrary = [(row, other) for row, other in (*leaked, *again) if row.answer != other.answer]
     same = [(row, other) for row, other in again if row.answer == other.answer]
     return [
-        *_told(leaked, "held-out questions that are trained on as well, so that their accuracy says less"),
-        *_told(contrary, "questions that were asked before with another answer"),
-        *_told(same, "questions that were asked before with the same answer"),
+        *_warning(leaked, "held-out questions that are also trained on, which biases the held-out accuracy"),
+        *_warning(contrary, "questions that an earlier row has with another answer"),
+        *_warning(same, "questions that an earlier row has with the same answer"),
     ]
 
 
 def _again(rows: Sequence[Question]) -> list[tuple[Question, Question]]:
-    """Rows that ask what an earlier one does, with that one."""
+    """Rows with the question of an earlier row, and that row."""
     first = {_asked(row): row for row in reversed(rows)}
     return [(row, first[_asked(row)]) for row in rows if first[_asked(row)] is not row]
 
@@ -35,7 +35,7 @@ def _asked(row: Question) -> object:
     return row.text, tuple(tuple(sorted(message.items())) for message in row.messages)
 
 
-def _told(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]:
+def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]:
     if not pairs:
         return []
     row, other = pairs[0]

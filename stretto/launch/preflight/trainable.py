@@ -1,6 +1,4 @@
-"""Can the policy be trained as the recipe says: on so many processes, with adapters beside layers that are there, from
-a checkpoint that is its own? All of it is known before anything starts.
-"""
+"""Checks of the trainer's settings: its ranks, the layers of its adapters, the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -15,13 +13,9 @@ from stretto.trainer.parallel.lora import adapt
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
-    """`gpus` are those of the machine.
-
-    Raises:
-        RecipeError: more ranks than GPUs, or adapters for layers that the model does not have (all of them).
-    """
+    """Raises RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks."""
     if config.device != "cpu" and 0 < gpus < config.ranks:
-        found = f"{config.ranks}, and there are {gpus} GPUs, one for each rank"
+        found = f"{config.ranks}, and the machine has {gpus} GPUs, one for each rank"
         raise RecipeError([Problem("trainer.ranks", found, f'at most {gpus}, or trainer.device = "cpu"')])
     if config.lora is None or not config.lora.target_modules:
         return
@@ -36,12 +30,12 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
 
 
 def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
-    """Raises RunFolderError: the checkpoint in `folder` is none that a trainer of this model can go on from."""
+    """Raises RunFolderError: a trainer of this model cannot resume from the checkpoint in `folder`."""
     policy = skeleton(model)
     if config.lora is not None:
         adapt(policy, config.lora)
     try:
         checkpoint.check(folder, policy)
     except StoreError as error:
-        remedy = "go on with the model and the adapters that it was written with"
+        remedy = "resume with the model and the adapters that it was written with"
         raise RunFolderError([Problem(str(folder), str(error), remedy)]) from error

@@ -1,4 +1,4 @@
-"""The recipe of `stretto dpo`, with nothing of a run in it:
+"""The recipe of `stretto dpo`:
 
 seed = 1
 [model]
@@ -21,21 +21,21 @@ from stretto.trainer.config import PreferenceConfig
 
 
 class PreferencesConfig(PreferenceConfig):
-    """`[preferences]`: the pairs, the policy to stay close to, and how it is learnt."""
+    """`[preferences]`: the pairs, the reference policy and the optimizer."""
 
     file: str = Field(description="JSONL file, relative to the recipe's folder")
     prompt_field: str = Field("prompt", description="key of the prompt")
-    chosen_field: str = Field("chosen", description="key of the better answer")
-    rejected_field: str = Field("rejected", description="key of the worse answer")
-    reference: str | None = Field(None, description="Hugging Face folder; none: the model that is trained, as it was")
-    deadline: float = Field(86_400.0, gt=0, description="seconds that the whole may take")
-    hung: float = Field(10.0, gt=0, description="seconds for its process to give a sign of life; it is killed then")
+    chosen_field: str = Field("chosen", description="key of the better completion")
+    rejected_field: str = Field("rejected", description="key of the worse completion")
+    reference: str | None = Field(None, description="Hugging Face folder; none: the model before training")
+    deadline: float = Field(86_400.0, gt=0, description="seconds for the whole command")
+    hung: float = Field(10.0, gt=0, description="seconds without a heartbeat after which the process is killed")
 
 
 class PreferenceRecipe(BaseModel, extra="forbid", frozen=True):
-    """What `stretto dpo` reads."""
+    """The recipe of `stretto dpo`."""
 
-    seed: int = Field(1, ge=0, lt=2**63, description="of everything that is drawn")
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     model: ModelConfig
     preferences: PreferencesConfig
 
@@ -44,6 +44,6 @@ def load_preferences(path: Path, overrides: Sequence[str] = ()) -> PreferenceRec
     """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
 
     Raises:
-        RecipeError: the file cannot be read or parsed, or some of its keys are not what they should be (all of them).
+        RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
     """
     return validated(parse_recipe(path, overrides), str(path), PreferenceRecipe)

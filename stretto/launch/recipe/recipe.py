@@ -1,21 +1,18 @@
-"""Recipes: one TOML file describes a whole run. Sections are composed from the configurations of the rooms.
-
-Every mistake of a file is reported at once, each with its place, the value found and what is allowed.
-"""
+"""The recipe of a run: one TOML file, composed of the rooms' configurations. Its mistakes are reported all at once."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Self, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -28,22 +25,6 @@ from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
 
 _LARGEST_RECIPE = 1 << 20
-
-#: What other systems call a key, and a value of a key.
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "bs": "rollout.batch_size",
-    "train_batch_size": "rollout.batch_size",
-    "num_generations": "rollout.group_size",
-    "n_samples": "rollout.group_size",
-    "max_new_tokens": "sampling.max_tokens",
-    "max_completion_length": "sampling.max_tokens",
-    "beta": "algorithm.reference.weight",
-    "kl_coef": "algorithm.reference.weight",
-    "max_steps": "trainer.steps",
-    "gradient_checkpointing": "trainer.activation_checkpointing",
-    "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
-}
 
 _PATHS = (
     "model.path",
@@ -61,7 +42,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 class Recipe(BaseModel, extra="forbid", frozen=True):
     """A whole run."""
 
-    seed: int = Field(1, ge=0, lt=2**63, description="of everything that is drawn")
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     model: ModelConfig
     task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
@@ -77,17 +58,17 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        answers = self.rollout.batch_size * self.rollout.group_size
-        if self.trainer.minibatches > answers:
+        completions = self.rollout.batch_size * self.rollout.group_size
+        if self.trainer.minibatches > completions:
             raise ValueError(
-                f"trainer.minibatches = {self.trainer.minibatches} is more than the {answers} answers of a batch "
-                "(rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
+                f"trainer.minibatches = {self.trainer.minibatches} is more than the {completions} completions of a "
+                "batch (rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
             )
-        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > answers:
+        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > completions:
             raise ValueError(
                 f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
-                f"{self.trainer.ranks * self.trainer.minibatches} answers in a batch, or some ranks would be idle; "
-                f"rollout.batch_size * rollout.group_size is {answers}; use fewer of both, or a larger batch"
+                f"{self.trainer.ranks * self.trainer.minibatches} completions in a batch, or some ranks would be idle; "
+                f"rollout.batch_size * rollout.group_size is {completions}; use fewer of both, or a larger batch"
             )
         if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
             raise ValueError(
@@ -104,7 +85,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             raise ValueError(
                 f"algorithm.shaping.overlong_buffer = {self.algorithm.shaping.overlong_buffer} is more than "
                 f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part; "
-                "use a shorter buffer or longer answers"
+                "use a shorter buffer or longer completions"
             )
         if self.rollout.success_rate_min > self.rollout.success_rate_max:
             raise ValueError(
@@ -115,7 +96,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         critic = self.algorithm.critic
         if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
             raise ValueError(
-                'rollout.truncated = "filter" leaves no answer that was cut off, so that '
+                'rollout.truncated = "filter" leaves no truncated completion, so that '
                 'algorithm.advantages.critic.truncated = "bootstrap" would do nothing; choose one of them '
                 '(rollout.truncated = "train", or critic.truncated = "end")'
             )
@@ -131,7 +112,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
 
     Raises:
-        RecipeError: the file cannot be read or parsed, or some of its keys are not what they should be (all of them).
+        RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
     """
     return validate(parse_recipe(path, overrides), str(path))
 
@@ -150,7 +131,7 @@ def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _find_reward(tree: dict[str, Any], folder: Path) -> None:
-    """A reward whose module lies beside the recipe is looked for there first."""
+    """The module of a reward is first looked for beside the recipe."""
     rewards = tree.get("rewards")
     if not isinstance(rewards, dict) or "path" in rewards:
         return
@@ -162,7 +143,7 @@ def _find_reward(tree: dict[str, Any], folder: Path) -> None:
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Replace values of the tables by ``section.key=value``; paths are relative to the folder one is in.
+    """Replace values of the tables by ``section.key=value``; paths are relative to the working directory.
 
     Raises:
         RecipeError: an override is not of its form.
@@ -177,21 +158,21 @@ def validate(tree: Mapping[str, Any], place: str) -> Recipe:
     """A recipe from parsed TOML; `place` names the file in the messages.
 
     Raises:
-        RecipeError: with one problem for each key that is not what it should be.
+        RecipeError: with one problem for each wrong key.
     """
     return validated(tree, place, Recipe)
 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
-    """The same for a recipe of any kind.
+    """`validate` for a recipe of any kind.
 
     Raises:
-        RecipeError: with one problem for each key that is not what it should be.
+        RecipeError: with one problem for each wrong key.
     """
     try:
         return kind.model_validate(tree, strict=True)
     except ValidationError as error:
-        raise RecipeError(_problems(place, error.errors(), kind)) from None
+        raise RecipeError(problems_of(place, error.errors(), kind)) from None
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -229,7 +210,7 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """A table changes the keys that it names, unless it is of another kind; all else replaces what was there."""
+    """A table of the same kind replaces the keys that it has; any other value replaces the old one."""
     if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
         return new
     return old | {key: _merged(old.get(key), value) for key, value in new.items()}
@@ -258,107 +239,18 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
     try:
         path = (folder / Path(text).expanduser()).resolve()
         path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, the home of an unknown user
         raise RecipeError([Problem(place, f"{text!r}"[:80], f"is no path: {error}")]) from None
     return path
 
 
-def _problems(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
-    """One for each key: pydantic reports a value that no member of a union takes once for each of them."""
-    problems: dict[str, Problem] = {}
-    for problem in (_problem(place, details, kind) for details in errors):
-        if (other := problems.get(problem.place)) is not None:
-            remedy = f"{other.remedy} or {problem.remedy.removeprefix('input should be ')}"
-            problem = Problem(problem.place, other.found, remedy)
-        problems[problem.place] = problem
-    yield from problems.values()
-
-
-def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Problem:
-    keys, beside = _keys(details["loc"], kind)
-    where = f"{place}: {'.'.join(keys)}" if keys else place
-    match details["type"]:
-        case "extra_forbidden":
-            return Problem(where, "unknown key", _alias(keys, beside) or nearest(keys[-1], beside))
-        case "missing":
-            return Problem(where, "missing")
-        case "value_error":
-            return Problem(where, str(details["ctx"]["error"]))
-        case "union_tag_invalid":
-            tag, kinds = details["ctx"]["tag"], details["ctx"]["expected_tags"]
-            near = nearest(tag, [kind.strip("'") for kind in kinds.split(", ")])
-            remedy = _ELSEWHERE.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else "")
-            return Problem(where, f"kind {tag!r} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else ""))
-    return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
-
-
-def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
-    """The remedy for a key that other systems know by this name."""
-    known = _ELSEWHERE.get(keys[-1])
-    if known is None:
-        return ""
-    section, _, key = known.rpartition(".")
-    return f"did you mean {key if key in beside and section in ('', *keys) else known!r}?"
-
-
-def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """The keys of the file in a location of pydantic's, without its labels of a union's members
-    ("task.jsonl.file"); and the keys that are allowed where the last of them is."""
-    keys: list[str] = []
-    models: list[type[BaseModel]] = [kind]
-    beside = list(kind.model_fields)
-    for part in map(str, location):
-        if labelled := [model for model in models if _kind(model) == part]:
-            models = labelled
-        elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
-            keys.append(part)
-            beside = list(models[0].model_fields) if models else beside
-            fields = [model.model_fields[part] for model in models if part in model.model_fields]
-            models = _models(fields[0].annotation) if fields else []
-    return keys, beside
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if get_origin(annotation) in (Union, UnionType, Annotated):
-        return [model for part in get_args(annotation) for model in _models(part)]
-    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
-
-
-def _kind(model: type[BaseModel]) -> str | None:
-    field = model.model_fields.get("kind")
-    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
-
-
 def to_toml(recipe: BaseModel) -> str:
     """The resolved recipe as TOML: every key with the value that the run uses. It reads back as itself."""
-    return "\n".join(_section("", recipe.model_dump(mode="python", exclude_none=True))).strip() + "\n"
-
-
-def _section(name: str, content: Mapping[str, Any]) -> list[str]:
-    lines = [f"{key} = {_toml(value)}" for key, value in content.items() if not isinstance(value, Mapping)]
-    if lines and name:
-        lines = ["", f"[{name}]", *lines]
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            lines += _section(f"{name}.{key}" if name else key, value)
-    return lines
-
-
-def _toml(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or c in '"\\\x7f' else c for c in value)
-            return f'"{escaped}"'
-        case list() | tuple():
-            return "[" + ", ".join(_toml(item) for item in value) + "]"
-        case _:
-            return repr(value)
+    return tomli_w.dumps(recipe.model_dump(mode="python", exclude_none=True))
 
 
 def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Keys whose values differ, with both values; `ignored` names keys and whole sections that may differ."""
+    """Keys whose values differ, with both values, except for the keys and sections that are `ignored`."""
     before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
     return [
         (key, f"was {before.get(key)!r} and is {after.get(key)!r}")

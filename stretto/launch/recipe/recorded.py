@@ -1,4 +1,4 @@
-"""The resolved recipe of a run, in its ledger: what a resume is held to, whatever the file in the run folder says."""
+"""The resolved recipe of a run in its ledger, with which a resume is compared."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from stretto.launch.recipe.recipe import Recipe, load_recipe, to_toml, validate
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 
-RECIPE = "recipe"  #: its name in the ledger
+RECIPE = "recipe"  #: the name of the fact in the ledger
 
 
 def record_recipe(ledger: Ledger, recipe: Recipe) -> None:
-    """Put the recipe that the run continues with on record."""
+    """Write the recipe to the ledger."""
     ledger.put(RECIPE, to_toml(recipe))
 
 
 def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
-    """The recipe on record, whose text is `text`; that of the run folder where none is (an older format).
+    """The recipe from its recorded `text`; without one (an older format) the recipe of the run folder.
 
     Raises:
         RecipeError: this version of stretto cannot read it.

@@ -1,4 +1,4 @@
-"""The sections of a recipe that belong to no single room: the model, the sampling, the evaluation, the deadlines."""
+"""Sections of a recipe that belong to no single room: model, sampling, evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.model.hf.config import BuildConfig
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
-    """The policy at the start: a Hugging Face folder, or a new one built from nothing."""
+    """The first policy: a Hugging Face folder, or a new model with random weights."""
 
     path: str | None = Field(None, description="Hugging Face folder, relative to the recipe's folder")
     build: BuildConfig | None = Field(None, description="architecture and alphabet of a new model")
@@ -27,35 +27,37 @@ StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r
 
 
 def _as_tuple(value: object) -> object:
-    """TOML has lists; what is not one is left to be refused."""
+    """A list of TOML as a tuple; other values are left to the validation."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """How answers are drawn, for the engine and the trainer alike; there is no second setting.
+    """The sampling of completions; engine and trainer compute the same distribution.
 
-    Temperature, then top_k, then top_p, then min_p; log-probabilities are of the distribution that is left.
+    Temperature, then top_k, then top_p, then min_p; log-probabilities are of the remaining distribution.
     """
 
-    max_tokens: int = Field(256, ge=1, description="tokens of one answer at most")
+    max_tokens: int = Field(256, ge=1, description="most tokens of a completion")
     temperature: float = Field(1.0, ge=COLDEST, le=10, description="divides the logits")
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of likeliest tokens whose probability reaches this")
-    top_k: int = Field(0, ge=0, description="this many likeliest tokens; 0: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this fraction as likely as the likeliest")
+    top_k: int = Field(0, ge=0, description="number of likeliest tokens; 0: all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="least probability of a token, as a fraction of the likeliest one's"
+    )
     stop: Annotated[tuple[StopText, ...], BeforeValidator(_as_tuple)] = Field(
         (),
         max_length=MOST_STOPS,
-        description="texts that end an answer, beside the end-of-sequence token",
+        description="texts that end a completion, beside the end-of-sequence token",
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The same setting as requests and the trainer get it."""
+        """The setting as a record for requests and the trainer."""
         return Sampling(stop_token_ids=stop_token_ids, **self.model_dump())
 
 
 class EvaluationConfig(BaseModel, extra="forbid", frozen=True):
-    """Held-out accuracy: sampled like the training answers, with a fixed seed, at the start, at the end and between."""
+    """Held-out accuracy, sampled as in training but with a fixed seed: at the start, at the end and between."""
 
-    prompts: int = Field(512, ge=1, description="held-out prompts asked each time")
-    every: int = Field(0, ge=0, description="training steps between evaluations; 0: only at the start and the end")
-    seed: int = Field(20_250_530, ge=0, description="of the sampling, the same for all evaluations")
+    prompts: int = Field(512, ge=1, description="held-out prompts of each evaluation")
+    every: int = Field(0, ge=0, description="training steps between evaluations; 0: at the start and the end only")
+    seed: int = Field(20_250_530, ge=0, description="seed of the sampling, the same for all evaluations")

@@ -35,7 +35,7 @@ class FileSeal(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """What a whole checkpoint holds. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
+    """The files of a whole checkpoint. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
 
     step: int
     files: dict[str, FileSeal]
@@ -43,7 +43,7 @@ class Manifest(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest whole checkpoint, and one sentence for each newer one that is not."""
+    """The newest whole checkpoint, and a sentence for each newer one that is broken."""
 
     step: int
     path: Path
@@ -64,19 +64,19 @@ class Checkpoints:
         self._folder, self._keep = folder, keep
 
     def path(self, step: int) -> Path:
-        """The folder of a step's checkpoint, whether there is one or not."""
+        """The folder of a step's checkpoint, existing or not."""
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill a folder, seal it, and switch to it; on any error nothing has changed.
+        """Let `write` fill a folder, seal it, and rename it to its final name; an error changes nothing.
 
         Raises:
-            StoreError: the folder cannot be written (disk full, read-only, vanished); names the path.
+            StoreError: the folder cannot be written (disk full, read-only, removed); names the path.
         """
         final = self.path(step)
         part = self._folder / f".{final.name}.part"
         try:
-            self._folder.mkdir(exist_ok=True)  # never its parent: a run folder that vanished is no place for one
+            self._folder.mkdir(exist_ok=True)  # never its parent: a run folder that was removed stays removed
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             write(part)
@@ -90,18 +90,17 @@ class Checkpoints:
         return final
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint folder, oldest first; whole or not."""
+        """The steps with a checkpoint folder, whole or broken, oldest first."""
         if not self._folder.is_dir():
             return []
         matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self, at_most: int | None = None) -> Checkpoint | None:
-        """The newest whole checkpoint, of no later step than `at_most`, every byte of it checked; None when there is
-        none at all.
+        """The newest whole checkpoint of a step up to `at_most`, every byte checked; None if there is no checkpoint.
 
         Raises:
-            StoreError: there are checkpoints and none is whole; names what is wrong with each.
+            StoreError: there are checkpoints, and all are broken; names the fault of each.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):
@@ -119,7 +118,7 @@ class Checkpoints:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """The run goes on from `step`: later checkpoints, which are broken, keep their bytes and lose their names."""
+        """Rename the checkpoints after `step`, which are broken: the run is resumed from `step`."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
@@ -135,8 +134,8 @@ def verify(path: Path) -> Manifest:
     """Compare a checkpoint with its manifest, byte for byte.
 
     Raises:
-        StoreError: the manifest cannot be read, or is of another step or of other files; a file is missing, cannot be
-            read, has another size or another checksum; names it.
+        StoreError: the manifest cannot be read, or is of another step; a file is missing, unknown, cannot be read, or
+            has another size or checksum; names it.
     """
     try:
         manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
@@ -145,22 +144,22 @@ def verify(path: Path) -> Manifest:
     if path.name != f"step-{manifest.step:06d}":
         raise StoreError(f"{path / _MANIFEST}: is of step {manifest.step}")
     verify_files(path, manifest.files, "the manifest")
-    written = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    if unknown := sorted(written - manifest.files.keys() - {_MANIFEST}):
-        raise StoreError(f"{path / unknown[0]}: the manifest does not know it")
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    if unknown := sorted(present - manifest.files.keys() - {_MANIFEST}):
+        raise StoreError(f"{path / unknown[0]}: is not in the manifest")
     return manifest
 
 
 def verify_files(folder: Path, files: Mapping[str, FileSeal], source: str) -> None:
-    """Compare the files of a folder with their seals, byte for byte; `source` is where these are on record.
+    """Compare the files of a folder with their seals, byte for byte; `source` names the record of these seals.
 
     Raises:
-        StoreError: a file is missing, cannot be read, has another size or another checksum; names it.
+        StoreError: a file is missing, cannot be read, or has another size or checksum; names it.
     """
     for name, seal in files.items():
         try:
             _verify_file(folder / name, seal, source)
-        except (OSError, ValueError) as error:  # a disk that cannot give it back; a damaged name that is no path
+        except (OSError, ValueError) as error:  # an unreadable disk; a damaged name that is no path
             raise StoreError(f"{folder / name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -174,7 +173,7 @@ def _verify_file(file: Path, seal: FileSeal, source: str) -> None:
 
 
 def seal_files(folder: Path) -> dict[str, FileSeal]:
-    """The seals of all files of a folder and its folders, by their paths in it."""
+    """The seals of all files in a folder and its sub-folders, by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(file.relative_to(folder)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
 
@@ -183,13 +182,13 @@ def _seal(step: int, part: Path) -> None:
     for file in (path for path in part.rglob("*") if path.is_file()):
         sync_file(file)
     for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
-        sync_folder(folder)  # of the top one, the manifest's own writing takes care
+        sync_folder(folder)  # the top one is forced when the manifest is written
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
     write_atomically(part / _MANIFEST, manifest)
 
 
 def _switch(part: Path, final: Path) -> None:
-    """Rename `part` to `final`; an older folder of the same step steps aside first."""
+    """Rename `part` to `final`; an older folder of the same step is moved aside first."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():

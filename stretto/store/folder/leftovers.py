@@ -1,7 +1,7 @@
-"""What a kill leaves of a file or a folder that was being written: nobody reads it, and it may be as large as a policy.
+"""Half-written files and folders that a kill has left; they are never read, and may be as large as a policy.
 
-.NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      not finished: `NAME` never began to exist, or is older
-.NAME.old    .NAME.<pid>.replaced                        whole: it had stepped aside for its successor
+.NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      unfinished: `NAME` does not exist, or is older
+.NAME.old    .NAME.<pid>.replaced                        whole: moved aside for its successor
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 
 
 def sweep(folders: Iterable[Path]) -> None:
-    """Remove what earlier processes have left in these folders; what had stepped aside for a successor that never came
-    gets its name back. Only for the one who holds the run folder's lock.
+    """Remove leftovers of earlier processes from these folders; what was moved aside for a successor that never came
+    gets its name back. The caller holds the run folder's lock.
 
-    What cannot be removed stays: it is no reason not to go on.
+    A leftover that cannot be removed stays: it does no harm.
     """
     for folder in folders:
         with contextlib.suppress(OSError):

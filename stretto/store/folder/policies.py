@@ -1,4 +1,4 @@
-"""Policy folders held against each other, without loading them: the weights as they are on disk, byte for byte."""
+"""Comparison of policy folders: their weights on disk, byte for byte."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def same_weights(first: Path, second: Path) -> bool | None:
-    """Whether two policy folders hold the same weights; None where they cannot be compared: one of them is not there,
-    or they are divided into files in different ways.
+    """Whether two policy folders hold the same weights; None if they cannot be compared: one is missing, or they are
+    divided into files in different ways.
 
     Raises:
-        OSError: a file is there and cannot be read.
+        OSError: a file cannot be read.
     """
     ours, theirs = _weights(first), _weights(second)
     if not ours or [path.name for path in ours] != [path.name for path in theirs]:
@@ -20,7 +20,7 @@ def same_weights(first: Path, second: Path) -> bool | None:
 
 
 def why_incomparable(first: Path, second: Path) -> str:
-    """Why `same_weights` says None."""
+    """Why `same_weights` returns None."""
     for policy in (first, second):
         if not _weights(policy):
             return f"{policy} has no weights" if policy.is_dir() else f"{policy} is not there"
@@ -28,5 +28,5 @@ def why_incomparable(first: Path, second: Path) -> str:
 
 
 def _weights(policy: Path) -> list[Path]:
-    """One file, or several where the policy is too large for one."""
+    """The files of the weights: one, or several for a large policy."""
     return sorted(policy.glob("model*.safetensors"))

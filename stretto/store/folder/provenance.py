@@ -1,4 +1,4 @@
-"""With what a run was made: library versions and the machine, for ``versions.json`` and ``machine.json``."""
+"""The surroundings of a run: library versions and the machine, for ``versions.json`` and ``machine.json``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Machine(Record, frozen=True):
 
 
 def library_versions() -> dict[str, str]:
-    """Version by name, of Python, stretto and the libraries that matter for the numbers; absent ones are left out."""
+    """Versions, by name, of Python, stretto and the libraries that influence its numbers; absent ones are left out."""
     versions = {"python": platform.python_version()}
     for name in ("stretto", *_LIBRARIES):
         try:
@@ -36,7 +36,7 @@ def library_versions() -> dict[str, str]:
 
 
 def machine() -> Machine:
-    """What this process may use: cores by its affinity, memory of the machine, NVIDIA devices by name."""
+    """The machine: cores by this process's affinity, memory, NVIDIA devices by name."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Machine(
         system=f"{platform.system()} {platform.release()}",

@@ -1,16 +1,16 @@
-"""A run folder: where everything of one run lies, and who may write there.
+"""A run folder: the files of one run, and the lock of its one writer.
 
-recipe.toml versions.json machine.json      what was run, with what, where
-kernels.json                                which kernels its roles multiply by
-rewards.json                                what its reward said of itself: the level of its sandbox
-log.txt logs/<role>.txt                     what was said
-metrics.jsonl spans.jsonl                   what was measured
-questions.jsonl                             what was asked, for the export
-samples.jsonl held_out.jsonl                what was sampled: now and then while training, and by each evaluation
-ledger.sqlite                               what happened to every trajectory
-policy/v000012/ checkpoints/step-000040/    what was learnt
-plots/*.png                                 what it looks like
-lock                                        who writes here now
+recipe.toml versions.json machine.json      the settings, the libraries, the machine
+kernels.json                                the matmul kernels that its roles use
+rewards.json                                what the reward reports of itself: the level of its sandbox
+log.txt logs/<role>.txt                     logs of the run and of each role
+metrics.jsonl spans.jsonl                   measurements
+questions.jsonl                             prompts and gold answers, for the export
+samples.jsonl held_out.jsonl                sampled completions: some of the training, all of each evaluation
+ledger.sqlite                               the state of every trajectory
+policy/v000012/ checkpoints/step-000040/    policies and checkpoints
+plots/*.png                                 plots
+lock                                        the process that writes here now
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stretto.store.files import identity, write_atomically
 from stretto.store.folder.leftovers import sweep
 
 _INNER = ("logs", "policy", "checkpoints", "plots")
-_FREE_NAMES = {lock.NAME, "log.txt", "logs"}  # what a run leaves that ended before it began
+_FREE_NAMES = {lock.NAME, "log.txt", "logs"}  # left by a run that ended before it had a ledger
 _RECIPE = "recipe.toml"
 _HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
 
 
 class RunFolder:
-    """The paths of one run. `create` and `resume` also take the lock that keeps other writers out.
+    """The paths of one run. `create` and `resume` also take the lock.
 
     Example::
 
@@ -44,8 +44,12 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, held: int | None = None) -> None:
-        self.path = path
-        self._lock = held
+        self.path, self._lock = path, held
+        self.recipe, self.ledger, self.kernels = path / _RECIPE, path / "ledger.sqlite", path / "kernels.json"
+        self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
+        self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
+        self.held_out = path / "held_out.jsonl"
+        self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
 
     @classmethod
     def create(cls, path: str | Path) -> Self:
@@ -58,7 +62,7 @@ class RunFolder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _refused(folder, f"cannot be made: {error.strerror}", "give another folder") from error
+            raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
         held = lock.acquire(folder)
         problem = _why_not_new(folder)
         if problem is not None:
@@ -71,7 +75,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
-        """The folder of a run that ended, to go on writing; what it left half-written is removed.
+        """The folder of a run that ended, to write in again; half-written files are removed.
 
         Raises:
             RunFolderError: there is no run, or it is still running.
@@ -83,7 +87,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """The folder of a run, to read only: a running, a finished or a dead one.
+        """The folder of a running, finished or dead run, read only.
 
         Raises:
             RunFolderError: there is no run.
@@ -92,12 +96,12 @@ class RunFolder:
         if not folder.is_dir():
             raise _refused(folder, "is no folder" if folder.exists() else "does not exist", "give a run folder")
         if not (folder / "ledger.sqlite").is_file():
-            raise _refused(folder, "holds no run (no ledger.sqlite)", "give a folder that 'stretto train' made")
+            raise _refused(folder, "holds no run (no ledger.sqlite)", "give a folder that `stretto train` created")
         return cls(folder)
 
     def is_ours(self) -> bool:
-        """Whether the folder at this path is the one whose lock we hold: ours may have been moved away, and another run
-        may be where it was."""
+        """Whether the folder at this path is still the one that we locked: it may have been moved, and another run may
+        be in its place."""
         if self._lock is None:
             return False
         held = os.fstat(self._lock)
@@ -113,10 +117,10 @@ class RunFolder:
         """Write one small file of the folder, whole or not at all.
 
         Raises:
-            OSError: it cannot be written, or the folder is not ours any more.
+            OSError: it cannot be written, or the folder is no longer ours.
         """
         if not self.is_ours():
-            raise FileNotFoundError(errno.ENOENT, "the run folder was taken away", str(self.path))
+            raise FileNotFoundError(errno.ENOENT, "the run folder was moved or removed", str(self.path))
         write_atomically(self.path / name, text.encode())
 
     def __enter__(self) -> Self:
@@ -127,71 +131,19 @@ class RunFolder:
     ) -> None:
         self.release()
 
-    @property
-    def recipe(self) -> Path:
-        return self.path / _RECIPE
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
     def role_log(self, role: str) -> Path:
         return self.logs / f"{role}.txt"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def questions(self) -> Path:
-        return self.path / "questions.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.path / "held_out.jsonl"
-
-    @property
-    def spans(self) -> Path:
-        return self.path / "spans.jsonl"
-
-    @property
-    def kernels(self) -> Path:
-        return self.path / "kernels.json"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
-
-    @property
-    def policies(self) -> Path:
-        return self.path / "policy"
 
     def policy(self, version: int) -> Path:
         """``policy/v000012``: the Hugging Face folder of version 12."""
         return self.policies / f"v{version:06d}"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
 
 def _why_not_new(folder: Path) -> Problem | None:
-    """A ledger makes a run. A recipe beside the folders that `create` makes is of a run that was killed before it had
-    one; any other is somebody's own, and not to be written over."""
+    """A folder with a ledger holds a run. A recipe beside the inner folders was left by a run that was killed before it
+    had a ledger; any other file is somebody's own and is not overwritten."""
     if (folder / "ledger.sqlite").exists():
-        return Problem(str(folder), "holds another run", "go on with it by --resume, or give another --run-dir")
+        return Problem(str(folder), "holds another run", "resume it with --resume, or give another --run-dir")
     killed = all((folder / inner).is_dir() for inner in _INNER)
     strange = sorted(
         path.name

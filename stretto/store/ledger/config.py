@@ -12,23 +12,23 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
 
     keep_payloads: Literal["all", "trained", "none"] = Field(
         default="all",
-        description="Whose tokens, log-probabilities and text stay in the ledger; none: as long as a crash would need "
-        "them, until they are behind the oldest checkpoint.",
+        description="trajectories whose tokens, log-probabilities and text stay in the ledger; none: until the oldest "
+        "checkpoint is newer, since a resume needs them before",
     )
     flush_seconds: float = Field(
         default=0.25,
         ge=0,
         le=60,
-        description="The ledger writes with the first group that is issued so long after its last writing.",
+        description="the ledger is flushed when a group is issued this many seconds after the last flush",
     )
     sample_seconds: float = Field(
         default=20.0,
         ge=0,
         le=86_400,
-        description="Seconds between completions that are shown while training and kept in samples.jsonl; 0: none.",
+        description="seconds between completions that are shown while training and kept in samples.jsonl; 0: none",
     )
     keep_checkpoints: int = Field(
         default=2,
         ge=2,
-        description="How many of the newest checkpoints are kept; while one is written, another is needed.",
+        description="newest checkpoints that are kept; one more exists while it is written",
     )

@@ -1,17 +1,17 @@
-"""The ledger: every trajectory that was ever issued, and how it ended.
+"""The ledger: every trajectory of a run, from its issue to its end.
 
     issue ─► in_flight ─► buffered ─► trained
                  │            │
                  └────────────┴─────► filtered · expired · failed (each with its reason)
 
 Two promises. *The balance*: issued is the sum of all states, at any moment, after any crash. *The batch first*: when
-`commit_batch` returns, membership and order of the batch are in the file in one transaction, so that an update is
-never published whose batch is not on record.
+`commit_batch` returns, one transaction has put the members and the order of the batch into the file. So no update is
+published whose batch is not on record.
 
-Changes are held back and written together: before a batch is trained, once a second, and by the first group issued
-``flush_seconds`` or more after the last writing. Never between two changes that belong together: a group is settled and
-its prompt given back in one transaction, or neither. A kill loses the changes since the last writing, all of them, and
-nothing outside has seen their effect: every process of a run ends with its conductor.
+Changes are buffered and written together: before a batch is trained, once a second, and when a group is issued
+``flush_seconds`` or more after the last flush. Changes that belong together stay in one transaction: a group is settled
+and its prompt given back, or neither. A kill loses all changes since the last flush, and nothing outside has seen their
+effect: every process of a run ends with its conductor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stretto.store.ledger.rows import (
     update_columns,
 )
 from stretto.store.ledger.schema import open_for_writing
-from stretto.store.ledger.seals import check, seal
+from stretto.store.ledger.seals import META, find_fact, seal
 from stretto.store.ledger.wal import log_of
 
 Value = TypeVar("Value")
@@ -62,7 +62,7 @@ _LIVE = """
     SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
     WHERE state IN ('in_flight', 'buffered')
 """
-_WRITTEN = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
+_PARTIALS = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
 _INSERT_PARTIAL = "INSERT INTO partials VALUES (?, ?, ?)"
 _DELETE_PARTIALS = "DELETE FROM partials WHERE key = ?"
 _FORGET_UNTRAINED = """
@@ -85,7 +85,7 @@ _UNSETTLED = """
 
 
 class Balance(Record, frozen=True):
-    """How many trajectories are in each state.
+    """Trajectories by state.
 
     Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
     """
@@ -103,7 +103,7 @@ class Balance(Record, frozen=True):
 
 
 class Ledger:
-    """The one writer of ``ledger.sqlite``.
+    """The only writer of ``ledger.sqlite``.
 
     Example, with groups of two::
 
@@ -113,8 +113,8 @@ class Ledger:
         ledger.commit_batch(Batch(step=9, version=8, groups=(group,)))                 # 1 trained,   1 failed
 
     Raises (from every method):
-        StoreError: a change that the states above do not allow, or a file that is gone or cannot be written. After the
-            latter the ledger refuses everything: a run whose truth cannot be recorded must end.
+        StoreError: the states above do not allow the change, or the file is gone or cannot be written. After a failed
+            write the ledger refuses everything: a run that cannot record its state must end.
     """
 
     def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,7 +135,7 @@ class Ledger:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
     def _read_back(self) -> None:
-        """What an earlier session has left."""
+        """Restore live rows, counts and keys from the file."""
         for group_id, *columns in self._query(_LIVE):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
@@ -145,12 +145,12 @@ class Ledger:
             raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
         self._counts = Counter({State(state): count for state, count in states})
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
-        self._settled = 0  # the keys below are those of groups of which everything has left that was to leave
+        self._settled = 0  # groups with smaller keys have nothing left that `forget` would remove
 
     # The life of a trajectory.
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """One prompt goes to an engine, `members` answers wanted: all in flight."""
+        """A group of `members` trajectories is in flight."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -165,18 +165,18 @@ class Ledger:
         self._flush_if_due()
 
     def buffer(self, group: Group) -> None:
-        """A group is complete and waits to be trained on."""
+        """A complete group waits to be trained on."""
         for trajectory in group.trajectories:
             self._move(trajectory.id, State.BUFFERED, "", trajectory)
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its answer, if there is one."""
+        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is None if it has no completion."""
         if state not in (State.FILTERED, State.EXPIRED, State.FAILED):
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
         self._move(id, state, reason, trajectory)
 
     def commit_batch(self, batch: Batch) -> None:
-        """All answers of the batch are trained in its step; on return this is in the file, with everything before."""
+        """The trajectories of the batch are trained in its step; on return this, and all before it, is in the file."""
         step = step_columns(batch, time.time())
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
@@ -194,17 +194,19 @@ class Ledger:
         self._note(_UPDATE_STEP, update_columns(update))
         self._flush_if_due()
 
-    # What a crash would need, and what is kept longer.
+    # Tokens of unfinished completions, and payloads that are no longer needed.
 
     def journal(self, id: str, piece: Segment) -> None:
-        """These tokens are new of a trajectory in flight: after a crash it resumes behind them."""
+        """Append new tokens of a trajectory in flight; after a crash its completion is resumed from them."""
         row = self._row(id)
-        self._partials.append((_INSERT_PARTIAL, (row.key, row.written, encode_piece(id, piece))))
-        row.written += len(piece.token_ids)
+        self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece))))
+        row.journaled += len(piece.token_ids)
 
     def forget(self, step: int) -> None:
-        """The run will never go on from before `step` again: what ``store.keep_payloads`` does not keep leaves. Only
-        groups are looked at that had something to keep when this was called last: a long run has many others."""
+        """Delete the payloads that ``store.keep_payloads`` does not keep: no resume starts before `step` any more.
+
+        Groups that had nothing left at the last call are skipped: a long run has many of them.
+        """
         if self._config.keep_payloads == "all":
             return
         self._note(_FORGET_UNTRAINED, (self._settled,))
@@ -216,11 +218,11 @@ class Ledger:
         self._settled = self._next_key if unsettled is None else unsettled
 
     def sync(self) -> None:
-        """Force everything that was written to disk: a checkpoint must not outlive the batches that led to it.
+        """Flush, and force the log to disk: a checkpoint must not outlive the batches that led to it.
 
-        The log alone: SQLite forces the ledger itself to disk before it begins the log anew. And never the ledger by
-        hand: a process that closes any descriptor of a file gives up all its locks on that file, SQLite's too; the next
-        reader would take itself for the last one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
+        The ledger itself is forced by SQLite, before it restarts the log, and never here: a process that closes any
+        descriptor of a file releases all its locks on that file, SQLite's too. The next reader would then take itself
+        for the only one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
         """
         self.flush()
         log = log_of(self._path)
@@ -233,9 +235,9 @@ class Ledger:
     # Facts beside the trajectories.
 
     def put(self, name: str, value: object) -> None:
-        """Keep a value (anything that JSON can hold) under a name: the seed, the data position, the totals.
+        """Keep a value that JSON can hold under a name: the seed, the data position, the totals.
 
-        It is written in the same transaction as the changes of state around it, and only the newest value is.
+        The newest value is written, in the same transaction as the changes of state around it.
         """
         self._facts[name] = _json(value)
         self._flush_if_due()
@@ -243,18 +245,14 @@ class Ledger:
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """The value kept under `name`, or None."""
         self.flush()
-        facts = dict[str, str]()
-        for known, value, sealed in self._query("SELECT name, value, seal FROM meta"):  # one may have lost its name
-            check(sealed, seal(known, value), f"{self._path}: {known}")
-            facts[known] = value
-        return msgspec.json.decode(facts[name], type=kind) if name in facts else None
+        return find_fact(self._query(META), self._path, name, kind)
 
     def watch(self, name: str, source: Callable[[], object]) -> None:
-        """Keep, under a name, what `source` says whenever something is written: a value that belongs to the states."""
+        """Keep under a name the value of `source()` at each flush: a value that must agree with the states."""
         self._sources[name] = source
 
     def event(self, name: str, detail: str) -> None:
-        """Something happened that a reader of the run should know: an engine was replaced, a step was skipped."""
+        """Record an event for a reader of the run: an engine was replaced, a step was skipped."""
         self._note(_INSERT_EVENT, (time.time(), name, detail))
         self._flush_if_due()
 
@@ -269,19 +267,19 @@ class Ledger:
         return found
 
     def balance(self) -> Balance:
-        """How many trajectories are in each state, those that are not flushed yet included."""
+        """Trajectories by state, changes that are not flushed yet included."""
         return Balance(**{state.value: self._counts[state] for state in State})
 
     # Writing.
 
     def flush(self) -> None:
-        """Write everything that is held back, in one transaction."""
+        """Write all buffered changes in one transaction."""
         if self._broken is not None:
             raise self._broken
         self._flushed = self._clock()
         if identity(self._path) != self._file:
             self._broken = StoreError(
-                f"{self._path}: was taken away while the run wrote to it, with its folder or alone"
+                f"{self._path}: the ledger, or its folder, was moved or removed while the run was writing to it"
             )
             raise self._broken
         if not (self._dirty or self._pending or self._partials or self._facts):
@@ -328,9 +326,9 @@ class Ledger:
             row.finish(trajectory)
             if state is State.BUFFERED or self._config.keep_payloads == "all":
                 self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
-        if row.written:
+        if row.journaled:
             self._partials.append((_DELETE_PARTIALS, (row.key,)))
-            row.written = 0
+            row.journaled = 0
         if state is not State.BUFFERED:
             del self._live[id]
         self._dirty[row.key] = row
@@ -338,11 +336,11 @@ class Ledger:
 
     def _resume_partials(self) -> None:
         by_key = {row.key: (id, row) for id, row in self._live.items()}
-        for key, begin, payload in self._query(_WRITTEN):
+        for key, begin, payload in self._query(_PARTIALS):
             if key not in by_key:
-                raise StoreError(f"{self._path}: tokens of an answer that is not in flight (key {key})")
+                raise StoreError(f"{self._path}: holds partial tokens of trajectory {key}, which is not in flight")
             id, row = by_key[key]
-            row.written = begin + len(decode_piece(id, payload).token_ids)
+            row.journaled = begin + len(decode_piece(id, payload).token_ids)
 
     def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
         self._pending.setdefault(statement, []).append(parameters)
@@ -368,7 +366,7 @@ class Ledger:
             raise self._break(error) from error
 
     def _break(self, error: Exception) -> StoreError:
-        """Undo what the transaction has done so far, and refuse everything from now on."""
+        """Roll the transaction back, and refuse everything from now on."""
         if self._connection.in_transaction:
             self._connection.rollback()
         self._broken = StoreError(f"{self._path}: cannot be written: {error}")

@@ -1,7 +1,4 @@
-"""What a ledger holds that a run can go on from: the batches it trained on, and the groups that it had not finished.
-
-Only read here; `store.ledger.ledger` is the one writer.
-"""
+"""What a resume needs of a ledger: the batches that were trained on, and the unfinished groups. Read only."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -29,11 +25,11 @@ from stretto.core.records import (
 )
 from stretto.store.ledger.rows import decode_payload, decode_piece
 from stretto.store.ledger.schema import reading
-from stretto.store.ledger.seals import batch_seal, check, seal
+from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, seal
 
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
 _GROUP = "SELECT key, members, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"
-_ANSWERS = """
+_TRAJECTORIES = """
     SELECT member, verdict, reward, stop_reason, interrupted, payload
     FROM trajectories LEFT JOIN payloads ON payloads.key = trajectories.key
     WHERE trajectories.key >= ? AND trajectories.key < ?
@@ -47,17 +43,15 @@ _LIVE = """
 """
 _PARTIALS = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
 
-Value = TypeVar("Value")
-
 _tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 _membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
 
 
 class UnfinishedGroup(Record, frozen=True):
-    """A group that was not trained and has not left: finished and buffered, or in flight.
+    """A group that is buffered or in flight.
 
-    `trajectories` are those of a buffered group. Of one in flight, `completions` are those that had ended, and
-    `prefixes` holds, by member, what was sampled of the others.
+    A buffered group has `trajectories`. A group in flight has the `completions` that ended and, by member, the
+    `prefixes` of those that did not.
     """
 
     id: str
@@ -69,12 +63,10 @@ class UnfinishedGroup(Record, frozen=True):
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
-    """The batches of the steps ``after + 1 .. until``, as they were trained on: every token, number and order.
-
-    The prompts hold their tokens and no text: a trainer needs no more.
+    """The batches of the steps ``after + 1 .. until``, as they were trained on. Prompts have tokens and no text.
 
     Raises:
-        StoreError: a step is missing, or the payload of an answer is (``store.keep_payloads``), or the file is broken.
+        StoreError: a step or a payload (``store.keep_payloads``) is missing, or the file is damaged.
     """
     with reading(path) as connection:
         (number,) = connection.execute("PRAGMA user_version").fetchone()
@@ -92,7 +84,7 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
     """All groups that are in flight or buffered, in the order of their admission.
 
     Raises:
-        StoreError: the payload of a buffered answer is missing, or the file is broken.
+        StoreError: the payload of a buffered trajectory is missing, or the file is damaged.
     """
     with reading(path) as connection:
         rows = connection.execute(_LIVE).fetchall()
@@ -114,16 +106,10 @@ def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
     """The value that `Ledger.put` keeps under `name`, or None.
 
     Raises:
-        StoreError: it is not what was written, or the file is broken.
+        StoreError: it is not what was written, or the file is damaged.
     """
     with reading(path) as connection:
-        facts = dict[str, str]()
-        for known, value, sealed in connection.execute(
-            "SELECT name, value, seal FROM meta"
-        ):  # one may have lost its name
-            check(sealed, seal(known, value), f"{path}: {known}")
-            facts[known] = value
-        return msgspec.json.decode(facts[name], type=kind) if name in facts else None
+        return find_fact(connection.execute(META), path, name, kind)
 
 
 def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Sequence[int]) -> Group:
@@ -131,14 +117,14 @@ def _trained(path: Path, connection: sqlite3.Connection, id: str, members: Seque
     if found is None:
         raise StoreError(f"{path}: group {id} was trained on and never issued")
     key, wanted, prompt_id, admitted_version, tokens = found
-    answers = {row[0]: row[1:] for row in connection.execute(_ANSWERS, (key, key + wanted))}
-    if tokens is None or any(member not in answers or answers[member][-1] is None for member in members):
+    rows = {row[0]: row[1:] for row in connection.execute(_TRAJECTORIES, (key, key + wanted))}
+    if tokens is None or any(member not in rows or rows[member][-1] is None for member in members):
         raise StoreError(f"{path}: the tokens of group {id} were not kept (store.keep_payloads)")
     return Group(
         id=id,
         prompt=Prompt(id=prompt_id, token_ids=_tokens(tokens), text="", answer=""),
         admitted_version=admitted_version,
-        trajectories=tuple(_trajectory(id, member, *answers[member]) for member in members),
+        trajectories=tuple(_trajectory(id, member, *rows[member]) for member in members),
     )
 
 
@@ -156,12 +142,12 @@ def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple
     check(sealed, seal(group_key, id, prompt_id, members, admitted_version, tokens), f"{path}: group {id}")
     trajectories, completions, prefixes = [], [], {}
     for row in rows:
-        member, key, state, *answer = row[7:]
+        member, key, state, *columns = row[7:]
         assert isinstance(member, int)
         if state == State.BUFFERED.value:
-            if answer[-1] is None:
-                raise StoreError(f"{path}: the answer {id}/{member} is buffered and its tokens are missing")
-            trajectories.append(_trajectory(str(id), member, *answer))  # type: ignore[arg-type]  # columns of SQLite
+            if columns[-1] is None:
+                raise StoreError(f"{path}: trajectory {id}/{member} is buffered, and its tokens are missing")
+            trajectories.append(_trajectory(str(id), member, *columns))  # type: ignore[arg-type]  # columns of SQLite
             continue
         pieces = connection.execute(_PARTIALS, (key,))
         segment = sum((decode_piece(f"{id}/{member}", piece) for (piece,) in pieces), start=Segment())

@@ -1,18 +1,19 @@
-"""What the ledger writes, row by row; and what it keeps in memory of a trajectory that is not final."""
+"""Rows of the ledger: how they are encoded, and the rows in memory of trajectories that are not final."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from stretto.core.errors import BoundViolated, StoreError
-from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
+from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
-#: Which state may follow which; the four that are not keys are final.
+#: The states that may follow a state; states that are no keys are final.
 ALLOWED: Mapping[State, frozenset[State]] = {
     State.IN_FLIGHT: frozenset({State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED}),
     State.BUFFERED: frozenset({State.TRAINED, State.FILTERED, State.EXPIRED, State.FAILED}),
@@ -26,63 +27,44 @@ class Payload(Record, frozen=True, array_like=True):
     text: str
 
 
-class SingleTurnPayload(Record, frozen=True, array_like=True):
-    """A payload of format 2: one segment, whose end is in the row of its trajectory."""
-
-    token_ids: tuple[int, ...]
-    behavior_logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    text: str
-
-
 _ENCODER = msgspec.msgpack.Encoder()
-_FIELDS = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_PAYLOAD_DECODER = msgspec.msgpack.Decoder(Payload)
-_SINGLE_TURN_DECODER = msgspec.msgpack.Decoder(SingleTurnPayload)
 _SEGMENT_DECODER = msgspec.msgpack.Decoder(Segment)
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
-    """A seal and what it seals: the payload, and the columns of the answer's row that a run goes on from."""
-    body = _ENCODER.encode(Payload(segments=trajectory.segments, text=trajectory.text))
-    return seal(trajectory.id, _sealed_columns(trajectory), body) + body
-
-
-def _sealed_columns(trajectory: Trajectory) -> tuple[object, ...]:
+    """A seal and the payload. The seal also covers the verdict, the stop reason and the interruptions, which are in the
+    trajectory's row."""
     verdict = trajectory.verdict
-    return verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted
+    columns = (verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
+    body = _ENCODER.encode(Payload(segments=trajectory.segments, text=trajectory.text))
+    return seal(trajectory.id, columns, body) + body
 
 
 def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
-    """The payload of an answer; `columns` are its outcome, reward, stop reason and interruptions.
+    """The payload of a trajectory; `columns` are its outcome, reward, stop reason and interruptions.
+
+    A payload of format 2 is ``[token_ids, behavior_logprobs, versions, text]``: one segment, which ends as the columns
+    say.
 
     Raises:
         StoreError: it is not what was written.
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, columns, body), f"trajectory {id}")
-    if len(_FIELDS.decode(body)) == len(Payload.__struct_fields__):
-        return _PAYLOAD_DECODER.decode(body)
-    old = _SINGLE_TURN_DECODER.decode(body)
+    *parts, text = msgspec.msgpack.decode(body, type=list[Any])
     _, _, stop_reason, interrupted = columns
-    end = msgspec.convert({"interrupted": interrupted, "stop_reason": stop_reason}, _End)
-    segment = Segment(old.token_ids, old.behavior_logprobs, old.versions, end.interrupted, end.stop_reason)
-    return Payload(segments=(segment,), text=old.text)
-
-
-class _End(Record, frozen=True):
-    interrupted: int
-    stop_reason: StopReason
+    segments = parts[0] if len(parts) == 1 else [[*parts, interrupted, stop_reason]]
+    return msgspec.convert([segments, text], Payload)
 
 
 def encode_piece(id: str, piece: Segment) -> bytes:
-    """A seal and what it seals."""
+    """A seal and the new tokens of a trajectory in flight."""
     body = _ENCODER.encode(piece)
     return seal(id, body) + body
 
 
 def decode_piece(id: str, sealed: bytes) -> Segment:
-    """What was sampled of a trajectory in flight, in one piece of several; the last one has a stop reason.
+    """One piece of a trajectory in flight; the last piece of a finished completion has a stop reason.
 
     Raises:
         StoreError: it is not what was written.
@@ -93,43 +75,33 @@ def decode_piece(id: str, sealed: bytes) -> Segment:
 
 
 class LiveRow:
-    """One trajectory that is in flight or buffered: its row as it is, or will be at the next flush."""
+    """The row of a trajectory that is in flight or buffered, as the next flush writes it."""
 
-    __slots__ = (
-        "_answer",
-        "finished",
-        "group_key",
-        "key",
-        "member",
-        "reason",
-        "state",
-        "trained_step",
-        "written",
-    )
+    __slots__ = ("_outcome", "finished", "group_key", "journaled", "key", "member", "reason", "state", "trained_step")
 
     def __init__(self, key: int, group_key: int, member: int) -> None:
         self.key, self.group_key, self.member = key, group_key, member
         self.state, self.reason = State.IN_FLIGHT, ""
         self.trained_step: int | None = None
-        self.finished = False  # it has an answer
-        self.written = 0  # tokens of it that are on record as partials
-        self._answer: tuple[object, ...] = (None, None, None, 0, None, None, 0)
+        self.finished = False  # its completion has ended and is judged
+        self.journaled = 0  # tokens in the table of partials
+        self._outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
         """Change the state.
 
         Raises:
-            StoreError: that state cannot follow; names both.
+            StoreError: `state` cannot follow; names both.
         """
         if state not in ALLOWED.get(self.state, ()):
             raise StoreError(f"trajectory {self.key} is {self.state} and cannot become {state}")
         self.state, self.reason = state, reason
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Note the answer and its verdict."""
+        """Note the end of the completion, and its verdict."""
         verdict, versions = trajectory.verdict, trajectory.versions
         self.finished = True
-        self._answer = (
+        self._outcome = (
             verdict.outcome.value,
             verdict.reward,
             trajectory.stop_reason,
@@ -142,29 +114,29 @@ class LiveRow:
     def columns(self) -> tuple[object, ...]:
         """In the order of the table ``trajectories``."""
         head = (self.key, self.group_key, self.member, self.state.value, self.reason, self.trained_step)
-        columns = head + self._answer
+        columns = head + self._outcome
         return (*columns, seal(*columns))
 
     @classmethod
     def restored(cls, columns: tuple[object, ...]) -> LiveRow:
-        """The row that `columns` came from.
+        """The row with these `columns`.
 
         Raises:
             StoreError: they are not what was written.
         """
-        key, group_key, member, state, reason, _, *answer, sealed = columns
+        key, group_key, member, state, reason, _, *outcome, sealed = columns
         check(sealed, seal(*columns[:-1]), f"row {key} of trajectories")
         assert isinstance(key, int)
         assert isinstance(group_key, int)
         assert isinstance(member, int)
         row = cls(key, group_key, member)
         row.state, row.reason = State(str(state)), str(reason)
-        row._answer, row.finished = tuple(answer), answer[0] is not None
+        row._outcome, row.finished = tuple(outcome), outcome[0] is not None
         return row
 
 
 def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
-    """The row of table ``steps`` for a batch; the staleness histogram is counted here, once, while it is at hand.
+    """The row of table ``steps`` for a batch, with the staleness histogram of its tokens.
 
     Raises:
         BoundViolated: a token is newer than the policy that would be trained on it.
@@ -195,5 +167,5 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
 
 
 def update_columns(update: Update) -> tuple[object, ...]:
-    """The part of a row of ``steps`` that is known after the update; the step comes last."""
+    """The columns of ``steps`` that are known after the update; the step comes last."""
     return (update.version, msgspec.json.encode(update.metrics).decode(), update.step)

@@ -4,10 +4,9 @@
                               └──1:n───── partials
 
 A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
-The payload (tokens, log-probabilities, text) lies apart, so that a change of state does not rewrite it. Partials are
-the tokens of an answer that is still in flight, piece by piece; they leave when it ends. Every row but an event's is
-sealed with a checksum (`store.ledger.seals`); of a step, `seal` is over its batch and `row_seal` over what its row says
-of it.
+The payload (tokens, log-probabilities, text) has a table of its own, so that a change of state does not rewrite it.
+Partials are the tokens of a completion in flight, piece by piece, until it ends. Every row but an event's has a seal, a
+checksum (`store.ledger.seals`); the `seal` of a step is over its batch, the `row_seal` over its row.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
 
 FORMAT = 3
-_OLDEST = 2  # can be read: neither its trajectories, steps and prompts nor what the run starts from are sealed
+_OLDEST = 2  # the oldest format that can be read; it has no seals of trajectories, steps, prompts and the start
 
 _TABLES = """
 CREATE TABLE groups (
@@ -85,7 +84,7 @@ CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL)
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, made if there is none; its transactions are begun and ended by the caller.
+    """The ledger at `path`, created if it is missing; the caller begins and ends transactions.
 
     Raises:
         StoreError: another format, not a ledger, damaged, or not writable.
@@ -108,8 +107,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, to read only, also while a run writes. Nothing of the run is changed by a look: beside the
-    ledger, at most the index of its log and an empty log appear.
+    """The ledger at `path`, read only, also while a run writes. Reading changes nothing of the run; SQLite may add the
+    index of the log, or an empty log, beside the ledger.
 
     Raises:
         StoreError: missing, another format, not a ledger, or damaged.
@@ -133,29 +132,29 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """`open_for_reading`, until the block ends.
 
     Raises:
-        StoreError: as `open_for_reading`, or what was read cannot be what was written.
+        StoreError: as `open_for_reading`, or a value was read that nobody wrote.
     """
     try:
         with closing(open_for_reading(path)) as connection:
             yield connection
-    # A damaged page gives values of any kind where others are expected, and texts that are none.
+    # A damaged page yields values of unexpected types, and texts that are no UTF-8.
     except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
 def check_resting_log(path: Path) -> None:
-    """`check_log`, unless a run writes to the ledger just now, whose log may be about to get its end.
+    """`check_log`, unless a run is writing: the end of its log may be incomplete at any moment.
 
     Raises:
-        StoreError: the log of a run that is not running is damaged.
+        StoreError: no run is writing, and the log is damaged.
     """
     if not lock.is_held(path.parent):
         check_log(path)
 
 
 def _address(path: Path) -> str:
-    """SQLite reads a log by an index beside it. Where neither is there, and neither can be made, nobody writes: the
-    ledger is read as it is."""
+    """SQLite reads a log through an index beside it. Without a log, and where no index can be written, the ledger is
+    opened as immutable."""
     log, index = log_of(path), path.with_name(f"{path.name}-shm")
     bare = not index.exists() and not (log.exists() and log.stat().st_size)
     how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
@@ -166,5 +165,5 @@ def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> No
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if not oldest <= found <= FORMAT:
         connection.close()
-        can = f"goes on with format {FORMAT}" if oldest == FORMAT else f"reads formats {oldest} to {FORMAT}"
+        can = f"resumes format {FORMAT}" if oldest == FORMAT else f"reads formats {oldest} to {FORMAT}"
         raise StoreError(f"{path}: has format {found}, this version of stretto {can}")

@@ -1,9 +1,11 @@
-"""Checksums of what the ledger holds: SQLite notices a torn page, not a flipped bit in the middle of one."""
+"""Seals: checksums of the ledger's rows. SQLite notices a torn page, not a flipped bit in the middle of one."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -13,17 +15,19 @@ from stretto.core.records import Batch, Completion, Trajectory
 
 SIZE = 8  #: bytes of a seal
 
+Value = TypeVar("Value")
+
 _encode = msgspec.msgpack.Encoder().encode
 
-_META = "SELECT name, value, seal FROM meta"
-_OLD_ROWS = {"groups": "SELECT id, prompt_id, admitted_version, seal FROM groups", "meta": _META}
-#: By table, the columns that are sealed, and the seal.
+META = "SELECT name, value, seal FROM meta"
+_OLD_ROWS = {"groups": "SELECT id, prompt_id, admitted_version, seal FROM groups", "meta": META}
+#: By table: the sealed columns, and the seal.
 _ROWS = {
     "groups": "SELECT * FROM groups",
     "trajectories": "SELECT * FROM trajectories",
     "steps": "SELECT step, version, oldest_trainable, trajectories, trained_tokens, masked_tokens, staleness, batch,"
     " committed, seal, row_seal FROM steps",
-    "meta": _META,
+    "meta": META,
 }
 
 
@@ -32,9 +36,23 @@ def seal(*content: object) -> bytes:
     return xxhash.xxh3_64_digest(_encode(content))
 
 
+def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, kind: type[Value]) -> Value | None:
+    """The value of the table ``meta`` under `name`, or None; all `rows` are checked, since a damaged one may have lost
+    its name.
+
+    Raises:
+        StoreError: a row is not what was written.
+    """
+    facts = dict[str, str]()
+    for known, value, sealed in rows:
+        check(sealed, seal(known, value), f"{path}: {known}")
+        facts[known] = value
+    return msgspec.json.decode(facts[name], type=kind) if name in facts else None
+
+
 def batch_seal(batch: Batch, number: int) -> bytes:
-    """The seal of everything that a batch does to the weights: tokens, numbers, versions, rewards, and their order, in
-    a ledger of format `number`."""
+    """The seal of all that decides what a batch does to the weights: tokens, log-probabilities, versions, rewards, and
+    their order. `number` is the format of the ledger."""
     groups = [
         (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
         for group in batch.groups
@@ -51,14 +69,14 @@ def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ..
 
 
 def check(found: object, expected: bytes, what: str) -> None:
-    """Raises StoreError when what was read is not what was written."""
+    """Raises StoreError where a seal does not fit: what was read is not what was written."""
     if found != expected:
         raise StoreError(f"{what} is not what was written: its checksum does not fit")
 
 
 def check_rows(connection: sqlite3.Connection, path: Path) -> None:
-    """Return if every row is what was written and none is missing; the tokens of answers have seals of their own. All
-    later questions on the connection see the ledger as it was checked, though the run goes on.
+    """Check that no row is damaged or missing; payloads have seals of their own. Later queries on the connection see
+    the ledger as it was checked, though the run writes on.
 
     Raises:
         StoreError: names the first row that is not.
@@ -79,4 +97,4 @@ def check_rows(connection: sqlite3.Connection, path: Path) -> None:
         "SELECT (SELECT coalesce(sum(members), 0) FROM groups), (SELECT count(*) FROM trajectories)"
     ).fetchone()
     if issued != known:
-        raise StoreError(f"{path}: the ledger issued {issued} trajectories and knows the state of {known}")
+        raise StoreError(f"{path}: {issued} trajectories were issued, and {known} have a row")

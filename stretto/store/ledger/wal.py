@@ -1,12 +1,12 @@
-"""The ledger's write-ahead log, looked at before SQLite reads it: what a kill can leave, and what only damage can.
+"""The ledger's write-ahead log, checked before SQLite reads it: a torn end is accepted, damage in the middle refused.
 
     header, 32 bytes     magic · format · page size · checkpoint · salt 1 · salt 2 · checksum
     frame, 24 + page     page number · pages after the commit, or 0 · salt 1 · salt 2 · checksum │ page
 
-Every checksum goes over all that came before it, so a log is readable up to its first broken frame, and SQLite takes it
-to end there: right for the end that a kill has torn, and silently wrong for a bit that flipped in the middle. A kill
-breaks at most the frame that was being written, behind which no frame of the same salts is (section 4 of
-sqlite.org/fileformat2.html).
+A checksum covers all frames before its own, so SQLite reads a log up to its first broken frame and takes it to end
+there. That is right for an end that a kill has torn, and silently drops transactions when a bit has flipped in the
+middle. A kill breaks at most the frame that was being written, and no frame with the same salts follows it (section 4
+of sqlite.org/fileformat2.html).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def log_of(ledger: Path) -> Path:
 
 
 def check_log(ledger: Path) -> None:
-    """Return if the log of a ledger that nobody has open, if there is one, ends where a kill may have ended it.
+    """Check the log of a ledger that no process has open.
 
     Raises:
-        StoreError: frames were written behind one that cannot be read: SQLite would forget them without a word.
+        StoreError: whole frames follow a broken one; SQLite would drop them silently.
     """
     log = log_of(ledger)
     if not log.exists():
@@ -43,13 +43,13 @@ def check_log(ledger: Path) -> None:
     broken = _first_broken(data)
     if broken is not None and _goes_on(data, broken):
         raise StoreError(
-            f"{log}: damaged at byte {broken:,} of {len(data):,}, and more was written behind it; bring the file back, "
-            f"or give up what follows: truncate -s {broken} {log}"
+            f"{log}: damaged at byte {broken:,} of {len(data):,}, before the end; restore the file, "
+            f"or give up what follows the damage: truncate -s {broken} {log}"
         )
 
 
 def _first_broken(data: bytes) -> int | None:
-    """Where the header, or the first frame that is broken or of an earlier log, begins; None: all are whole."""
+    """The offset of the header, if it is broken, or of the first frame that is broken or of an earlier log; or None."""
     order = _MAGIC.get(int.from_bytes(data[:4], "big"))
     if order is None or len(data) < _HEADER:
         return 0
@@ -65,7 +65,7 @@ def _first_broken(data: bytes) -> int | None:
 
 
 def _goes_on(data: bytes, broken: int) -> bool:
-    """Whether frames of the same log stand behind; behind a broken header, whether any frame does."""
+    """Whether frames of the same log follow the broken one; after a broken header, whether any frame does."""
     if broken == 0:
         return len(data) >= _HEADER + _FRAME
     frame = _FRAME + _page_size(data)

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class LineWriter(Generic[Line]):
     """Appends records to one file.
 
-    A measurement is worth less than the run it measures: when the file cannot be written, one warning is logged, the
-    lines are counted in `lost`, and training goes on.
+    A measurement is worth less than its run: when the file cannot be written, one warning is logged, the lines are
+    counted in `lost`, and training continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class LineWriter(Generic[Line]):
         self._attempt(self._cut_torn_line, lines=0)
 
     def append(self, lines: Iterable[Line]) -> None:
-        """Append whole lines and hand them to the operating system, so that readers and crashes find them."""
+        """Append whole lines, unbuffered: readers see them at once, and a crash of the process keeps them."""
         encoded = [msgspec.json.encode(line) for line in lines]
         if encoded:
             self._attempt(lambda: self._write(b"\n".join(encoded) + b"\n"), lines=len(encoded))
@@ -43,12 +43,12 @@ class LineWriter(Generic[Line]):
             write()
         except OSError as error:
             if not self.lost:
-                _log.warning("%s cannot be written (%s); the run goes on without it", self.path, error.strerror)
+                _log.warning("%s cannot be written (%s); the run continues without it", self.path, error.strerror)
             self.lost += lines
 
     def _write(self, data: bytes) -> None:
         if self._folder not in (None, identity(self.path.parent)):
-            raise OSError(errno.ENOENT, "its folder was taken away")
+            raise OSError(errno.ENOENT, "its folder was moved or removed")
         with self.path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             if file.write(data) != len(data):  # the disk filled up in the middle of a line
@@ -56,7 +56,7 @@ class LineWriter(Generic[Line]):
                 raise OSError(0, "no space left for a whole line")
 
     def _cut_torn_line(self) -> None:
-        """A writer that was killed in mid-line must not spoil the first line of its successor."""
+        """Remove the end of a line that a killed writer has left."""
         if not self.path.is_file():
             return
         data = self.path.read_bytes()
@@ -68,7 +68,7 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
     """All whole lines of a file; none if there is no file. A torn last line is left out.
 
     Raises:
-        StoreError: a line that is not the last cannot be read; names file and line.
+        StoreError: a whole line cannot be read; names file and line.
     """
     lines: list[Line] = []
     for line in _each_line(path, decoder):
@@ -79,10 +79,10 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Write the file anew with only the lines that `keep` wants.
+    """Rewrite the file with only the lines for which `keep` is true.
 
     A line that cannot be read is left out, and a file that cannot be written stays as it is, each with a warning: lines
-    are worth less than the run that goes on behind them.
+    are worth less than the run that is resumed.
     """
     if not path.exists():
         return
@@ -95,10 +95,10 @@ def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[
                 kept.append(msgspec.json.encode(line) + b"\n")
         write_atomically(path, b"".join(kept))
     except OSError as error:
-        _log.warning("%s cannot be written anew (%s); the run goes on with it as it is", path, error.strerror)
+        _log.warning("%s cannot be rewritten (%s); the run continues with it as it is", path, error.strerror)
         return
     if broken:
-        _log.warning("%s; the run goes on without it and %d more", broken[0], len(broken) - 1)
+        _log.warning("%s; the run continues without this line and %d more", broken[0], len(broken) - 1)
 
 
 def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:

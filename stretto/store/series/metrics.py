@@ -12,33 +12,32 @@ from stretto.store.series.lines import LineWriter, keep_lines, read_lines
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
-    """What one training step looked like.
+    """The measurements of one training step (docs/metrics.md).
 
-    Lengths are of the batch's whole answers, staleness is over the tokens that were trained on, the accuracy is over
-    all answers judged since the step before; tokens and times of the whole run are cumulative (docs/metrics.md). A
-    value that is not a finite number is written as null.
+    Lengths are of the batch's whole completions, staleness is over trained tokens, the accuracy is over all completions
+    judged since the step before; tokens and times of the whole run are cumulative. A value that is not finite is null.
 
     Example: ``StepMetrics(step=12, version=13, wall_seconds=31.2, rl_seconds=20.4, accuracy=0.71, reward=0.71, ...)``
     """
 
     step: int
     version: int  # published by this step
-    wall_seconds: float  # since the run started, the warm start included
+    wall_seconds: float  # since the run started, warm start included
     rl_seconds: float  # since the first prompt was admitted, until this update
-    accuracy: float  # right among the answers judged since the step before, those of filtered groups included
-    reward: float  # mean over the batch's answers
-    length_mean: float  # tokens per answer of the batch, masked ones included
+    accuracy: float  # of the completions judged since the step before, those of filtered groups included
+    reward: float  # mean over the batch's completions
+    length_mean: float  # tokens per completion of the batch, masked ones included
     length_max: int
     staleness_mean: float  # versions
     staleness_max: int
     trained_tokens: int  # in this step
     masked_tokens: int = 0
-    skipped: tuple[str, ...] = ()  # trajectories whose optimizer step was not taken: its gradient was not finite
+    skipped: tuple[str, ...] = ()  # trajectories of optimizer steps that were not taken: the gradient was not finite
     generated_tokens: int = 0  # by all engines for training prompts, since the start
     trainer: Mapping[str, float | None] = {}  # the update's own measurements (loss, grad_norm, ...)
-    queues: Mapping[str, float | None] = {}  # fill when the batch was taken (buffer, in_flight, ...)
-    busy: Mapping[str, float | None] = {}  # role: fraction of the last second or so
-    slower_than_generation: str = ""  # the reward's name, where the run waits for it
+    queues: Mapping[str, float | None] = {}  # sizes when the batch was taken (buffer, in_flight, ...)
+    busy: Mapping[str, float | None] = {}  # role: fraction of about the last second
+    slower_than_generation: str = ""  # the reward's name, if the run waits for it
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
@@ -50,7 +49,7 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     rl_seconds: float
     accuracy: float
     prompts: int
-    undecided: int = 0  # answers that nobody could judge; not right, so not in the accuracy, but not wrong either
+    undecided: int = 0  # completions without a verdict: neither right nor wrong
 
 
 MetricsLine = StepMetrics | EvaluationLine
@@ -80,5 +79,5 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Forget what came after `step`, because the run goes on from its checkpoint."""
+    """Remove the lines after `step`: the run is resumed from there."""
     keep_lines(path, _DECODER, lambda line: line.step <= step)

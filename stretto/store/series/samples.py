@@ -1,4 +1,4 @@
-"""``samples.jsonl`` and ``held_out.jsonl``: completions as a person reads them, with prompt and verdict."""
+"""``samples.jsonl`` and ``held_out.jsonl``: completions as text, with prompt and verdict."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stretto.store.series.lines import keep_lines
 
 
 class SampledCompletion(Record, frozen=True):
-    """One judged completion. `versions` are those that sampled its tokens, `version` is that under which it counts: the
-    newest of them, or the newest of its evaluation.
+    """One judged completion. `versions` sampled its tokens; `version`, under which it counts, is the newest of them, or
+    the newest of its evaluation.
 
     Example: ``SampledCompletion(prompt_id="17", prompt="3+8=", answer="11", completion="3+8=11", ...)``
     """
@@ -48,5 +48,5 @@ _DECODER = msgspec.json.Decoder(SampledCompletion)
 
 
 def rewind_samples(path: Path, version: int) -> None:
-    """Forget what versions after `version` answered: they are made again."""
+    """Remove the completions of later versions: they are sampled again."""
     keep_lines(path, _DECODER, lambda sample: sample.version <= version)

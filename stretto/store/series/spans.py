@@ -1,4 +1,4 @@
-"""``spans.jsonl``: what every role did when; the timeline plot is drawn from it."""
+"""``spans.jsonl``: the work of every role over time, for the timeline plot."""
 
 from __future__ import annotations
 

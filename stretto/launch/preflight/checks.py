@@ -1,0 +1,115 @@
+"""Checks before any process starts: lengths, models, devices, ports, the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+
+import torch
+
+from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.engine.config import EngineConfig
+from stretto.engine.native.capacity import longest_row_of
+from stretto.launch.recipe.recipe import Recipe
+from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
+from stretto.model.hf.fitting import check_fit
+from stretto.model.hf.folder import ModelFolder, inspect_model_folder
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.loading import PLACE, load_reward
+from stretto.rewards.service.pool import check_reward
+from stretto.trainer.config import OptimizerConfig
+
+_LARGEST_PORT = 65_535
+
+
+def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
+    """Tokens of the longest prompt that leaves ``sampling.max_tokens`` for the completion.
+
+    Raises:
+        ModelFolderError, RecipeError: no prompt does, in the model's context or in the engine's KV cache.
+    """
+    completion = recipe.sampling.max_tokens
+    if completion >= base.context_length:
+        found = f"sampling.max_tokens = {completion}, and the model's context has {base.context_length} tokens"
+        raise ModelFolderError([Problem(str(base.path), found, "choose fewer tokens or a longer context")])
+    longest = longest_row_of(base, recipe.engine)
+    if completion >= longest:
+        found = f"{recipe.engine.cache_gib:g} holds {longest} tokens, and sampling.max_tokens = {completion}"
+        raise RecipeError([Problem("engine.cache_gib", found, "choose fewer tokens, or more memory for the KV cache")])
+    return min(base.context_length, longest) - completion
+
+
+def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
+    if recipe.sampling.top_k > base.vocab_size:
+        found = f"sampling.top_k = {recipe.sampling.top_k}, and the model's vocabulary has {base.vocab_size} tokens"
+        raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
+
+
+def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
+    """Raises ModelFolderError: the model in the folder `reference`, named by `key`, has another vocabulary."""
+    folder = inspect_model_folder(reference)
+    check_kind(folder)
+    other = load_tokenizer(folder.path)
+    if other.vocabulary != tokenizer.vocabulary:
+        found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
+        remedy = f"{key} needs a model with the policy's tokenizer; without {key} the first policy is the reference"
+        raise ModelFolderError([Problem(reference, found, remedy)])
+
+
+def check_reward_function(config: RewardsConfig) -> None:
+    """Import the reward in a process that can be killed, since a module of the user's own may hang or exit; likewise a
+    reward that depends on the machine.
+
+    Raises:
+        RewardFunctionError: it cannot be loaded.
+    """
+    if config.function in BUILT_IN and not BUILT_IN[config.function].configured:
+        return
+    if ":" not in config.function and config.function not in BUILT_IN:
+        load_reward(config.function)
+    try:
+        asyncio.run(check_reward(config))
+    except RoleError as error:
+        raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def check_ports(config: EngineConfig) -> None:
+    """Raises RecipeError: a port on which an engine would listen is in use, or does not exist."""
+    if config.transport == "unix":
+        return
+    ports = range(config.base_port, config.base_port + config.count)
+    if ports[-1] > _LARGEST_PORT:
+        found = f"{config.base_port}, and {config.count} engines need {config.count} ports from there"
+        raise RecipeError([Problem("engine.base_port", found, f"ports end at {_LARGEST_PORT}")])
+    taken = [port for port in ports if not is_free(port)]
+    if taken:
+        raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
+    """Raises RecipeError: a section asks for a GPU, and torch finds none."""
+    wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
+    if wanted and not torch.cuda.is_available():
+        found, remedy = "'cuda', and torch finds no GPU that it can use", "'auto' takes a GPU if there is one"
+        raise RecipeError(Problem(f"{name}.device", found, remedy) for name in wanted)
+
+
+def check_kind(base: ModelFolder) -> None:
+    """Raises ModelFolderError: by its config, the engine or the trainer cannot compute the model."""
+    config = check_fit(base)
+    refuse_unsupported(config)
+    refuse_untrainable(config)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server can listen on this port of the loopback interface now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

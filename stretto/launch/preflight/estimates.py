@@ -1,0 +1,123 @@
+"""Memory and disk that a run will need, and warnings: what will work, but perhaps not as hoped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.launch.preflight.plan import Plan
+
+_PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that each part of the run will need, and bytes that are available."""
+
+    trainer: int
+    engines: int
+    others: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.engines + self.others
+
+    def __str__(self) -> str:
+        parts = (("trainer", self.trainer), ("engines", self.engines), ("others", self.others), ("all", self.total))
+        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
+        return f"{shown}; available {self.available / 2**30:.2f} GiB"
+
+
+def estimate_memory(plan: Plan) -> MemoryEstimate:
+    """Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
+    checkpoint is written; reference and critic, if any; for each rank the activations of one micro-batch, and for each
+    but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache."""
+    recipe, base = plan.recipe, plan.base
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    tokens = max(recipe.trainer.micro_batch_tokens, longest)
+    # About 40 numbers of the model's width are kept per token and layer for the backward pass.
+    activations = tokens * base.layers * base.hidden_size * 40 * 4
+    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
+    one = 4 if adapters else 16 + 12  # adapters add about a hundredth
+    second = reference is not None and not (adapters and reference.path is None)
+    policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
+    ranks = recipe.trainer.ranks
+    whole = base.parameters * 4 * (ranks - 1)
+    trainer = base.parameters * policies + whole + ranks * (activations + _PROCESS_BYTES)
+    item = width[recipe.engine.dtype]
+    full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
+    engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
+    others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4
+    return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes that the run folder will have at most, and bytes that its disk has left."""
+
+    ledger: int
+    policies: int
+    checkpoints: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.ledger + self.policies + self.checkpoints
+
+    def __str__(self) -> str:
+        parts = (("ledger", self.ledger), ("policies", self.policies), ("checkpoints", self.checkpoints))
+        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in (*parts, ("all", self.total)))
+        return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
+
+
+def estimate_disk(plan: Plan, folder: Path) -> DiskEstimate:
+    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
+    Policies in float32; checkpoints with Adam's two moments, of a critic too, and one more while it is written."""
+    recipe, weights = plan.recipe, plan.base.parameters * 4
+    trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
+    kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
+    steps = trainer.steps if store.keep_payloads != "none" else trainer.checkpoint_every * (store.keep_checkpoints + 1)
+    completions = steps * rollout.batch_size * rollout.group_size
+    rows = trainer.steps * rollout.batch_size * rollout.group_size * 200
+    return DiskEstimate(
+        ledger=completions * plan.sampling.max_tokens * 16 + rows,
+        policies=kept * weights,
+        checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
+        available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
+    )
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping (the kernel's MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def warnings(plan: Plan) -> Sequence[str]:
+    """Sentences about settings that work, but perhaps not as hoped."""
+    recipe, notes = plan.recipe, list(plan.notes)
+    cores = len(os.sched_getaffinity(0))
+    threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
+    if threads > cores and recipe.rollout.max_staleness > 0:
+        notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    if longest > recipe.trainer.micro_batch_tokens:
+        notes.append(
+            f"a prompt with its completion may have {longest} tokens, more than trainer.micro_batch_tokens = "
+            f"{recipe.trainer.micro_batch_tokens}: it is then a micro-batch of its own and takes more memory"
+        )
+    memory = estimate_memory(plan)
+    if memory.total > memory.available:
+        notes.append(f"the run may not fit into memory: {memory}")
+    if recipe.rollout.batch_size > len(plan.training):
+        notes.append(
+            f"a batch of {recipe.rollout.batch_size} groups repeats prompts: the task has {len(plan.training)}"
+        )
+    return notes

@@ -1,0 +1,87 @@
+"""What a ledger of either format says of a run: format 2 is read and checked, others are refused; and a trajectory of
+several turns is read, exported and checked as it was written.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stretto.audit.check import check_run
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import trajectory_id as name_of
+from stretto.store.export import export_run, read_trajectories
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches, read_unfinished
+from tests.audit import test_check
+from tests.audit.test_check import RECIPE, flip_a_bit
+from tests.store.conftest import as_format_2
+
+run_dir = test_check.run_dir
+
+
+def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 and 3"):
+        check_run(run_dir)
+
+
+def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run_dir: Path, tmp_path: Path) -> None:
+    before, shown = export_run(run_dir, tmp_path / "before.jsonl"), inspect_run(run_dir)
+    as_format_2(run_dir / "ledger.sqlite")
+    findings = check_run(run_dir)
+    assert findings.kept, findings
+    assert findings.notes == ("the ledger has format 2: it has no seals of its recipe and of its first policy",)
+    assert export_run(run_dir, tmp_path / "after.jsonl") == before
+    assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
+    assert inspect_run(run_dir) == shown
+    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes format 3"):
+        Ledger(run_dir / "ledger.sqlite", StoreConfig())
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
+        connection.commit()
+    assert check_run(run_dir).breaches["every checksum fits"]
+
+
+def test_a_trajectory_of_several_segments_is_read_exported_and_checked_as_it_was_written(tmp_path: Path) -> None:
+    """Sampled, given, sampled: five sampled tokens, and a given span at places 2 and 3."""
+
+    def turns(group: str, member: int, *versions: int) -> Trajectory:
+        first = Segment(token_ids=(5, 6), behavior_logprobs=(-0.5, -0.25), versions=versions[:2], interrupted=1)
+        tool = Segment(token_ids=(9, 9))
+        last = Segment((7, 8, 2), (-1.0, -0.125, -2.0), versions[2:], stop_reason=StopReason.STOP)
+        verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+        return Trajectory(id=name_of(group, member), segments=(first, tool, last), verdict=verdict, text="a tool, 4")
+
+    path = tmp_path / "ledger.sqlite"
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+    prompts = [Prompt(id=id, token_ids=(3, 4), text="", answer="") for id in "ab"]
+    trained, waiting = (
+        Group(f"0.{prompt.id}.0", prompt, at, tuple(turns(f"0.{prompt.id}.0", k, *versions) for k in (0, 1)))
+        for prompt, at, versions in zip(prompts, (0, 1), ((0, 0, 0, 0, 0), (1, 1, 1, 1, 1)), strict=True)
+    )
+    batch = Batch(step=1, version=0, groups=(trained,))
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        for group in (trained, waiting):
+            ledger.issue(group.id, group.prompt, 2, group.admitted_version)
+            ledger.buffer(group)
+        ledger.commit_batch(batch)
+        ledger.record_update(Update(step=1, version=1, trained_tokens=10, masked_tokens=0, metrics={}))
+    assert list(read_batches(path, 0, 1)) == [batch]
+    [unfinished] = read_unfinished(path)
+    assert unfinished.trajectories == waiting.trajectories
+    shown = list(read_trajectories(tmp_path))
+    assert [one.given for one in shown] == [((2, 4),)] * 4
+    assert (shown[0].token_ids, shown[0].versions) == ((5, 6, 9, 9, 7, 8, 2), (0,) * 5)
+    assert shown[0].behavior_logprobs == (-0.5, -0.25, -1.0, -0.125, -2.0)
+    findings = check_run(tmp_path)
+    assert findings.kept, findings
+    flip_a_bit(path, "trained")
+    assert check_run(tmp_path).breaches["every checksum fits"]
