@@ -12,6 +12,7 @@ A window that stands in the config and is not handed on would be left out withou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -196,3 +197,9 @@ class Rule:
     window: int | None = None  # tokens that are seen, the looking one included
     softcap: float | None = None  # scores are bent to stay between -softcap and softcap
     dropout: float = 0.0
+
+    @classmethod
+    def of(cls, requested: Mapping[str, Any]) -> Rule:
+        """From the keywords with which a transformers module calls its attention function."""
+        scaling, window, softcap = (requested.get(name) for name in ("scaling", "sliding_window", "softcap"))
+        return cls(scaling, window, softcap, requested.get("dropout") or 0.0)

@@ -315,6 +315,6 @@ def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_p
 
 def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(folder: Path) -> None:
     engine = engine_of(folder)
-    engine._policy._shelves.place(1, 10)  # a slot that belongs to no answer
+    engine._policy._buckets.place(1, 10)  # a slot that belongs to no answer
     with pytest.raises(BoundViolated, match=r"rows \{1\} are cached, set\(\) run"):
         asyncio.run(Generation(engine).run())

@@ -19,11 +19,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
-from stretto.engine.native.sampling import Filtered
+from stretto.engine.native.sampling import SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
 from stretto.engine.native.stops import StopTexts, Watch
-from stretto.engine.native.top_logprobs import likeliest
-from stretto.model.truncation import Truncation
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,10 +54,7 @@ class Completions:
         self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and answer
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
         self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
-        self.seeds = np.zeros(rows, np.uint64)
-        self.temperatures = np.zeros(rows, np.float32)
-        self._truncation = Truncation(np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
-        self._filtered = np.zeros(rows, np.bool_)
+        self.sampling = SamplingColumns(rows)
         self._watches: dict[int, Watch] = {}
         self._likeliest: dict[int, list[Likeliest]] = {}  # of rows whose requests want them
         self._wanted: Ints = np.zeros(rows, np.int64)  # how many of them at each place
@@ -78,12 +73,7 @@ class Completions:
         self._history[row, : len(prompt)] = prompt
         self.newest[row] = prompt[-1]
         self.lengths[row] = self.prompts[row] = len(prompt)
-        self.seeds[row] = member.request.seeds[member.index]
-        self.temperatures[row] = sampling.temperature
-        self._truncation.top_k[row] = sampling.top_k
-        self._truncation.top_p[row] = sampling.top_p
-        self._truncation.min_p[row] = sampling.min_p
-        self._filtered[row] = sampling.filtered
+        self.sampling.set(row, member.request.seeds[member.index], sampling)
         self._watches.pop(row, None)
         if sampling.stop:
             self._watches[row] = self._stop_texts.watch(sampling.stop)
@@ -110,11 +100,6 @@ class Completions:
         if row in self._watches:
             self._completed_stop(row)  # the watch has seen them then
 
-    def filtered(self, order_R: Ints) -> Filtered | None:
-        """Which of the rows have top-k, top-p or min-p, and what theirs are; None if no row has."""
-        places = self._filtered[order_R].nonzero()[0]
-        return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
-
     def context(self, row: int) -> Ints:
         """All tokens of a row but the newest: what the cache must hold before the row goes on."""
         return self._history[row, : self.lengths[row] - 1]
@@ -125,7 +110,8 @@ class Completions:
             return
         rows = order_R[places]
         logits = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
-        found = likeliest(logits, self._wanted[rows], self.temperatures[rows], self.filtered(rows))
+        temperatures, filtered = self.sampling.temperatures[rows], self.sampling.filtered(rows)
+        found = top_logprobs(logits, self._wanted[rows], temperatures, filtered)
         for row, tokens in zip(rows.tolist(), found, strict=True):
             self._likeliest[row].append(tokens)
 

@@ -159,8 +159,9 @@ class NativeEngine:
             return []
         order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
         places = answers.lengths[order] - answers.prompts[order]
-        seeds, filtered = answers.seeds[order], answers.filtered(order)
-        tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
+        settings = answers.sampling
+        seeds, temperatures = settings.seeds[order], settings.temperatures[order]
+        tokens, logprobs = sample(logits_RV, temperatures, seeds, places, settings.filtered(order))
         if len(broken := order[~np.isfinite(logprobs)]):
             raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
         answers.note_likeliest(order, logits_RV)
@@ -270,13 +271,13 @@ class NativeEngine:
     def _interrupted_contexts(self, rows: list[int]) -> list[Context]:
         """What interrupted rows have to compute again; of siblings, the first computes the prompt for all."""
         contexts: list[Context] = []
-        lenders: dict[str, int] = {}
+        first: dict[str, int] = {}  # context of each request
         for row in rows:
             tokens = self._completions.context(row)
-            lender = lenders.setdefault(self._scheduler.member(row).request.id, len(contexts))
+            prefix_of = first.setdefault(self._scheduler.member(row).request.id, len(contexts))
             # A context has a token of its own, even one that is nothing but the prompt.
-            shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if lender < len(contexts) else 0
-            contexts.append(Context(tokens, (row,), lender, shared))
+            shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if prefix_of < len(contexts) else 0
+            contexts.append(Context(tokens, (row,), prefix_of, shared))
         return contexts
 
     def _begun(self, row: int) -> bool:

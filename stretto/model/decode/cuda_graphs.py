@@ -2,7 +2,7 @@
 
 On a GPU a decode step is launched as hundreds of small kernels, and launching takes longer than running them. A CUDA
 graph launches all of them at once, but with the shapes and the addresses of the moment when it was captured. So shapes
-come in few sizes (`bucket`), and the inputs are copied to where the graph looks for them::
+come in few sizes (`captured_size`), and the inputs are copied to where the graph looks for them::
 
     numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
 
@@ -31,10 +31,10 @@ Ints = npt.NDArray[np.int64]
 _FIRST_MIDDLE = 16
 
 
-def bucket(rows: int) -> int:
+def captured_size(rows: int) -> int:
     """The next size that is captured: powers of two, and from 16 on the middle between two of them.
 
-    >>> sorted({bucket(rows) for rows in range(1, 200)})
+    >>> sorted({captured_size(rows) for rows in range(1, 200)})
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     """
     power = 1 << (rows - 1).bit_length()

@@ -202,27 +202,25 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **rest: Any,
+    **requested: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+    """`attend_packed` as a transformers module calls it.
 
     Raises:
-        ModelFolderError: the layer asks for attention that is not computed here (`stretto.model.attention_support`).
+        ModelFolderError: the layer requests attention that is not computed here (`stretto.model.attention_support`).
     """
-    asked = [name for name in UNSUPPORTED if rest.get(name) is not None]
-    if asked:
+    if unsupported := [name for name in UNSUPPORTED if requested.get(name) is not None]:
         place = type(module).__name__
-        raise ModelFolderError([Problem(place, ", ".join(asked), "the packed path does not compute this")])
-    rule = Rule(scaling, sliding_window, softcap, dropout)
+        raise ModelFolderError([Problem(place, ", ".join(unsupported), "the packed path does not compute this")])
+    return attend_packed(query, key, value, packing, Rule.of(requested)), None
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    flash = value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0 and softcap is None
-    if flash and not packing.borrows:
-        return _flash(query_THD, key_TKD, value_TKD, packing, rule)[None], None
-    return _bucketed(query_THD, key_TKD, value_TKD, packing, rule)[None], None
+    plain = rule.dropout == 0.0 and rule.softcap is None and not packing.borrows
+    flash = plain and value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
+    return (_flash if flash else _bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
