@@ -20,7 +20,7 @@ from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.kernels.matmul import use_onednn
-from stretto.model.trace.trace import module_forward
+from stretto.model.trace import module_forward
 from tests.engine.answering import request
 from tests.model.choosing import always
 from tests.tiny_policy import TINY
@@ -30,7 +30,7 @@ MOST_FILES = 8
 
 
 class Road:
-    """The files of a package that a call enters until `end`, the code of a function, returns; and those entered again."""
+    """The files of a package that a call enters until `end` (the code of a function) returns."""
 
     def __init__(self, package: str, end: object = None) -> None:
         self.files: list[str] = []
@@ -94,7 +94,7 @@ def test_nor_does_a_step_that_calls_the_module(engine: NativeEngine) -> None:
     engine._policy.forward_of_model = module_forward(engine._policy.model)
     road = Road(PACKAGE)
     road.follow(engine.step)
-    assert "model/trace/trace.py" in road.files
+    assert "model/trace.py" in road.files
     assert not road.entered_again
 
 

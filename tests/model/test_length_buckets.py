@@ -1,5 +1,5 @@
-"""Promises: a row keeps its keys and values wherever it is moved; each slot has one owner; free slots are closed; the memory
-stays within a budget that the rows keep.
+"""Promises: a row keeps its keys and values wherever it is moved; each slot has one owner; free slots are closed; the
+memory stays within a budget that the rows keep.
 
 A law, under Hypothesis: after any sequence of placing, moving and releasing, every row reads back what it wrote.
 """

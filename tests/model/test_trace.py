@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.kernels.choice import Name
 from stretto.model.kernels.matmul import use_onednn
-from stretto.model.trace.trace import Forward, module_forward, trace
+from stretto.model.trace import Forward, module_forward, trace
 from tests.model.choosing import always
 from tests.model.families import FAMILIES, VOCABULARY, config
 from tests.tolerances import assert_close, operations_of

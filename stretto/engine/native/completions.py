@@ -1,7 +1,7 @@
-"""The answers being written, one row each, as columns: a decode step touches arrays, never rows one by one.
+"""Unfinished completions as columns, one row each: a decode step works on arrays, not row by row.
 
-    history    [rows, width]  prompt, then answer          5 12 8 13 | 4 4 .  .
-    logprobs   [rows, width]  of the answer's tokens       .  .  . . | -0.1 -0.7
+    history    [rows, width]  prompt, then completion         5 12 8 13 | 4 4 .  .
+    logprobs   [rows, width]  of sampled tokens                .  .  . . | -0.1 -0.7
     versions   [rows, width]  that sampled them            .  .  . . | 6 6
 
 Axes: R rows of this step, in the order of the logits.
@@ -51,7 +51,7 @@ class Completions:
         self._context_length = context_length
         self._stop_texts = stop_texts
         self.newest: Ints = np.zeros(rows, np.int64)
-        self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and answer
+        self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and completion
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
         self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
         self.sampling = SamplingColumns(rows)
@@ -66,7 +66,7 @@ class Completions:
         self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
 
     def open(self, row: int, member: Member) -> None:
-        """Begin an answer: the row holds the prompt."""
+        """Start a completion in a row."""
         prompt, sampling = member.request.prompt_token_ids, member.request.sampling
         self.limits[row] = min(member.tokens, self._context_length)
         self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
@@ -101,11 +101,11 @@ class Completions:
             self._completed_stop(row)  # the watch has seen them then
 
     def context(self, row: int) -> Ints:
-        """All tokens of a row but the newest: what the cache must hold before the row goes on."""
+        """All tokens of a row but the newest: what the cache must hold."""
         return self._history[row, : self.lengths[row] - 1]
 
-    def note_likeliest(self, order_R: Ints, logits_RV: Tensor) -> None:
-        """Keep the likeliest tokens of the coming place for the rows that want them. `record` follows."""
+    def note_top_logprobs(self, order_R: Ints, logits_RV: Tensor) -> None:
+        """Keep the top log-probabilities of the next token, for rows that requested them."""
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
             return
         rows = order_R[places]
@@ -157,7 +157,7 @@ class Completions:
         return watch.completed(self._history[row, begin + watch.seen : self.lengths[row]].tolist())
 
     def _widen(self, width: int, stops: int) -> None:
-        """Make room for longer answers or more stop tokens than any row had before."""
+        """Widen the columns for longer completions or more stop tokens."""
         if (missing := width - self._history.shape[1]) > 0:
             wider = ((0, 0), (0, max(missing, self._history.shape[1])))
             self._history = np.pad(self._history, wider)

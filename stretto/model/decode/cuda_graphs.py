@@ -1,12 +1,12 @@
-"""A step that is captured once and replayed: CUDA graphs, whose inputs are arrays of whole numbers.
+"""CUDA graphs of decode steps: captured once per shape and replayed over other inputs.
 
-On a GPU a decode step is launched as hundreds of small kernels, and launching takes longer than running them. A CUDA
-graph launches all of them at once, but with the shapes and the addresses of the moment when it was captured. So shapes
-come in few sizes (`captured_size`), and the inputs are copied to where the graph looks for them::
+On a GPU a decode step is hundreds of small kernels, and launching them takes longer than running them. A CUDA graph
+launches all of them at once, with the shapes and addresses of its capture. So shapes come in few sizes
+(`captured_size`), and inputs are copied to the addresses of the capture::
 
     numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
 
-Whatever else the function reads must stay where it is: parameters do, weights are copied into them.
+Everything else must keep its address: parameters do, new weights are copied into them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +41,9 @@ def captured_size(rows: int) -> int:
     return middle if power > _FIRST_MIDDLE and rows <= middle else power
 
 
-class Capture(Protocol):
-    """What makes a replay of a function without arguments, which reads and writes tensors that stay where they are."""
-
-    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The replay: it does what the function does, and gives the same tensor every time, with new content.
-
-        The function may be called some times, or not at all, before this returns.
-        """
-        ...
+#: From a function of fixed tensors to its replay, which returns the same tensor every time, with new content. The
+#: function may be called a few times meanwhile.
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -111,10 +104,9 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, which share the memory of what they compute on the way: one is replayed at a time.
+    """Captures CUDA graphs, which share the memory of intermediate results.
 
-    A function that waits for the GPU, as a mixture of experts may to see who is asked, is no graph; it is called itself
-    then, with a word in the log.
+    A function that waits for the GPU, as a mixture of experts may, cannot be captured: it is logged and called itself.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
 from stretto.model.decode.slot_tables import TableSteps, table_steps
 from stretto.model.decode.steps import CACHED_ATTENTION, DecodeStep, FirstTokens, plan_by_bucket
 from stretto.model.layout import Packing, pack, round_length
-from stretto.model.trace.trace import Forward, trace
+from stretto.model.trace import Forward, trace
 
 __all__ = ["CACHED_ATTENTION", "Context", "DecodePolicy", "cache_layout"]
 

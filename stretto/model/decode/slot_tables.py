@@ -29,7 +29,7 @@ from stretto.model.decode.length_buckets import CacheLayout
 from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
 from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, write_rows
 from stretto.model.layout import Packing
-from stretto.model.trace.trace import Forward
+from stretto.model.trace import Forward
 
 Ints = npt.NDArray[np.int64]
 

@@ -114,14 +114,6 @@ def cached_attention(
 AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 
-class Reading(Protocol):
-    """How the rows of a bucket are read, for all layers of a step."""
-
-    def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
-        """Attention of row r over slot r, [R, H, D]."""
-        ...
-
-
 @dataclass(frozen=True)
 class Ragged:
     """Row r attends to the tokens before ``ends[r]``."""
@@ -159,6 +151,10 @@ class Dense:
             bias = window.bias
             out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=rule.scaling)
         return out.reshape(rows, heads, width)
+
+
+#: How the rows of a bucket are read, for all layers of a step.
+Reading = Ragged | Dense
 
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:

@@ -41,7 +41,7 @@ class _ToCells(torch.autograd.Function):
     """Gather tokens into cells.
 
     The gradient is a gather too: a token has one cell of its own, and padding cells have no gradient. Only the cells of
-    borrowed tokens are added up.
+    shared tokens are added up.
     """
 
     @staticmethod
@@ -53,13 +53,13 @@ class _ToCells(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         packing: Packing = ctx.packing
         tokens = gradient.index_select(0, packing.cell_of_token)
-        if packing.borrows:
-            tokens.index_add_(0, packing.borrowed_tokens, gradient.index_select(0, packing.borrowed_cells))
+        if packing.shares_prefixes:
+            tokens.index_add_(0, packing.shared_tokens, gradient.index_select(0, packing.shared_cells))
         return tokens, None
 
 
 class _ToTokens(torch.autograd.Function):
-    """Gather cells into tokens; padding and borrowed cells are dropped and have no gradient."""
+    """Gather cells into tokens; padding and shared cells are dropped and have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, cells: Tensor, packing: Packing) -> Tensor:
@@ -147,7 +147,7 @@ def _computes_by_products(tensor: Tensor) -> bool:
 
 
 def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention of a few sequences that borrow nothing: slices of the row, no gather."""
+    """Causal attention of a few sequences without shared prefixes: slices of the row, no gather."""
     columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
     attended = []
     for sequence in zip(*columns, strict=True):
@@ -158,7 +158,7 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
 
 def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Causal attention bucket by bucket: one gather in, one gather out, dense attention between. Any device."""
-    if len(packing.lengths) <= FEW_SEQUENCES and not packing.borrows:
+    if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]
     columns = [_to_cells(x, packing).split(sizes) for x in (query_THD, key_TKD, value_TKD)]
@@ -218,7 +218,7 @@ def packed_attention(
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    plain = rule.dropout == 0.0 and rule.softcap is None and not packing.borrows
+    plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
     return (_flash if flash else _bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
 
