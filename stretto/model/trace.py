@@ -52,7 +52,7 @@ class NotTracedError(Exception):
     """Why a module's forward is not a list of calls that is the same for every step."""
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """The attention of one step (`model.decode.steps.StepPlan`)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:

@@ -157,10 +157,10 @@ def test_more_answers_than_may_wait_are_told_to_come_back(byte_folder: Path) -> 
         )
 
     generation.submit_all([wanted("some", 4)])
-    with pytest.raises(EngineLost, match="has 4 answers waiting already"):
+    with pytest.raises(EngineLost, match="has 4 completions waiting already"):
         generation.submit_all([wanted("many", MOST_WAITING - 3)])
     generation.submit_all([wanted("as many as may", MOST_WAITING - 4)])
-    with pytest.raises(EngineLost, match="has 65,536 answers waiting already"):
+    with pytest.raises(EngineLost, match="has 65,536 completions waiting already"):
         generation.submit_all([wanted("one more", 1)])
     generation.close("as many as may")
     assert isinstance(generation.submit_all([wanted("one more", 1)]), Stream)

@@ -254,7 +254,9 @@ def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
         client = HttpEngine(
             "engine-0", f"unix:{tmp_path / 'e.sock'}", answer_seconds=0.05, load_seconds=0.05, health_seconds=0.05
         )
-        with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next answer to a"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next completion to a"
+        ):
             await collect(client, request("a"))
         with pytest.raises(DeadlineExceeded, match="engine-0 to load version 3"):
             await client.update(3)
