@@ -285,10 +285,10 @@ PROCESS = """
 import sys
 from pathlib import Path
 from stretto.engine.config import EngineConfig
-from stretto.engine.native.engine import EmbeddedEngine
+from stretto.engine.native.engine import NativeEngine
 from stretto.engine.http.server import serve
 from tests.engine.serving import Mailbox
-serve(EmbeddedEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv[2])
+serve(NativeEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv[2])
 """
 
 

@@ -46,7 +46,7 @@ class NativeEngine:
 
     Example::
 
-        engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
+        engine = NativeEngine.load(folder, EngineConfig(slots=64))
         engine.add(GenerateRequest(id="a", prompt_token_ids=(5, 12), seeds=(1, 2), sampling=Sampling(max_tokens=8)))
         while not engine.idle:
             for completion in engine.step():
