@@ -30,12 +30,12 @@ from benchmarks.shapes import SHAPES, make
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.model.decode import reading
+from stretto.model.decode import steps as decode_steps
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.kernels.decode_attention import ragged_attention
 
-ROWS, LENGTH, STEPS, PROFILED = 64, 160, 60, 20  # no row changes its shelf in these steps
+ROWS, LENGTH, STEPS, PROFILED = 64, 160, 60, 20  # no row changes its bucket in these steps
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
 
@@ -86,7 +86,7 @@ def _step_and_attention(engine: NativeEngine) -> tuple[float, float]:
         finally:
             spent += time.perf_counter() - start
 
-    setattr(reading, attend.__name__, timed)
+    setattr(decode_steps, attend.__name__, timed)
     steps, attentions = [], []
     try:
         for _ in range(STEPS):
@@ -95,7 +95,7 @@ def _step_and_attention(engine: NativeEngine) -> tuple[float, float]:
             steps.append(time.perf_counter() - start)
             attentions.append(spent)
     finally:
-        setattr(reading, attend.__name__, attend)
+        setattr(decode_steps, attend.__name__, attend)
     return 1000 * statistics.median(steps), 1000 * statistics.median(attentions)
 
 

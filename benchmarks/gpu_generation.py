@@ -45,7 +45,7 @@ from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy,
 DTYPE = torch.bfloat16
 #: A difference of log-probabilities that is rounding whatever the yardstick says.
 LEAST_ROUNDING = 1e-3
-#: While a shelf doubles, the old half is there too.
+#: While a bucket doubles, the old half is there too.
 GROWTH = 1.5
 
 

@@ -8,28 +8,28 @@ from pydantic import BaseModel, Field
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
-    """How answers are generated."""
+    """How completions are generated."""
 
     count: int = Field(1, ge=1, le=1024, description="engine processes")
     threads: int = Field(1, ge=1, le=256, description="torch threads of each engine")
-    slots: int = Field(128, ge=1, le=65_536, description="answers decoded together by one engine")
+    slots: int = Field(128, ge=1, le=65_536, description="completions decoded together by one engine")
     cache_gib: float = Field(
         4.0,
         gt=0,
         le=1_048_576,
         allow_inf_nan=False,
-        description="GiB of keys and values that one engine may hold; when they are full, the newest answers lose "
-        "theirs and are computed again later",
+        description="GiB of KV cache of one engine; when it is full, the newest completions are dropped from it and "
+        "recomputed later",
     )
     on_update: Literal["recompute", "keep"] = Field(
-        "recompute", description="what becomes of the KV cache of running answers when weights are loaded"
+        "recompute", description="the KV cache of running completions when weights are loaded"
     )
     load_interval: float = Field(
         0.0,
         ge=0,
         le=600,
-        description="seconds that an engine goes on with the answers under way before it is interrupted again; of the "
-        "versions published meanwhile it loads the newest; an engine without answers loads at once",
+        description="least seconds between two interruptions of an engine, which then loads the newest version; "
+        "an idle engine loads at once",
     )
     batching: Literal["auto", "shared", "rounds"] = Field(
         "auto",
@@ -38,7 +38,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         "synchronous runs (rollout.max_staleness = 0)",
     )
     max_prefill_tokens: int = Field(
-        4096, ge=1, description="tokens of prompts, or of interrupted answers, computed per step; whole sequences"
+        4096, ge=1, description="tokens of prompts, or of interrupted completions, computed per step; whole sequences"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs; auto: CUDA if present")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="numbers of weights and cache")

@@ -1,16 +1,15 @@
-"""What goes over the wire between an engine and its clients. No torch here: clients are light.
+"""The messages between an engine and its clients, in MessagePack; without torch.
 
-    POST /generate         list of           →  frames (`core.frames`) of one Completion each, as the answers finish;
-                           GenerateRequest      all requests of the list begin in the same step
+    POST /generate         [GenerateRequest] →  frames (`core.frames`) of one Completion each, as they end; all requests
+                                                begin in the same step
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
     POST /abort            AbortRequest      →  EngineHealth
-    POST /partials         PartialsRequest   →  Partials: what unfinished completions have beyond the known tokens
+    POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known ones
     GET  /health                             →  EngineHealth
-    GET  /spans                              →  list of Span; each span is handed out once, the newest are kept for it
+    GET  /spans                              →  [Span] since the last call
 
-Closing the connection of /generate says the same as /abort. Bodies are MessagePack. A refusal has a
-status of 400 or above and a `Refusal` as its body. The server of `stretto serve` has these beside OpenAI's; its /health
-is JSON unless MessagePack is asked for (``accept``).
+Closing the connection of /generate aborts its requests. A refusal has a status of 400 or above and a `Refusal` as its
+body. `stretto serve` has these paths beside OpenAI's; its /health is JSON unless MessagePack is accepted.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class UpdateReply(Record, frozen=True):
 
 
 class AbortRequest(Record, frozen=True):
-    """Give up this request; answers that are not finished are forgotten."""
+    """Abort this request."""
 
     request: str
 
 
 class PartialsRequest(Record, frozen=True):
-    """Which tokens are known: of each request the tokens of each member. Others are not asked about."""
+    """The known tokens of each member, by request; other requests are left out."""
 
     known: dict[str, list[int]]
 

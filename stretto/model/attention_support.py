@@ -1,17 +1,17 @@
-"""Which kinds of attention a model's layers ask for, and which of them the packed and the cached path compute.
+"""The attention that a model requests, and whether the packed and the cached path compute it.
 
     computed   causal, over everything before a token or over a sliding window of it; scores capped by a tanh
     refused    sinks, biases, latent keys and values, keys shared between layers, bidirectional or linear layers;
                rotary frequencies that follow the longest position of a call, as log-probabilities would follow what
                else is computed in it
 
-A config says what a model was meant to be, not what its module hands to the attention function. So the module itself
-is asked: one forward over a single token by an attention function that computes nothing and notes what it is given.
-A window that stands in the config and is not handed on would be left out without a word; it is refused.
+A config does not say what the module passes to its attention function. So the module runs over a single token, with an
+attention function that only records its arguments. A window in the config that is not passed on is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 
-_NOTING = "stretto_noting"
+_RECORDING = "stretto_recording"
 _COMPUTED = ("full_attention", "sliding_attention")
 _REMEDY = "the packed and the cached path do not compute this; use a remote engine for this model"
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")  # None where there is none
@@ -33,7 +33,7 @@ UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
 @dataclass(frozen=True)
 class Requested:
-    """What one layer hands to its attention function; a window of w tokens ends with the token that looks."""
+    """What one layer passes to its attention function; a window of w tokens includes the query's own."""
 
     layer: int
     window: int | None
@@ -59,23 +59,23 @@ class Attention:
 
 
 def check_attention(model: PreTrainedModel) -> Attention:
-    """Ask a model for its attention.
+    """The attention of a model.
 
     Raises:
         ModelFolderError: with every kind of attention that is not computed.
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
-    asked = _ask(model)
-    found = _mistakes(config, asked)
+    requested = _requested(model)
+    found = _mistakes(config, requested)
     if found:
         raise ModelFolderError(Problem(type(model).__name__, what, _REMEDY) for what in found)
-    windows = frozenset(layer.window for layer in asked)
-    return Attention(len(asked), asked[0].kv_heads, asked[0].head_dim, windows)
+    windows = frozenset(layer.window for layer in requested)
+    return Attention(len(requested), requested[0].kv_heads, requested[0].head_dim, windows)
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse what the config alone gives away.
+    """Refuse what can be refused by the config alone.
 
     Raises:
         ModelFolderError: layers that are neither full nor sliding, latent or shared keys, rotary frequencies that
@@ -95,10 +95,8 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
 
 
 def refuse_untrainable(config: PreTrainedConfig) -> None:
-    """Refuse logits that are not those of the output matrix, as far as the config gives them away: an engine serves
-    such a model, and a trainer, which computes log-probabilities chunk by chunk from the output matrix, does not.
-
-    What it does not give away is found when the trainer has the model (`stretto.model.packed.logprobs.check_policy`).
+    """Refuse, by the config, logits that are not those of the output matrix: an engine serves such a model, a trainer
+    computes log-probabilities from the output matrix. `packed.logprobs.check_policy` finds what the config hides.
 
     Raises:
         ModelFolderError: a soft cap on the logits, or a scale; all of them.
@@ -125,15 +123,15 @@ def _rope_kinds(config: PreTrainedConfig) -> set[str]:
     return {str(kind) for rope in each if (kind := rope.get("rope_type"))}
 
 
-def _mistakes(config: PreTrainedConfig, asked: list[Requested]) -> list[str]:
-    if not asked:
+def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]:
+    if not requested:
         return ["attention that transformers does not let be replaced"]
-    found = [f"attention with {name}" for name in sorted({name for layer in asked for name in layer.unsupported})]
-    if len({(layer.kv_heads, width) for layer in asked for width in (layer.head_dim, layer.value_dim)}) > 1:
+    found = [f"attention with {name}" for name in sorted({name for layer in requested for name in layer.unsupported})]
+    if len({(layer.kv_heads, width) for layer in requested for width in (layer.head_dim, layer.value_dim)}) > 1:
         found.append("keys and values of different shapes")
-    if not all(layer.causal for layer in asked):
+    if not all(layer.causal for layer in requested):
         found.append("attention to later tokens")
-    if lost := [layer.layer for layer in asked if layer.window is None and _window(config, layer.layer)]:
+    if lost := [layer.layer for layer in requested if layer.window is None and _window(config, layer.layer)]:
         found.append(f"a sliding window that layer {lost[0]} does not hand to its attention function")
     return found
 
@@ -148,30 +146,30 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 
 
 @torch.inference_mode()
-def _ask(model: PreTrainedModel) -> list[Requested]:
-    """What each layer asks for, by a forward over one token."""
-    own, asked = model.config._attn_implementation, list[Requested]()
+def _requested(model: PreTrainedModel) -> list[Requested]:
+    """What each layer requests in a forward over one token."""
+    own, requested = model.config._attn_implementation, list[Requested]()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    model.set_attn_implementation(_NOTING)
+    model.set_attn_implementation(_RECORDING)
     try:
-        model(token, position_ids=token, use_cache=False, stretto_asked=asked)
+        model(token, position_ids=token, use_cache=False, stretto_requested=requested)
     finally:
         model.set_attn_implementation(own)
-    return asked
+    return requested
 
 
-def _noting_attention(
+def _recording_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    stretto_asked: list[Requested],
+    stretto_requested: list[Requested],
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    stretto_asked.append(
+    stretto_requested.append(
         Requested(
             layer=cast(int, module.layer_idx),
             window=sliding_window,
@@ -185,14 +183,20 @@ def _noting_attention(
     return query.transpose(1, 2), None
 
 
-AttentionInterface.register(_NOTING, _noting_attention)
+AttentionInterface.register(_RECORDING, _recording_attention)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a layer attends, beside being causal: what it hands to its attention function."""
+    """How a layer attends, besides causally."""
 
     scaling: float | None = None  # None: one over the square root of the head's width
-    window: int | None = None  # tokens that are seen, the looking one included
-    softcap: float | None = None  # scores are bent to stay between -softcap and softcap
+    window: int | None = None  # tokens attended to, the own one included
+    softcap: float | None = None  # softcap * tanh(score / softcap)
     dropout: float = 0.0
+
+    @classmethod
+    def of(cls, requested: Mapping[str, Any]) -> Rule:
+        """From the keywords with which a transformers module calls its attention function."""
+        scaling, window, softcap = (requested.get(name) for name in ("scaling", "sliding_window", "softcap"))
+        return cls(scaling, window, softcap, requested.get("dropout") or 0.0)

@@ -1,12 +1,12 @@
-"""How sequences stand in one packed row of tokens, and in the cells that attention works on.
+"""The layout of packed sequences: one row of tokens, and the cells that attention works on.
 
     tokens     a0 a1 a2 b0 b1 c2            [T]   linear layers, norms and the MLP: one row per token, no padding
     cells      a0 a1 a2                     [C]   attention: sequences of similar length side by side in a bucket,
                a0 a1 c2                           padded on the right up to the longest of their bucket
                b0 b1 (a bucket of its own)
 
-Sequence c begins with the same two tokens as a and *borrows* them: they are computed once. Whatever a causal model
-computes for a token depends on the tokens before it alone, so the answers to one prompt share its prompt exactly.
+Sequence c *shares* its first two tokens with a: they are computed once. A causal model computes a token from the tokens
+before it alone, so completions of one prompt share the prompt exactly.
 
 Axes: T packed token, C cell, B row of a bucket, L length of a bucket, S sequence.
 """
@@ -33,18 +33,18 @@ _FEWEST_ROUNDED = 128
 class Packing:
     """Where the sequences of a packed row are, as index tensors that serve all layers of a forward.
 
-    Example: ``pack([3, 2, 3], borrowed=[(0, 0), (1, 0), (0, 2)])`` is the drawing above: positions
+    Example: ``pack([3, 2, 3], prefixes=[(0, 0), (1, 0), (0, 2)])`` is the drawing above: positions
     ``[[0, 1, 2, 0, 1, 2]]``, buckets (2 rows, 3) and (1 row, 2), 8 cells for 6 tokens.
     """
 
-    lengths: tuple[int, ...]  # of the sequences, borrowed tokens included
+    lengths: tuple[int, ...]  # of the sequences, shared tokens included
     starts: Tensor  # [S] int64, where each sequence's own tokens begin
     position_ids: Tensor  # [1, T], of each token in its sequence
     buckets: tuple[tuple[int, int], ...]  # (rows, length) of each bucket, longest first
     token_of_cell: Tensor  # [C], padding cells repeat the last token of their row
     cell_of_token: Tensor  # [T], the cell in the token's own sequence
-    borrowed_cells: Tensor  # [b], cells of a borrowed token in a sequence that is not its own
-    borrowed_tokens: Tensor  # [b], those tokens
+    shared_cells: Tensor  # [b], cells of a shared token in other sequences than its own
+    shared_tokens: Tensor  # [b], those tokens
 
     @property
     def tokens(self) -> int:
@@ -55,35 +55,35 @@ class Packing:
         return self.buckets[0][1]
 
     @property
-    def borrows(self) -> bool:
-        return len(self.borrowed_tokens) > 0
+    def shares_prefixes(self) -> bool:
+        return len(self.shared_tokens) > 0
 
     def boundaries(self) -> Tensor:
-        """[S + 1] int32: cumulative lengths, as flash attention wants them; for a packing that borrows nothing."""
+        """[S + 1] int32: cumulative lengths, for flash attention; only without shared prefixes."""
         return functional.pad(self.starts, (0, 1), value=self.tokens).to(torch.int32)
 
 
 def pack(
     lengths: Sequence[int],
     device: torch.device | str = "cpu",
-    borrowed: Sequence[tuple[int, int]] | None = None,
+    prefixes: Sequence[tuple[int, int]] | None = None,
 ) -> Packing:
     """Lay sequences of these lengths one after the other.
 
-    ``borrowed[s] = (lender, n)``: the first n tokens of sequence s are those of sequence `lender`, which borrows
+    ``prefixes[s] = (source, n)``: the first n tokens of sequence s are those of sequence `source`, which shares
     nothing itself; sequence s has ``lengths[s] - n`` tokens of its own in the row.
 
     Raises:
-        ValueError: there is no sequence, one has no token of its own, or one borrows what is not there.
+        ValueError: there is no sequence, one has no token of its own, or a prefix is longer than its source.
     """
-    borrowed = borrowed or [(s, 0) for s in range(len(lengths))]
-    _refuse_impossible(lengths, borrowed)
+    prefixes = prefixes or [(s, 0) for s in range(len(lengths))]
+    _refuse_impossible(lengths, prefixes)
     # In numpy: for a handful of sequences, as engines have them, its small operations take a third of torch's time.
     sizes = np.asarray(lengths, np.int64)
-    lenders, prefixes = np.asarray(borrowed, np.int64).T
-    own = sizes - prefixes
+    sources, shared = np.asarray(prefixes, np.int64).T
+    own = sizes - shared
     starts = own.cumsum() - own
-    positions = _counting(own) + prefixes.repeat(own)
+    positions = _counting(own) + shared.repeat(own)
     order = np.argsort(-sizes, kind="stable")
     buckets = _buckets(sizes[order].tolist())
     first_cells = np.empty_like(sizes)
@@ -92,18 +92,18 @@ def pack(
         members = order[first : first + rows, None]
         first_cells[members[:, 0]] = cells + np.arange(rows) * length
         inside = np.minimum(np.arange(length), sizes[members] - 1)
-        lent, prefix = lenders[members], prefixes[members]
-        tokens = np.where(inside < prefix, starts[lent] + inside, starts[members] + inside - prefix)
+        source, prefix = sources[members], shared[members]
+        tokens = np.where(inside < prefix, starts[source] + inside, starts[members] + inside - prefix)
         token_of_cell.append(tokens.ravel())
         cells, first = cells + rows * length, first + rows
-    inside = _counting(prefixes)
+    inside = _counting(shared)
     arrays = {
         "starts": starts,
         "position_ids": positions[None],
         "token_of_cell": np.concatenate(token_of_cell),
         "cell_of_token": first_cells.repeat(own) + positions,
-        "borrowed_cells": first_cells.repeat(prefixes) + inside,
-        "borrowed_tokens": starts[lenders].repeat(prefixes) + inside,
+        "shared_cells": first_cells.repeat(shared) + inside,
+        "shared_tokens": starts[sources].repeat(shared) + inside,
     }
     tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     return Packing(lengths=tuple(lengths), buckets=buckets, **tensors)
@@ -141,11 +141,11 @@ def _buckets(descending: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(buckets)
 
 
-def _refuse_impossible(lengths: Sequence[int], borrowed: Sequence[tuple[int, int]]) -> None:
+def _refuse_impossible(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> None:
     if not lengths:
         raise ValueError("a packing holds at least one sequence")
-    for s, (length, (lender, prefix)) in enumerate(zip(lengths, borrowed, strict=True)):
+    for s, (length, (source, prefix)) in enumerate(zip(lengths, prefixes, strict=True)):
         if length <= prefix:
-            raise ValueError(f"sequence {s} has {length} tokens and borrows {prefix}: at least one must be its own")
-        if prefix and (borrowed[lender][1] or lengths[lender] < prefix):
-            raise ValueError(f"sequence {s} borrows {prefix} tokens of sequence {lender}, which does not own so many")
+            raise ValueError(f"sequence {s} has {length} tokens and shares {prefix}: at least one must be its own")
+        if prefix and (prefixes[source][1] or lengths[source] < prefix):
+            raise ValueError(f"sequence {s} shares {prefix} tokens of sequence {source}, which owns fewer")

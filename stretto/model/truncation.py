@@ -1,6 +1,6 @@
-"""Which tokens may be drawn at all: top-k, then top-p, then min-p, on logits that the temperature has been applied to.
+"""Top-k, top-p and min-p, in this order, on logits after the temperature.
 
-Engine and trainer both call `truncate`, so there is one definition of the distribution that an answer comes from.
+Engine and trainer both call `truncate`: there is one definition of the sampling distribution.
 
 Each filter keeps the tokens whose logit reaches a *cutoff*; the highest of the three cutoffs decides. Hence
 

@@ -102,7 +102,7 @@ def test_requests_whose_logits_are_not_finite_are_named_and_can_be_given_up(
 
 
 def test_who_gets_the_slot_of_a_broken_answer_does_not_see_its_numbers(folders: dict[str, Path]) -> None:
-    """In float16 all rows of a shelf are read as far as its longest: hidden numbers enter the products."""
+    """In float16 all rows of a bucket are read as far as its longest: hidden numbers enter the products."""
     engine = NativeEngine.load(folders["float16"], EngineConfig(slots=2, dtype="float16"))
     engine.add(breaking("b", folders["float16"], prompt=30))
     with pytest.raises(BrokenLogits) as broken:

@@ -236,7 +236,7 @@ def test_spans_are_stretches_and_are_handed_out_once(folder: Path, plain: PreTra
         (request("a", temperature=float("nan")), "sampling.temperature: nan"),
         (request("a", stop_token_ids=(22,)), "sampling.stop_token_ids: token 22; 0 to 21"),
         (request("a", stop_token_ids=(1,) * 257), "sampling.stop_token_ids: 257 tokens; at most 256"),
-        (request("a", seeds=(1,) * 65_537), "seeds: 65,537 seeds; at most 65,536 answers to one request"),
+        (request("a", seeds=(1,) * 65_537), "seeds: 65,537 seeds; at most 65,536 completions to one request"),
         (GenerateRequest(id="a", prompt_token_ids=(), seeds=(1,), sampling=Sampling(max_tokens=1)), "no token"),
         (GenerateRequest(id="a", prompt_token_ids=(2, 22), seeds=(1,), sampling=Sampling(max_tokens=1)), "token 22"),
     ],

@@ -156,36 +156,36 @@ def test_more_answers_than_may_wait_are_told_to_come_back(byte_folder: Path) -> 
             id=name, prompt_token_ids=(5,), seeds=tuple(range(answers)), sampling=Sampling(max_tokens=2)
         )
 
-    generation.open([wanted("some", 4)])
-    with pytest.raises(EngineLost, match="has 4 answers waiting already"):
-        generation.open([wanted("many", MOST_WAITING - 3)])
-    generation.open([wanted("as many as may", MOST_WAITING - 4)])
-    with pytest.raises(EngineLost, match="has 65,536 answers waiting already"):
-        generation.open([wanted("one more", 1)])
+    generation.submit_all([wanted("some", 4)])
+    with pytest.raises(EngineLost, match="has 4 completions waiting already"):
+        generation.submit_all([wanted("many", MOST_WAITING - 3)])
+    generation.submit_all([wanted("as many as may", MOST_WAITING - 4)])
+    with pytest.raises(EngineLost, match="has 65,536 completions waiting already"):
+        generation.submit_all([wanted("one more", 1)])
     generation.close("as many as may")
-    assert isinstance(generation.open([wanted("one more", 1)]), Stream)
+    assert isinstance(generation.submit_all([wanted("one more", 1)]), Stream)
     generation.close("some")
     generation.close("one more")
     with pytest.raises(RefusedRequest, match="seeds: 65,537 seeds"):  # coming back would not help
-        generation.open([wanted("too many", MOST_WAITING + 1)])
+        generation.submit_all([wanted("too many", MOST_WAITING + 1)])
 
 
 def test_an_id_is_in_use_until_whoever_asked_has_the_answers(byte_folder: Path) -> None:
     engine = engine_of(byte_folder)
     generation = Generation(engine)
     wanted = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1, 2), sampling=Sampling(max_tokens=2))
-    first = generation.open([wanted])
+    first = generation.submit_all([wanted])
     while not engine.idle:
         for completion in engine.step():
             first.ended(completion)
     with pytest.raises(RefusedRequest, match="id: 'a'; an id that no open request has"):
-        generation.open([wanted])
+        generation.submit_all([wanted])
     with pytest.raises(RefusedRequest, match="id: 'b'"):
-        generation.open([replace(wanted, id="b"), replace(wanted, id="b")])
+        generation.submit_all([replace(wanted, id="b"), replace(wanted, id="b")])
     assert generation.open_requests == 1
     assert not first.broken
     generation.close("a")
-    assert isinstance(generation.open([wanted]), Stream)
+    assert isinstance(generation.submit_all([wanted]), Stream)
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

@@ -62,7 +62,7 @@ WRONG_PROMPTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[1, "a"]]}, "prompt[0][1]", "got `str`"),
     ({"prompt": "a" * CONTEXT}, "prompt", "256 tokens"),
     ({"prompt": ["a"] * 1025}, "prompt", "1,025 prompts"),
-    ({"prompt": ["a"] * 100, "n": 100}, "n", "at most 4,096 answers"),
+    ({"prompt": ["a"] * 100, "n": 100}, "n", "at most 4,096 completions"),
     ({"echo": True}, "echo", "true; only false or null"),
     ({"suffix": "end"}, "suffix", '"end"; only "" or null'),
     ({"best_of": 4}, "best_of", "4; only 1 or null"),

@@ -240,7 +240,7 @@ def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
                 await asyncio.sleep(0)
             await client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1}))
             assert_error(await whole, 503)
-            assert "engine-0 ended before the answer did" in (await stream)[-1]["error"]["message"]
+            assert "engine-0 ended before the completion did" in (await stream)[-1]["error"]["message"]
 
     asyncio.run(main())
 

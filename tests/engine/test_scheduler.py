@@ -65,12 +65,12 @@ def test_requests_are_served_in_the_order_of_their_arrival() -> None:
     assert admitted(scheduler) == [("d", 0)]
 
 
-def test_an_answer_waits_until_the_cache_has_room_for_what_it_is_now_and_for_some_growth() -> None:
+def test_an_answer_waits_until_the_cache_has_capacity_for_what_it_is_now_and_for_some_growth() -> None:
     scheduler = Scheduler(rows=8, cache_tokens=32, slot=exactly)  # room for 8 of 4 tokens, 2 of them left to growth
     scheduler.add(request("a", answers=8))
     scheduler.admit()
     assert start_all(scheduler) == [0, 1, 2, 3, 4, 5, 6]
-    assert not scheduler.has_room(lengths(8))
+    assert not scheduler.has_capacity(lengths(8))
     scheduler.finish(0)
     assert start_all(scheduler) == [7]
     scheduler.check_integrity()
@@ -81,11 +81,11 @@ def test_when_the_cache_is_full_the_newest_answers_make_room_and_come_back_in_th
     scheduler.add(request("a", answers=4))
     scheduler.admit()
     assert start_all(scheduler) == [0, 1, 2, 3]
-    assert scheduler.make_room(lengths(4, 4)) == []
-    assert scheduler.make_room(lengths(4, 6)) == [3, 2]  # 24 tokens, 18, 12
+    assert scheduler.grow(lengths(4, 4)) == []
+    assert scheduler.grow(lengths(4, 6)) == [3, 2]  # 24 tokens, 18, 12
     assert (scheduler.running, scheduler.pending) == ([0, 1], (2, 3))
     scheduler.check_integrity()
-    assert scheduler.make_room(lengths(4, 9)) == [1]
+    assert scheduler.grow(lengths(4, 9)) == [1]
     assert start_all(scheduler) == [1]
     scheduler.finish(0)
     assert start_all(scheduler) == [2, 3]
@@ -97,7 +97,7 @@ def test_the_newest_makes_room_for_its_own_growth_too() -> None:
     scheduler.add(request("a", answers=2))
     scheduler.admit()
     start_all(scheduler)
-    assert scheduler.make_room(np.array([4, 9])) == [1]
+    assert scheduler.grow(np.array([4, 9])) == [1]
 
 
 def test_an_answer_that_can_never_fit_is_refused() -> None:
@@ -167,7 +167,7 @@ def test_every_row_and_every_answer_is_accounted_for_whatever_happens(story: lis
         elif verb == "grow":
             tokens[scheduler.running] += 3 * number
             tokens = tokens.clip(max=10)
-            scheduler.make_room(tokens)
+            scheduler.grow(tokens)
         elif verb == "finish" and scheduler.running:
             scheduler.finish(scheduler.running[number % len(scheduler.running)])
             ended += 1
@@ -202,7 +202,7 @@ def test_all_answers_end_and_the_oldest_grows_in_every_step(
         for row, member in scheduler.admit():
             tokens[row], limits[row] = len(member.request.prompt_token_ids), member.tokens
             arrival.append((member.request.id, member.index))
-        scheduler.make_room(tokens)
+        scheduler.grow(tokens)
         scheduler.take_pending({row: int(tokens[row]) for row in scheduler.pending}, prefill, tokens)
         scheduler.check_integrity()
         running = {(m.request.id, m.index): row for row in scheduler.running for m in [scheduler.member(row)]}

@@ -254,7 +254,9 @@ def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
         client = HttpEngine(
             "engine-0", f"unix:{tmp_path / 'e.sock'}", answer_seconds=0.05, load_seconds=0.05, health_seconds=0.05
         )
-        with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next answer to a"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"the client of engine-0 waited 0\.05 s for the next completion to a"
+        ):
             await collect(client, request("a"))
         with pytest.raises(DeadlineExceeded, match="engine-0 to load version 3"):
             await client.update(3)
@@ -283,10 +285,10 @@ PROCESS = """
 import sys
 from pathlib import Path
 from stretto.engine.config import EngineConfig
-from stretto.engine.native.engine import EmbeddedEngine
+from stretto.engine.native.engine import NativeEngine
 from stretto.engine.http.server import serve
 from tests.engine.serving import Mailbox
-serve(EmbeddedEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv[2])
+serve(NativeEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv[2])
 """
 
 
@@ -315,6 +317,6 @@ def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_p
 
 def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(folder: Path) -> None:
     engine = engine_of(folder)
-    engine._policy._shelves.place(1, 10)  # a slot that belongs to no answer
+    engine._policy._buckets.place(1, 10)  # a slot that belongs to no answer
     with pytest.raises(BoundViolated, match=r"rows \{1\} are cached, set\(\) run"):
         asyncio.run(Generation(engine).run())

@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
-from stretto.engine.native.sampling import Filtered
-from stretto.engine.native.top_logprobs import likeliest
+from stretto.engine.native.sampling import Filtered, top_logprobs
 from stretto.model.truncation import Truncation
 from tests.engine.answering import drain, engine_of, finish, request, shaken, weights
 from tests.tolerances import EXACT, LOGITS, rounding
@@ -26,7 +25,7 @@ HALF_THIRD = torch.tensor([[0.5, 0.3, 0.2]]).log()
 def ranked(counts: list[int], temperature: float, filtered: Filtered | None = None) -> list[list[tuple[int, float]]]:
     rows = len(counts)
     logits = HALF_THIRD.expand(rows, 3)
-    found = likeliest(logits, np.array(counts), np.full(rows, temperature, np.float32), filtered)
+    found = top_logprobs(logits, np.array(counts), np.full(rows, temperature, np.float32), filtered)
     return [[(token, round(math.exp(logprob), 5)) for token, logprob in row] for row in found]
 
 

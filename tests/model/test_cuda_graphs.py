@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.model.decode.cuda_graphs import CudaCapture, Graphs, Inputs, bucket
+from stretto.model.decode.cuda_graphs import CudaCapture, Graphs, Inputs, captured_size
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -37,10 +37,10 @@ def weighed(left: Tensor, right: Tensor) -> Tensor:
 
 @given(st.integers(1, 100_000))
 def test_a_bucket_holds_the_rows_and_is_at_most_half_filled_up(rows: int) -> None:
-    assert rows <= bucket(rows) <= max(2 * rows, 1)
-    assert bucket(bucket(rows)) == bucket(rows)
+    assert rows <= captured_size(rows) <= max(2 * rows, 1)
+    assert captured_size(captured_size(rows)) == captured_size(rows)
     if rows >= 16:
-        assert bucket(rows) <= 1.5 * rows
+        assert captured_size(rows) <= 1.5 * rows
 
 
 def test_inputs_keep_shapes_and_are_filled_in_place() -> None:

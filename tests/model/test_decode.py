@@ -77,7 +77,7 @@ def test_every_row_has_the_logits_of_the_plain_model_through_growth_departure_an
 ) -> None:
     rows = Rows(*twins(family, heads, kv_heads, special))
     differences = [rows.step(rows.enter(58, 0, 1, 2), rows.enter(1, 3), rows.enter(20, 4), rows.enter(130, 5))]
-    differences += [rows.step() for _ in range(8)]  # rows 0 to 2 outgrow their shelf of 64
+    differences += [rows.step() for _ in range(8)]  # rows 0 to 2 outgrow their bucket of 64
     rows.leave(1)
     rows.leave(3)
     differences += [rows.step(rows.enter(7, 6, 7)), rows.step()]
@@ -108,7 +108,7 @@ def test_bfloat16_follows_float32() -> None:
 def test_a_layer_reads_no_further_back_than_its_window() -> None:
     rows = Rows(*twins("mistral", 2, 1, {"sliding_window": 10}))
     rows.step(rows.enter(50, 0), rows.enter(40, 1))
-    shelf, _ = rows.policy._shelves.place_of(0)
+    bucket, _ = rows.policy._buckets.place_of(0)
     with torch.inference_mode():
-        shelf.cache[..., :30, :] = torch.nan  # what both rows have left behind is never looked at again
+        bucket.cache[..., :30, :] = torch.nan  # what both rows have left behind is never looked at again
     assert rows.step() < EXACT

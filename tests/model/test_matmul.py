@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.model.kernels.choice import GENERATION, TRAINING, Name
+from stretto.model.kernels.choice import GENERATION, TRAINING, Kernel, KernelChoice, Name
 from stretto.model.kernels.matmul import OneDnnLinear, use_onednn
 from tests.model.choosing import always
 from tests.tolerances import assert_close
@@ -88,3 +88,13 @@ def test_a_weight_that_is_an_embedding_as_well_keeps_its_place_in_memory() -> No
     use_onednn(nn.Sequential(embedding, tied, free), chooser=always("columns"))
     assert embedding.weight.is_contiguous()
     assert not free.weight.is_contiguous()
+
+
+def test_few_tokens_are_multiplied_by_the_default_and_many_by_the_kernel() -> None:
+    layer, fewest = nn.Linear(64, 512).requires_grad_(False), 24
+    kernel = Kernel(KernelChoice("onednn", fewest), torch.float32)
+    for tokens in (1, fewest - 1, fewest, fewest + 1):
+        x = torch.randn(1, tokens, 64)
+        assert_close(kernel.multiply(x, layer.weight, layer.bias), layer(x), 64)
+    x = torch.randn(1, fewest - 1, 64)
+    assert torch.equal(kernel.multiply(x, layer.weight, layer.bias), layer(x))

@@ -95,7 +95,7 @@ def test_the_packed_gradient_is_the_sum_of_the_gradients_of_each_sequence_alone(
 def test_attention_that_is_not_computed_is_refused_by_name(asked: dict[str, float]) -> None:
     x = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ModelFolderError, match=next(iter(asked))):
-        packed_attention(torch.nn.Identity(), x, x, x, None, packing=pack([5]), **asked)  # type: ignore[arg-type]
+        packed_attention(torch.nn.Identity(), x, x, x, None, packing=pack([5]), **asked)
 
 
 def test_a_sliding_window_that_no_sequence_reaches_is_plain_attention() -> None:

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.model.attention_support import Rule
-from stretto.model.decode.reading import Dense, Ragged, Reading, reading
-from stretto.model.decode.reading import _sight as sight
+from stretto.model.decode.steps import Dense, Ragged, Reading, attention_window, reading
 from stretto.model.kernels.decode_attention import AVAILABLE
 from tests.tolerances import assert_close
 
@@ -23,7 +22,7 @@ SCORES = 10.0  # products of normal numbers and their means are no larger
 
 
 def dense(newest: np.ndarray, rule: Rule) -> Dense:
-    return Dense({rule.window: sight(newest, torch.from_numpy(newest), rule.window, torch.float32)})
+    return Dense({rule.window: attention_window(newest, torch.from_numpy(newest), rule.window, torch.float32)})
 
 
 def drawn(seed: int, rows: int, heads: int, kv_heads: int, width: int) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Promises: steps by table give the logits of steps by shelf, whatever enters, grows over its shelf, leaves or is
+"""Promises: steps by table give the logits of steps by bucket, whatever enters, grows over its bucket, leaves or is
 computed again, with the weights of the moment; steps without contexts are captured once for each bucket of rows.
 
 On a GPU the steps by table are those of a policy there, with CUDA graphs; elsewhere Triton's interpreter runs the
@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from stretto.model.attention_support import check_attention
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
-from stretto.model.decode.slot_tables import ByTable
-from stretto.model.decode.steps import ByBucket
-from stretto.model.trace.trace import ModuleForward
+from stretto.model.decode.slot_tables import TableSteps
+from stretto.model.trace import module_forward
 from tests.model.families import SLIDING, VOCABULARY, config
 from tests.model.test_cuda_graphs import Again
 from tests.tolerances import LOGITS, operations_of, rounding
@@ -37,7 +36,7 @@ EXACT = rounding(OPERATIONS, size=LOGITS)
 
 
 class Both:
-    """One model by shelf and by table, and rows of random tokens that are fed to both."""
+    """One model by bucket and by table, and rows of random tokens that are fed to both."""
 
     def __init__(self, family: str, heads: int, kv_heads: int, special: dict[str, Any], kind: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -45,14 +44,14 @@ class Both:
             config(family, heads, kv_heads, special), attn_implementation=CACHED_ATTENTION
         )
         model = made.requires_grad_(False).eval().to(kind)
-        self.shelved, self.tabled = DecodePolicy(model), DecodePolicy(copy.deepcopy(model).to(DEVICE))
-        assert isinstance(self.shelved.steps, ByBucket)
+        self.bucketed, self.tabled = DecodePolicy(model), DecodePolicy(copy.deepcopy(model).to(DEVICE))
+        assert self.bucketed.table_steps is None
         self.capture = Again()
         if DEVICE.type == "cpu":
             windows = check_attention(model).windows
-            self.tabled.steps = ByTable(self.tabled.layout, windows, self.capture, programs=6)
-            self.tabled.calls = ModuleForward(self.tabled.model, "as on a GPU")
-        assert isinstance(self.tabled.steps, ByTable)
+            self.tabled.table_steps = TableSteps(self.tabled.layout, windows, self.capture, programs=6)
+            self.tabled.forward_of_model = module_forward(self.tabled.model)
+        assert self.tabled.table_steps is not None
         self.chance = np.random.default_rng(0)
         self.tokens: dict[int, list[int]] = {}
 
@@ -63,11 +62,11 @@ class Both:
 
     def leave(self, row: int) -> None:
         del self.tokens[row]
-        self.shelved.release(row)
+        self.bucketed.release(row)
         self.tabled.release(row)
 
     def recompute(self) -> list[Context]:
-        self.shelved.clear()
+        self.bucketed.clear()
         self.tabled.clear()
         return [Context(np.array(tokens[:-1], np.int64), (row,)) for row, tokens in self.tokens.items()]
 
@@ -76,7 +75,7 @@ class Both:
         newest, lengths = np.zeros(16, np.int64), np.zeros(16, np.int64)
         for row, tokens in self.tokens.items():
             newest[row], lengths[row] = tokens[-1], len(tokens)
-        order, expected = self.shelved.forward(newest, lengths, contexts)
+        order, expected = self.bucketed.forward(newest, lengths, contexts)
         same, found = self.tabled.forward(newest, lengths, contexts)
         assert order.tolist() == same.tolist()
         assert found.dtype == torch.float32
@@ -86,12 +85,12 @@ class Both:
 
 
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "special"), KINDS)
-def test_logits_are_those_of_steps_by_shelf_through_growth_departure_and_recomputation(
+def test_logits_are_those_of_steps_by_bucket_through_growth_departure_and_recomputation(
     family: str, heads: int, kv_heads: int, special: dict[str, Any]
 ) -> None:
     both = Both(family, heads, kv_heads, special, torch.float32)
     differences = [both.step(both.enter(63, 0, 1), both.enter(1, 2))]
-    differences += [both.step(), both.step()]  # rows 0 and 1 outgrow their shelf of 64
+    differences += [both.step(), both.step()]  # rows 0 and 1 outgrow their bucket of 64
     both.leave(1)
     differences += [both.step(), both.step(both.enter(5, 3)), both.step()]
     differences += [both.step(*both.recompute()), both.step()]
@@ -112,7 +111,7 @@ def test_weights_that_are_copied_into_the_model_are_seen() -> None:
     both.step()
     chance = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for ours, theirs in zip(both.shelved.model.parameters(), both.tabled.model.parameters(), strict=True):
+        for ours, theirs in zip(both.bucketed.model.parameters(), both.tabled.model.parameters(), strict=True):
             theirs.copy_(ours.copy_(torch.randn(ours.shape, generator=chance) * 0.2))
     assert max(both.step(*both.recompute()), both.step()) < EXACT
 

@@ -1,6 +1,6 @@
 """Promises of reading cached keys and values on a GPU (in Triton's interpreter where there is none):
 
-- each row of each shelf takes what dense reading takes, to rounding, for any lengths, chunks, groups, windows and caps;
+- each row of each bucket gets what dense reading gives, to rounding, for all lengths, chunks, groups, windows, caps;
 - what lies behind a row's end has no effect, nor do empty chunks;
 - what is written to a row is found where the row keeps it, in its layer, and nowhere else;
 - the kernels compile for an H100 without one, and read 16 bytes at once.
@@ -24,9 +24,8 @@ from torch import Tensor
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import Chunks, cut
-from stretto.model.decode.reading import Dense
-from stretto.model.decode.reading import _sight as sight
 from stretto.model.decode.slot_tables import _slots as slots_of
+from stretto.model.decode.steps import Dense, attention_window
 from stretto.model.kernels.triton_attention import read_rows, reads_ragged, write_rows
 from tests.tolerances import FEW, assert_close
 
@@ -41,7 +40,7 @@ SCORES = 10.0  # products of normal numbers and their means are no larger
 def caches(
     chance: torch.Generator, shelves: list[list[int]], kv_heads: int, width: int, kind: torch.dtype
 ) -> list[Tensor]:
-    """A cache [2, Z, S, K, L, D] for each shelf of rows with these lengths, with slots and tokens to spare."""
+    """A cache [2, Z, S, K, L, D] for each bucket of rows with these lengths, with slots and tokens to spare."""
     shapes = [(2, LAYERS, len(ends) + 1, kv_heads, max(ends) + 3, width) for ends in shelves]
     return [torch.randn(shape, generator=chance).to(DEVICE, kind) for shape in shapes]
 
@@ -57,17 +56,19 @@ def read(query: Tensor, held: list[Tensor], shelves: list[list[int]], chunks: Ch
 
 
 def chunks_of(shelves: list[list[int]], rule: Rule, spare: int, grain: int) -> Chunks:
-    ends = np.array([end for shelf in shelves for end in shelf])
+    ends = np.array([end for bucket in shelves for end in bucket])
     firsts = np.zeros_like(ends) if rule.window is None else np.maximum(ends - rule.window, 0)
     return cut(firsts, ends, len(ends) + spare, grain)
 
 
 def dense(query: Tensor, held: list[Tensor], shelves: list[list[int]], rule: Rule) -> Tensor:
-    """In float32, shelf by shelf."""
+    """In float32, bucket by bucket."""
     parts, first = [], 0
     for cache, ends in zip(held, shelves, strict=True):
         newest = np.array(ends) - 1
-        looking = Dense({rule.window: sight(newest, torch.from_numpy(newest).to(DEVICE), rule.window, torch.float32)})
+        looking = Dense(
+            {rule.window: attention_window(newest, torch.from_numpy(newest).to(DEVICE), rule.window, torch.float32)}
+        )
         asked = query[first : first + len(ends)].float()
         parts.append(looking.attend(asked, cache[0, LAYER].float(), cache[1, LAYER].float(), rule))
         first += len(ends)
@@ -144,7 +145,7 @@ def test_scores_far_apart_do_not_overflow() -> None:
 def test_tokens_are_written_to_their_place_in_their_layer_and_nowhere_else() -> None:
     held = [torch.zeros(2, LAYERS, 2, 3, 6, 8, device=DEVICE), torch.zeros(2, LAYERS, 3, 3, 9, 8, device=DEVICE)]
     new = torch.randn(2, 4, 3, 8, device=DEVICE)
-    writes = np.array([[3, 0, 5], [1, 1, 0], [1, 2, 8], [0, 2, 7]])  # rows 0 and 1 on the first shelf, 2 on the second
+    writes = np.array([[3, 0, 5], [1, 1, 0], [1, 2, 8], [0, 2, 7]])  # rows 0 and 1 on the first bucket, 2 on the second
     where = torch.from_numpy(writes).to(DEVICE)
     write_rows(new[0], new[1], table(held, [[6, 1], [9]]), where, LAYER)
     for kind in range(2):

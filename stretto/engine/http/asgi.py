@@ -41,7 +41,7 @@ async def reply(send: Send, status: int, content_type: str, body: bytes, headers
 
 
 async def when_gone(receive: Receive, leave: Callable[[], None]) -> None:
-    """Call `leave` as soon as the client has closed its connection; a task beside the one that answers."""
+    """Call `leave` as soon as the client has closed its connection; for a task of its own."""
     while (await receive())["type"] != "http.disconnect":
         pass
     leave()

@@ -27,7 +27,7 @@ class HttpEngine:
 
     Example::
 
-        async for completion in engine.generate(request):    # as the answers end, in no order
+        async for completion in engine.generate(request):    # as the completions end, in no order
             ...
         await engine.update(7)                                # 7: loaded, the next token is sampled by it
     """
@@ -44,7 +44,7 @@ class HttpEngine:
         """
         Args:
             address: ``unix:/path/to.sock`` or ``host:port``.
-            answer_seconds: the longest wait for the next answer of a request.
+            answer_seconds: the longest wait for the next completion of a request.
             load_seconds: the longest wait for a version to be loaded.
             health_seconds: the longest wait for any other reply; the engine replies between two steps.
         """
@@ -54,21 +54,21 @@ class HttpEngine:
         self._connections = Connections(name, address)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Answers as they end, one per seed of every request. Leaving the iteration early aborts the rest.
+        """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
 
         Requests that are sent together begin in the same step.
 
         Raises:
             RefusedRequest: the engine will not serve one of them, and so none.
-            EngineLost: it cannot be reached, is stopping, or ended before the last answer.
-            DeadlineExceeded: no answer ended for `answer_seconds`.
+            EngineLost: it cannot be reached, is stopping, or ended before the last completion.
+            DeadlineExceeded: no completion ended for `answer_seconds`.
         """
         missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
-        asked = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
+        requested = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
         async with self._connections.one() as connection:
             connection.send("POST", "/generate", msgspec.msgpack.encode(requests))
             while True:
-                async with deadline(self._owner, f"the next answer to {asked}", self._answer_seconds):
+                async with deadline(self._owner, f"the next completion to {requested}", self._answer_seconds):
                     part = await connection.read()
                     if connection.status != _OK:
                         raise refusal(part + await self._rest(connection))
@@ -78,7 +78,7 @@ class HttpEngine:
                 if not part:
                     break
         if missing:
-            raise EngineLost(self.name, f"ended {asked} with {missing} answers missing")
+            raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
 
     async def update(self, version: int) -> int:
         """Let the engine load a published version; returns the version that it uses from then on.

@@ -17,15 +17,15 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAUGES = frozenset({"version", "running", "waiting", "unfinished"})
 _MEANING = {
     "version": "policy version of the weights in the model",
-    "running": "answers in a slot",
-    "waiting": "answers that wait for a slot",
+    "running": "completions in a slot",
+    "waiting": "completions that wait for a slot",
     "generated": "tokens sampled",
-    "prefilled": "prompt tokens computed, once for all answers to a prompt",
+    "prefilled": "prompt tokens computed, once for all completions to a prompt",
     "recomputed": "tokens computed again after an update of the weights or a preemption",
-    "interrupted": "answers stopped in mid-sentence by an update",
-    "preempted": "answers that lost their keys and values because the cache was full",
+    "interrupted": "completions stopped in mid-sentence by an update",
+    "preempted": "completions that lost their keys and values because the cache was full",
     "unfinished": "tokens sampled for requests that are open",
-    "wasted": "tokens sampled for answers that were aborted",
+    "wasted": "tokens sampled for completions that were aborted",
     "updates": "versions loaded",
     "busy_seconds": "time spent in steps and in loading",
 }
@@ -44,7 +44,7 @@ class Counters:
         self._requests[path, status] += 1
 
     def answered(self, prompt_tokens: int, completion_tokens: int, first_token: float | None, whole: float) -> None:
-        """A request of OpenAI's form had all its answers; seconds, the first of them known for streams only."""
+        """A request of OpenAI's form had all its completions; seconds, the first of them known for streams only."""
         self._prompt_tokens += prompt_tokens
         self._completion_tokens += completion_tokens
         for name, seconds in (("first_token", first_token), ("last_token", whole)):

@@ -1,8 +1,8 @@
-"""The engine behind HTTP: one thread, one event loop, one task that steps.
+"""The HTTP server of an engine: one thread, one event loop, one task that steps.
 
-    request ─► open ─► stream ◄─ frames ◄─ step, step, step ...        (Generation.run)
-                                             ▲
-    update_weights ─────────────────────────┘ runs between two steps, because both run in this loop
+    request ─► submit ─► stream ◄─ frames ◄─ step, step, step ...        (Generation.run)
+                                               ▲
+    update_weights ───────────────────────────┘ runs between two steps, because both run in this loop
 
 Everything that touches the engine runs in the event loop's thread and does not await while it does, so an update
 cannot happen inside a step. The wire is described in `stretto.engine.wire`.
@@ -56,7 +56,7 @@ class _Streaming:
 
 
 class _Exchange:
-    """An endpoint that answers one message with one message, or refuses it."""
+    """An endpoint with one message in and one message, or a refusal, out."""
 
     def __init__(self, handler: Callable[[bytes], object]) -> None:
         self._handler = handler
@@ -81,7 +81,7 @@ class EngineApp:
         self._subscriber = subscriber
         self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
         routes = [
-            Route("/generate", _Streaming(self.generate), methods=["POST"]),
+            Route("/generate", _Streaming(self.stream_completions), methods=["POST"]),
             Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
             Route("/abort", _Exchange(self.abort), methods=["POST"]),
             Route("/partials", _Exchange(self.partials), methods=["POST"]),
@@ -94,15 +94,15 @@ class EngineApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._router(scope, receive, send)
 
-    async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream each answer as it ends; a client that goes away has its requests aborted."""
+    async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream each completion as it ends; abort them when the client disconnects."""
         body = await read_body(scope, receive)
         if body is None:
             await _reply(send, *_TOO_LARGE)
             return
         try:
             requests = self._requests.decode(body)
-            stream = self._generation.open(requests)
+            stream = self._generation.submit_all(requests)
         except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
             await _reply(send, *_refusal(error))
             return

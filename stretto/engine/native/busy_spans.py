@@ -1,4 +1,4 @@
-"""What an engine was doing when, without one span per step."""
+"""When an engine was busy, and with what: one span for many steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 
 from stretto.core.events import Span
 
-#: Steps that follow each other within this many seconds are one stretch of generating.
+#: Steps within this many seconds of each other are one span.
 _GAP = 0.02
 
-#: Spans that wait to be handed out. A run asks for them all the time; whoever only serves may never do.
+#: Spans that wait to be handed out. A run asks for them all the time; the caller only serves may never do.
 MOST_SPANS = 16_384
 
 

@@ -1,4 +1,4 @@
-"""How long a prompt with its answer may become, by the context of the model and by the memory of keys and values."""
+"""The longest prompt with completion that the context and the KV cache can hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stretto.model.hf.inspection import ModelFolder
 
 
 def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
-    """The most tokens of a row that a cache of so many bytes can hold, at most the context; 0 if it holds none.
+    """The most tokens of a row in a cache of this size, at most the context; 0 if not even the shortest slot fits.
 
-    A row takes a whole slot, and slots have lengths that are powers of two, or the context's.
+    A row takes a whole slot; the length of a slot is a power of two, or the context.
 
     Example: 700 tokens of memory and a context of 4,096: a row may have 512, since the next slot has 1,024.
     """
@@ -22,13 +22,13 @@ def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
 
 
 def longest_row_of(folder: ModelFolder, config: EngineConfig) -> int:
-    """As `longest_row`, of an engine with these settings that serves a folder; asked before anything is loaded."""
+    """As `longest_row`, for a folder that has not been loaded."""
     layout = CacheLayout(
         layers=folder.layers,
         kv_heads=folder.kv_heads,
         head_dim=folder.head_dim,
         context_length=folder.context_length,
         dtype=getattr(torch, config.dtype),
-        device=torch.device("cpu"),  # wherever it is, a token has as many bytes
+        device=torch.device("cpu"),  # bytes per token are the same on any device
     )
     return longest_row(layout, config.cache_bytes)

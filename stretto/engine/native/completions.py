@@ -1,7 +1,7 @@
-"""The answers being written, one row each, as columns: a decode step touches arrays, never rows one by one.
+"""Unfinished completions as columns, one row each: a decode step works on arrays, not row by row.
 
-    history    [rows, width]  prompt, then answer          5 12 8 13 | 4 4 .  .
-    logprobs   [rows, width]  of the answer's tokens       .  .  . . | -0.1 -0.7
+    history    [rows, width]  prompt, then completion         5 12 8 13 | 4 4 .  .
+    logprobs   [rows, width]  of sampled tokens                .  .  . . | -0.1 -0.7
     versions   [rows, width]  that sampled them            .  .  . . | 6 6
 
 Axes: R rows of this step, in the order of the logits.
@@ -19,11 +19,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
-from stretto.engine.native.sampling import Filtered
+from stretto.engine.native.sampling import SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
 from stretto.engine.native.stops import StopTexts, Watch
-from stretto.engine.native.top_logprobs import likeliest
-from stretto.model.truncation import Truncation
 
 Ints = npt.NDArray[np.int64]
 
@@ -53,13 +51,10 @@ class Completions:
         self._context_length = context_length
         self._stop_texts = stop_texts
         self.newest: Ints = np.zeros(rows, np.int64)
-        self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and answer
+        self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and completion
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
         self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
-        self.seeds = np.zeros(rows, np.uint64)
-        self.temperatures = np.zeros(rows, np.float32)
-        self._truncation = Truncation(np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
-        self._filtered = np.zeros(rows, np.bool_)
+        self.sampling = SamplingColumns(rows)
         self._watches: dict[int, Watch] = {}
         self._likeliest: dict[int, list[Likeliest]] = {}  # of rows whose requests want them
         self._wanted: Ints = np.zeros(rows, np.int64)  # how many of them at each place
@@ -71,19 +66,14 @@ class Completions:
         self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
 
     def open(self, row: int, member: Member) -> None:
-        """Begin an answer: the row holds the prompt."""
+        """Start a completion in a row."""
         prompt, sampling = member.request.prompt_token_ids, member.request.sampling
         self.limits[row] = min(member.tokens, self._context_length)
         self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
         self._history[row, : len(prompt)] = prompt
         self.newest[row] = prompt[-1]
         self.lengths[row] = self.prompts[row] = len(prompt)
-        self.seeds[row] = member.request.seeds[member.index]
-        self.temperatures[row] = sampling.temperature
-        self._truncation.top_k[row] = sampling.top_k
-        self._truncation.top_p[row] = sampling.top_p
-        self._truncation.min_p[row] = sampling.min_p
-        self._filtered[row] = sampling.filtered
+        self.sampling.set(row, member.request.seeds[member.index], sampling)
         self._watches.pop(row, None)
         if sampling.stop:
             self._watches[row] = self._stop_texts.watch(sampling.stop)
@@ -110,22 +100,18 @@ class Completions:
         if row in self._watches:
             self._completed_stop(row)  # the watch has seen them then
 
-    def filtered(self, order_R: Ints) -> Filtered | None:
-        """Which of the rows have top-k, top-p or min-p, and what theirs are; None if no row has."""
-        places = self._filtered[order_R].nonzero()[0]
-        return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
-
     def context(self, row: int) -> Ints:
-        """All tokens of a row but the newest: what the cache must hold before the row goes on."""
+        """All tokens of a row but the newest: what the cache must hold."""
         return self._history[row, : self.lengths[row] - 1]
 
-    def note_likeliest(self, order_R: Ints, logits_RV: Tensor) -> None:
-        """Keep the likeliest tokens of the coming place for the rows that want them. `record` follows."""
+    def note_top_logprobs(self, order_R: Ints, logits_RV: Tensor) -> None:
+        """Keep the top log-probabilities of the next token, for rows that requested them."""
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
             return
         rows = order_R[places]
         logits = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
-        found = likeliest(logits, self._wanted[rows], self.temperatures[rows], self.filtered(rows))
+        temperatures, filtered = self.sampling.temperatures[rows], self.sampling.filtered(rows)
+        found = top_logprobs(logits, self._wanted[rows], temperatures, filtered)
         for row, tokens in zip(rows.tolist(), found, strict=True):
             self._likeliest[row].append(tokens)
 
@@ -171,7 +157,7 @@ class Completions:
         return watch.completed(self._history[row, begin + watch.seen : self.lengths[row]].tolist())
 
     def _widen(self, width: int, stops: int) -> None:
-        """Make room for longer answers or more stop tokens than any row had before."""
+        """Widen the columns for longer completions or more stop tokens."""
         if (missing := width - self._history.shape[1]) > 0:
             wider = ((0, 0), (0, max(missing, self._history.shape[1])))
             self._history = np.pad(self._history, wider)

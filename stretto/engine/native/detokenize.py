@@ -1,15 +1,14 @@
-"""Tokens to text while they come.
+"""Streaming detokenization.
 
-Tokens are not text one by one: a character may be spread over several, and a decoder may treat the first token of a
-text in a way of its own (it drops the space that the token begins with). So new tokens are decoded together with a few
-before them, and what was told of these is taken off::
+A character may be spread over several tokens, and a decoder may treat the first token of a text differently (it drops
+its leading space). So new tokens are decoded together with a few before them, whose text is then cut off::
 
-    tokens     ... | base: its text was told | newer ones
-    decoded        --------------------------              told
-    decoded        --------------------------------------- told + new text + pending
+    tokens     ... | base: already sent      | newer ones
+    decoded        --------------------------              sent
+    decoded        --------------------------------------- sent + new text + pending
 
-What stands at the end for bytes that are no character may become one with the next tokens: it is pending. When nothing
-is, the newer tokens are the base of the next ones. So a token costs the same however long the answer is.
+Bytes at the end that are no character yet are pending. When there are none, the newer tokens become the base; so a
+token costs the same however long the completion is.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Detokenizer(Protocol):
 
 
 class RunningText:
-    """The text of one answer in pieces that never end inside a character; joined, they are the text of its tokens.
+    """The text of one completion in pieces that never end inside a character; joined, they are the text of its tokens.
 
     Example, with a tokenizer of bytes::
 
@@ -49,14 +48,14 @@ class RunningText:
         self._detokenizer = detokenizer
         self._tokens: list[int] = []  # the base, then newer ones
         self._base = 0  # of these tokens
-        self._told = 0  # characters of their text
+        self._sent = 0  # characters of their text
         self.pending = ""  #: what the tokens decode to beyond the text so far, and others to come may change
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The characters that these tokens complete."""
         special = self._detokenizer.special_token_ids
         self._tokens += [token for token in token_ids if token not in special]
-        fresh = self._detokenizer.decode(self._tokens)[self._told :]
+        fresh = self._detokenizer.decode(self._tokens)[self._sent :]
         text = fresh.rstrip(NO_CHARACTER)
         self.pending = fresh[len(text) :]
         if fresh and not self.pending:
@@ -66,7 +65,7 @@ class RunningText:
             text = fresh[: len(fresh) - len(self.pending)]
             self._rebase(len(self._tokens) - _OVERLAP)
         else:
-            self._told += len(text)
+            self._sent += len(text)
         return text
 
     def end(self) -> str:
@@ -78,4 +77,4 @@ class RunningText:
         """Of the tokens so far, those from `first` on are enough to decode the next ones with."""
         del self._tokens[:first]
         self._base = len(self._tokens)
-        self._told = len(self._detokenizer.decode(self._tokens)) - len(self.pending)
+        self._sent = len(self._detokenizer.decode(self._tokens)) - len(self.pending)

@@ -1,12 +1,11 @@
-"""Generation in this process: continuous batching that can be interrupted between any two tokens.
+"""The native engine: continuous batching that can be interrupted between any two tokens.
 
-    step 1   admit answers, compute their prompts, sample their first tokens      version 6
-    step 2   one token for every running answer                                   version 6
-    update   every running answer stops; its cache is dropped; weights are loaded
-    step 3   prompt + tokens so far are computed again, next tokens sampled       version 7
+    step 1   admit completions, prefill their prompts, sample their first tokens        version 6
+    step 2   decode one token of every running completion                               version 6
+    update   interrupt them, drop the KV cache, load weights
+    step 3   prefill prompts and partial completions, sample the next tokens            version 7
 
-The version is fixed before a step begins and stamped on every token that the step samples; weights change between
-steps only (AReaL, arXiv 2505.24298, section 4.1).
+Weights change between steps only, so all tokens of a step have one version (AReaL, arXiv 2505.24298, section 4.1).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class NativeEngine:
 
     Example::
 
-        engine = EmbeddedEngine.load(folder, EngineConfig(slots=64))
+        engine = NativeEngine.load(folder, EngineConfig(slots=64))
         engine.add(GenerateRequest(id="a", prompt_token_ids=(5, 12), seeds=(1, 2), sampling=Sampling(max_tokens=8)))
         while not engine.idle:
             for completion in engine.step():
@@ -73,13 +72,13 @@ class NativeEngine:
         self._scheduler = Scheduler(config.slots, config.cache_bytes // layout.bytes_per_token, layout.slot)
         self._stop_texts = StopTexts(detokenizer)
         self._completions = Completions(config.slots, layout.context_length, self._stop_texts)
-        self._stretches = BusySpans(name)
+        self._spans = BusySpans(name)
         self.name = name
         self.version = version
         self._generated = self._prefilled = self._recomputed = self._interrupted = self._wasted = self._updates = 0
         self._preempted = 0
         self._busy_seconds = 0.0
-        self._ended: Counter[str] = Counter()  # tokens of ended answers, by request, while others of it go on
+        self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
@@ -98,21 +97,21 @@ class NativeEngine:
 
     @property
     def idle(self) -> bool:
-        """No answer is wanted."""
+        """No completion waits or runs."""
         return self._scheduler.idle
 
     @property
     def waiting(self) -> int:
-        """Answers that wait for a row."""
+        """Completions that wait for a row."""
         return self._scheduler.waiting
 
     @property
     def longest_row(self) -> int:
-        """Tokens that a prompt and its answer may have together: what the context and the cache hold."""
+        """Tokens that a prompt and its completion may have together: what the context and the cache hold."""
         return longest_row(self._policy.layout, self._config.cache_bytes)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; its answers come out of later steps.
+        """Queue a request; its completions come out of later steps.
 
         Raises:
             RefusedRequest: with the field that is wrong, what it holds and what is allowed.
@@ -125,7 +124,7 @@ class NativeEngine:
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and its unfinished answers; an unknown id is no error, its answers may just have ended."""
+        """Forget a request and its unfinished completions; unknown ids are ignored."""
         self._wasted += self._ended.pop(request_id, 0)
         for row in self._scheduler.abort(request_id):
             self._wasted += self._sampled(row)
@@ -133,10 +132,10 @@ class NativeEngine:
                 self._policy.release(row)
 
     def give_up(self, requests: Iterable[str]) -> None:
-        """Abort requests whose logits are not finite; all others go on, after computing their keys and values again.
+        """Abort requests whose logits are not finite; all others are computed again.
 
-        What is cached of those requests may not be finite either, and would reach the answers that get their slots: a
-        token that is hidden from them still enters the products, and 0 * nan is nan. So the whole cache is made anew.
+        The KV cache of those requests may hold NaN, and masked entries still enter matmuls, where 0 * nan is nan: so
+        the whole cache is replaced.
         """
         for request in requests:
             self.abort(request)
@@ -144,28 +143,29 @@ class NativeEngine:
         self._policy = DecodePolicy(self._policy.model, self._config.cache_bytes)
 
     def step(self) -> list[Completion]:
-        """One token for every running answer; returns those that ended with it. Nothing happens when idle.
+        """Sample one token of every running completion; returns the completions that ended. Does nothing when idle.
 
         Raises:
-            BrokenLogits: the model's logits for some answers are not finite. No answer has a new token then; without
-                `give_up` the next step fails again.
+            BrokenLogits: some logits are not finite. No completion has got a token; without `give_up` the next step
+                fails again.
         """
-        start, answers = time.monotonic(), self._completions
+        start, columns = time.monotonic(), self._completions
         for row, member in self._scheduler.admit():
-            answers.open(row, member)
+            columns.open(row, member)
         self._preempt()
         contexts, recomputed = self._take_contexts()
         if not contexts and not len(self._policy):
             return []
-        order, logits_RV = self._policy.forward(answers.newest, answers.lengths, contexts)
-        places = answers.lengths[order] - answers.prompts[order]
-        seeds, filtered = answers.seeds[order], answers.filtered(order)
-        tokens, logprobs = sample(logits_RV, answers.temperatures[order], seeds, places, filtered)
+        order, logits_RV = self._policy.forward(columns.newest, columns.lengths, contexts)
+        places = columns.lengths[order] - columns.prompts[order]
+        settings = columns.sampling
+        seeds, temperatures = settings.seeds[order], settings.temperatures[order]
+        tokens, logprobs = sample(logits_RV, temperatures, seeds, places, settings.filtered(order))
         if len(broken := order[~np.isfinite(logprobs)]):
             raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
-        answers.note_likeliest(order, logits_RV)
-        ended = answers.record(order, tokens, logprobs, self.version)
-        completions = [answers.close(row, self._end(row)) for row in ended.tolist()]
+        columns.note_top_logprobs(order, logits_RV)
+        ended = columns.record(order, tokens, logprobs, self.version)
+        completions = [columns.close(row, self._end(row)) for row in ended.tolist()]
         self._tally(completions)
         self._generated += len(order)
         self._spend("recompute" if recomputed else "generate", start)
@@ -186,13 +186,11 @@ class NativeEngine:
         return [progress for progress in found if progress.segment.token_ids]
 
     def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Interrupt every running answer, load weights, go on with the next step.
+        """Interrupt every running completion and load weights.
 
         Args:
             version: of the weights; never older than the one in use.
-            tensors: all parameters of the model by name, or adapters (`engine.native.parameters`), of any floating
-            type, on
-                any device; copied.
+            tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
@@ -226,11 +224,11 @@ class NativeEngine:
         )
 
     def drain_spans(self) -> list[Span]:
-        """Stretches of generating, recomputing and loading since the last call."""
-        return self._stretches.drain()
+        """Spans of generating, recomputing and loading since the last call."""
+        return self._spans.drain()
 
     def check_integrity(self) -> None:
-        """Every row and every slot has exactly one owner, and the cache holds the running answers and nothing else.
+        """Every row and slot has one owner; the cache holds the running completions and nothing else.
 
         Raises:
             BoundViolated: with what does not add up.
@@ -241,46 +239,46 @@ class NativeEngine:
             raise BoundViolated(f"rows {self._policy.rows} are cached, {running} run")
 
     def _preempt(self) -> None:
-        """Let the running answers grow; where the cache is full, the newest make room and are computed again later."""
-        for row in self._scheduler.make_room(self._completions.lengths):
+        """Let running completions grow; when the cache is full, the newest are dropped from it and recomputed later."""
+        for row in self._scheduler.grow(self._completions.lengths):
             self._policy.release(row)
             self._preempted += 1
 
     def _take_contexts(self) -> tuple[list[Context], bool]:
-        """What enters the cache in this step, and whether any of it was there before and dropped."""
-        answers, scheduler = self._completions, self._scheduler
-        if not scheduler.has_room(answers.lengths):
+        """The contexts that enter the cache in this step, and whether any of them is recomputed."""
+        columns, scheduler = self._completions, self._scheduler
+        if not scheduler.has_capacity(columns.lengths):
             return [], False
         costs: dict[int, int] = {}
-        first_siblings: dict[str, int] = {}
+        first_rows: dict[str, int] = {}
         for row in scheduler.pending:
-            begun, request = self._begun(row), scheduler.member(row).request.id
-            shared = not begun and first_siblings.setdefault(request, row) != row
-            costs[row] = 1 if shared else int(answers.lengths[row])
-        taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, answers.lengths)
-        again = self._interrupted_contexts([row for row in taken if self._begun(row)])
+            resumed, request = self._has_prefix(row), scheduler.member(row).request.id
+            shared = not resumed and first_rows.setdefault(request, row) != row
+            costs[row] = 1 if shared else int(columns.lengths[row])
+        taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, columns.lengths)
+        again = self._interrupted_contexts([row for row in taken if self._has_prefix(row)])
         prompts: dict[str, list[int]] = {}
-        for row in (row for row in taken if not self._begun(row)):
+        for row in (row for row in taken if not self._has_prefix(row)):
             prompts.setdefault(scheduler.member(row).request.id, []).append(row)
-        new = [Context(answers.context(rows[0]), tuple(rows)) for rows in prompts.values()]
+        new = [Context(columns.context(rows[0]), tuple(rows)) for rows in prompts.values()]
         self._recomputed += sum(len(context.own) for context in again)
         self._prefilled += sum(len(context.token_ids) + 1 for context in new)
         return again + new, bool(again)
 
     def _interrupted_contexts(self, rows: list[int]) -> list[Context]:
-        """What interrupted rows have to compute again; of siblings, the first computes the prompt for all."""
+        """The contexts of interrupted rows; the first row of a request computes the prompt for the others."""
         contexts: list[Context] = []
-        lenders: dict[str, int] = {}
+        first: dict[str, int] = {}  # context of each request
         for row in rows:
             tokens = self._completions.context(row)
-            lender = lenders.setdefault(self._scheduler.member(row).request.id, len(contexts))
-            # A context has a token of its own, even one that is nothing but the prompt.
-            shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if lender < len(contexts) else 0
-            contexts.append(Context(tokens, (row,), lender, shared))
+            prefix_of = first.setdefault(self._scheduler.member(row).request.id, len(contexts))
+            # A context needs a token of its own, even when it is the prompt alone.
+            shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if prefix_of < len(contexts) else 0
+            contexts.append(Context(tokens, (row,), prefix_of, shared))
         return contexts
 
-    def _begun(self, row: int) -> bool:
-        """Whether the row has tokens of its answer."""
+    def _has_prefix(self, row: int) -> bool:
+        """Whether the row has sampled tokens."""
         return self._sampled(row) > 0
 
     def _sampled(self, row: int) -> int:
@@ -288,7 +286,7 @@ class NativeEngine:
         return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:
-        """An abort wastes all answers of a request, those that have ended too: a group is judged whole."""
+        """Count ended completions of open requests: an abort wastes them too, since a group is judged whole."""
         for completion in completions:
             self._ended[completion.request] += len(completion.token_ids)
             if not self._scheduler.is_open(completion.request):
@@ -309,4 +307,4 @@ class NativeEngine:
     def _spend(self, name: str, start: float) -> None:
         end = time.monotonic()
         self._busy_seconds += end - start
-        self._stretches.add(name, start, end, self.version)
+        self._spans.add(name, start, end, self.version)

@@ -1,7 +1,7 @@
-"""The one task that steps an engine, and those who listen to its answers.
+"""The task that steps an engine, and the listeners that its completions go to.
 
-open(request) ─► stream ◄─ ended(completion) ◄─ run(): step, step, step ...
-follow(request, listener) ─► listener ◄─ progressed(tokens), ended(completion)
+submit(request, listener) ─► engine ◄─ run(): step, step, step ...
+                             engine ─► listener.progressed(tokens), listener.ended(completion)
 """
 
 from __future__ import annotations
@@ -20,44 +20,43 @@ from stretto.engine.native.sampling import BrokenLogits
 
 log = logging.getLogger(__name__)
 
-#: Answers that may wait for a row; more of them would only grow the memory and the waiting. One request may fill it.
+#: Completions that may wait for a row. One request may fill the queue.
 MOST_WAITING = MOST_ANSWERS
 
-#: What an engine did whose answers break off, if nothing else is known.
-ENDED = "ended before the answer did"
+#: Why completions break off, if nothing else is known; follows the engine's name.
+ENDED = "ended before the completion did"
 
-#: Turns of the event loop between two steps. A request takes two or three until it is queued (its bytes are read, its
-#: handler starts, the handler has the body); with one turn between steps it would wait for as many steps. Three halve
-#: the time to the first token of 16 streams, and cost nothing that can be seen.
+#: Turns of the event loop between two steps. Queuing a request takes two or three (reading, starting its handler,
+#: getting the body). Three instead of one halve the time to the first token of 16 streams, at no measurable cost.
 _TURNS = 3
 
 
 class CompletionListener(Protocol):
-    """Who asked for answers. Called between two steps, so what it does must be quick."""
+    """The receiver of a request's completions. It is called between two steps, so it must be quick."""
 
     @property
     def missing(self) -> int:
-        """Answers that have not ended."""
+        """Unfinished completions."""
         ...
 
     def progressed(self, progress: Progress) -> None:
-        """An unfinished answer has new tokens. Only those who follow every token are told."""
+        """An unfinished completion has new tokens; called for requests submitted with `every_token`."""
         ...
 
     def ended(self, completion: Completion) -> None:
-        """An answer is whole; it holds the tokens that were told before, too."""
+        """A completion is finished; it holds all its tokens."""
         ...
 
     def break_off(self, why: str = ENDED) -> None:
-        """No more answers will come: the engine failed, or the request was aborted. `why` follows the engine's name."""
+        """No more completions will come: the engine failed, or the request was aborted."""
         ...
 
 
 class Stream:
-    """The answers to requests that were sent together, on their way to the client as frames."""
+    """The completions of requests that were submitted together, as frames."""
 
-    def __init__(self, answers: int) -> None:
-        self.missing = answers
+    def __init__(self, completions: int) -> None:
+        self.missing = completions
         self.broken = False  # the engine failed, or the client went away
         self._ready = bytearray()
         self._wake = asyncio.Event()
@@ -67,7 +66,7 @@ class Stream:
         return bool(self._ready)
 
     def progressed(self, progress: Progress) -> None:
-        """Nothing: frames hold whole answers."""
+        """Ignored: frames hold whole completions."""
 
     def ended(self, completion: Completion) -> None:
         self._ready += frame(completion)
@@ -75,11 +74,11 @@ class Stream:
         self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        self.broken = self.missing > 0  # whole answers are delivered all the same
+        self.broken = self.missing > 0  # finished completions are delivered all the same
         self._wake.set()
 
     async def next(self) -> bytes:
-        """All frames since the last call, at least one unless it broke. The client keeps the deadline."""
+        """All frames since the last call, at least one unless the stream is broken. The client has the deadline."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()
@@ -87,84 +86,84 @@ class Stream:
 
 
 class Generation:
-    """The engine and those who listen to it."""
+    """An engine and its listeners."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
-        self.stopping = False  # open requests are answered, new ones are not
+        self.stopping = False  # open requests are finished, new ones refused
         self._listeners: dict[str, CompletionListener] = {}
-        self._told: dict[str, list[int]] = {}  # tokens of each answer that its follower knows, by request
+        self._sent: dict[str, list[int]] = {}  # tokens of each completion that its listener has, by request
         self._work = asyncio.Event()
 
     @property
     def open_requests(self) -> int:
         return len(self._listeners)
 
-    def open(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Begin requests whose answers are wanted whole; no step is made before the last of them has begun.
+    def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
+        """Submit requests whose completions are streamed whole; all of them begin in the same step.
 
         Raises:
-            RefusedRequest: the engine will not serve one of them; none has begun.
-            EngineLost: the server is stopping, or too many answers wait already.
+            RefusedRequest: the engine will not serve one of them, and so none.
+            EngineLost: the server is stopping, or too many completions wait.
         """
         stream = Stream(sum(len(request.seeds) for request in requests))
-        begun: list[str] = []
+        submitted: list[str] = []
         try:
             for request in requests:
-                self.follow(request, stream, every_token=False)
-                begun.append(request.id)
+                self.submit(request, stream, every_token=False)
+                submitted.append(request.id)
         except (RefusedRequest, EngineLost):
-            for id in begun:
+            for id in submitted:
                 self.close(id)
             raise
         return stream
 
-    def follow(self, request: GenerateRequest, listener: CompletionListener, *, every_token: bool) -> None:
-        """Begin a request; `listener` hears of its answers until `close`.
+    def submit(self, request: GenerateRequest, listener: CompletionListener, *, every_token: bool) -> None:
+        """Submit a request; `listener` gets its completions until `close`.
 
         Raises:
-            RefusedRequest, EngineLost: as for `open`.
+            RefusedRequest, EngineLost: as for `submit_all`.
         """
         if self.stopping:
             raise EngineLost(self.engine.name, "is stopping")
-        if request.id in self._listeners:  # the engine may be done with it; whoever asked is still being answered
+        if request.id in self._listeners:  # finished by the engine, not yet sent
             raise RefusedRequest("id", repr(request.id), "an id that no open request has")
         if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
-            how = f"has {self.engine.waiting:,} answers waiting already, of {MOST_WAITING:,} that may"
+            how = f"has {self.engine.waiting:,} completions waiting already, of {MOST_WAITING:,} that may"
             raise EngineLost(self.engine.name, how)
         self.engine.add(request)
         self._work.set()
         self._listeners[request.id] = listener
         if every_token:
-            self._told[request.id] = [0] * len(request.seeds)
+            self._sent[request.id] = [0] * len(request.seeds)
 
     def close(self, request: str) -> None:
-        """End a request; unfinished answers are aborted. Closing twice is no error."""
+        """End a request; unfinished completions are aborted. Closing twice is no error."""
         listener = self._listeners.pop(request, None)
-        self._told.pop(request, None)
+        self._sent.pop(request, None)
         if listener is not None and listener.missing:
             listener.break_off()
             self.engine.abort(request)
 
     async def run(self) -> None:
-        """Step for as long as there is work, for ever. An error of the engine breaks all requests and is raised."""
+        """Step while there is work, until cancelled. An error of the engine breaks off all requests and is raised."""
         try:
             while True:
                 if self.engine.idle:
-                    self.engine.check_integrity()  # nothing is owed to anybody, so nothing may be held
+                    self.engine.check_integrity()  # an idle engine holds nothing
                     self._work.clear()
-                    await self._work.wait()  # without a deadline: having nothing to do is no failure
+                    await self._work.wait()  # no deadline: being idle is no failure
                 for completion in self._step():
                     self._listeners[completion.request].ended(completion)
-                if self._told:
-                    self._tell()
+                if self._sent:
+                    self._send_progress()
                 for _ in range(_TURNS):
-                    await asyncio.sleep(0)  # requests are read, answers written, weights loaded
+                    await asyncio.sleep(0)  # requests are read, completions sent, weights loaded
         finally:
             self.break_off()
 
     def break_off(self) -> None:
-        """End every request as it is, and begin no other."""
+        """End every request as it is, and refuse new ones."""
         self.stopping = True
         for listener in self._listeners.values():
             listener.break_off()
@@ -172,18 +171,17 @@ class Generation:
     def _step(self) -> list[Completion]:
         return self.engine.step()
 
-    def _tell(self) -> None:
-        for progress in self.engine.progress(self._told):
-            self._told[progress.request][progress.member] += len(progress.segment.token_ids)
+    def _send_progress(self) -> None:
+        for progress in self.engine.progress(self._sent):
+            self._sent[progress.request][progress.member] += len(progress.segment.token_ids)
             self._listeners[progress.request].progressed(progress)
 
 
 class SharedGeneration(Generation):
-    """The engine of clients who know nothing of each other: what one of them asks must not end the answers of others.
+    """The engine of independent clients: a request of one must not end the completions of others.
 
-    A request whose logits are not finite ends by itself. The weights are, since they were loaded from a folder
-    (`model.hf.folder.load_policy`); their sums have left the range of `engine.dtype`. In a run that is an error,
-    which `Generation` raises: an answer that is missing for such a reason would bend the distribution that is trained.
+    So a request whose logits are not finite ends alone. In a run that is an error, which `Generation` raises: losing
+    such completions would bias the distribution that is trained.
     """
 
     def _step(self) -> list[Completion]:

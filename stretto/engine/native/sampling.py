@@ -1,9 +1,8 @@
-"""Sampling without a state: a token is a function of the logits, the answer's seed and the token's place.
+"""Stateless sampling: a token is a function of the logits, the completion's seed and the token's place.
 
-An answer therefore comes out the same whatever else is in the batch, in whichever engine it runs, and however often it
-was interrupted; nothing has to be saved to go on.
+So a completion is the same whatever else is in the batch, on any engine, and however often it is interrupted.
 
-Axes: R row, V vocabulary.
+Axes: R row, K tokens from the likeliest on, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stretto.core.records import Likeliest, Sampling
 from stretto.model.truncation import Truncation, truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -24,10 +24,10 @@ _TO_UNIT = 2.0**-52
 
 
 class BrokenLogits(FloatingPointError):
-    """The logits of some answers are not finite, so there is no distribution to draw from."""
+    """The logits of some completions are not finite, so there is no distribution to draw from."""
 
     def __init__(self, requests: frozenset[str]) -> None:
-        """`requests` are the ids of those that the answers belong to."""
+        """`requests`: ids of the requests of those completions."""
         self.requests = requests
         super().__init__(requests)
 
@@ -37,10 +37,34 @@ class BrokenLogits(FloatingPointError):
 
 @dataclass(frozen=True)
 class Filtered:
-    """The rows of a step that may not draw every token, and the settings of each; most steps have none."""
+    """The rows of a step with top-k, top-p or min-p, and the settings of each; most steps have none."""
 
     rows: npt.NDArray[np.int64]  # places in the step's logits, at least one
     truncation: Truncation
+
+
+class SamplingColumns:
+    """The sampling settings of every row, as columns."""
+
+    def __init__(self, rows: int) -> None:
+        self.seeds = np.zeros(rows, np.uint64)
+        self.temperatures = np.zeros(rows, np.float32)
+        self._truncation = Truncation(np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
+        self._filtered = np.zeros(rows, np.bool_)
+
+    def set(self, row: int, seed: int, sampling: Sampling) -> None:
+        """The settings of a new completion."""
+        self.seeds[row] = seed
+        self.temperatures[row] = sampling.temperature
+        self._truncation.top_k[row] = sampling.top_k
+        self._truncation.top_p[row] = sampling.top_p
+        self._truncation.min_p[row] = sampling.min_p
+        self._filtered[row] = sampling.filtered
+
+    def filtered(self, order_R: npt.NDArray[np.int64]) -> Filtered | None:
+        """The filtered rows among these; None if there is none."""
+        places = self._filtered[order_R].nonzero()[0]
+        return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -68,8 +92,8 @@ def sample(
     Args:
         logits_RV: float32.
         temperatures: [R]; 0 takes the likeliest token.
-        seeds: [R], one per answer.
-        places: [R], how many tokens of the answer come before.
+        seeds: [R], one per completion.
+        places: [R], tokens of the completion before this one.
         filtered: rows with top-k, top-p or min-p.
 
     Returns:
@@ -106,3 +130,27 @@ def _filter(logits_RV: Tensor, filtered: Filtered) -> Tensor:
         return truncate(logits_RV, filtered.truncation)
     rows = torch.from_numpy(filtered.rows).to(logits_RV.device)
     return logits_RV.index_copy(0, rows, truncate(logits_RV[rows], filtered.truncation))
+
+
+def top_logprobs(
+    logits_RV: Tensor, counts: npt.NDArray[np.int64], temperatures: npt.NDArray[np.float32], filtered: Filtered | None
+) -> list[Likeliest]:
+    """The likeliest tokens of the distributions that `sample` draws from.
+
+    Args:
+        logits_RV: float32.
+        counts: [R], tokens wanted for each row.
+        temperatures, filtered: as for `sample`.
+
+    Returns:
+        For each row, tokens with their log-probabilities, the likeliest first. There are fewer than wanted where the
+        filters, or the vocabulary, leave fewer.
+    """
+    kept_RV = tempered(logits_RV, temperatures, filtered)
+    logprobs_RK, tokens_RK = kept_RV.log_softmax(-1).topk(min(int(counts.max()), logits_RV.shape[1]))
+    left_R = (kept_RV.gather(1, tokens_RK) > torch.finfo(kept_RV.dtype).min).sum(-1)  # the number for what filters take
+    ends_R = np.minimum(counts, left_R.cpu().numpy())
+    return [
+        tuple(zip(tokens[:end], logprobs[:end], strict=True))
+        for tokens, logprobs, end in zip(tokens_RK.tolist(), logprobs_RK.tolist(), ends_R.tolist(), strict=True)
+    ]

@@ -1,17 +1,16 @@
-"""Which answers run: first come, first served, in a fixed number of rows and within a budget of cached tokens.
+"""Scheduling: completions run first come, first served, in a fixed number of rows and a budget of cached tokens.
 
-    add           a request's answers join the queue
-    admit         answers from the head of the queue get rows
-    make_room     running answers have grown; when the cache is full, the newest lose their part of it until it is not
-    take_pending  answers that are computed in the coming step, oldest first, as many as the cache has room for
-    finish        an answer gives its row back
-    interrupt     running answers lose their cache and have to be computed again before they go on
-    abort         a request's answers leave, wherever they are
+    add            queue the completions of a request
+    admit          give free rows to the head of the queue
+    grow           let running completions grow; when the cache is full, preempt the newest
+    take_pending   start pending rows, oldest first, as far as the cache has capacity
+    finish         free the row of a completion
+    interrupt      drop the cache of running completions, which become pending again
+    abort          remove a request wherever its completions are
 
-An answer is in exactly one of three places: waiting (no row), pending (a row, tokens still to be computed), running (a
-row, computed and cached). Nothing is reserved for what an answer may become: it holds the slot that its tokens need
-now. Every running answer is older than every pending one, and every pending one older than every waiting one; so the
-oldest answer is never the one that makes room, and always runs. `check_integrity` says so.
+A completion is in one of three places: waiting (no row), pending (a row, nothing cached), running (cached). It holds
+the slot that its tokens need now; nothing is reserved for its growth. Running completions are older than pending ones,
+and those older than waiting ones, so the oldest is never preempted and always runs (`check_integrity`).
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from stretto.core.records import GenerateRequest
 
 Ints = npt.NDArray[np.int64]
 
-#: The part of the cache that is left to the growth of running answers when another one starts: without it, an answer
-#: would start in the last free slot, be preempted when its neighbour grows, and be computed again for nothing.
+#: The part of the cache that is kept free for growth when a completion starts. Without it, a completion would start in
+#: the last free slot and be preempted, and recomputed, as soon as its neighbour grows.
 GROWTH = 1 / 16
 
 
 @dataclass(frozen=True)
 class Member:
-    """One answer that is wanted: member `index` of `request`."""
+    """One completion to sample: member `index` of `request`."""
 
     request: GenerateRequest
     index: int
 
     @property
     def tokens(self) -> int:
-        """The most that prompt and answer can come to."""
+        """The most tokens of prompt and completion."""
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
 
 class Scheduler:
-    """Two rows for three answers of one request::
+    """Two rows for three completions of one request::
 
     scheduler.add(request)                         # waiting 0 1 2
     scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending
@@ -56,9 +55,9 @@ class Scheduler:
     scheduler.admit()                              # [(row 0, member 2)]
 
     Args:
-        rows: answers that may have a row.
+        rows: completions that may have a row.
         cache_tokens: tokens of all slots together.
-        slot: tokens of the slot that so many tokens need (`stretto.model.decode.length_buckets.CacheLayout.slot`).
+        slot: the length of the slot for a number of tokens (`model.decode.length_buckets.CacheLayout.slot`).
     """
 
     def __init__(self, rows: int, cache_tokens: int, slot: Callable[[int], int]) -> None:
@@ -71,7 +70,7 @@ class Scheduler:
         self._running: set[int] = set()
         self._members: dict[int, Member] = {}  # by row
         self._ages: dict[int, int] = {}  # by row, the lower the older
-        self._open: dict[str, int] = {}  # answers of a request that have not ended
+        self._open: dict[str, int] = {}  # completions of a request that have not ended
         self._slots: Ints = np.zeros(rows, np.int64)  # tokens of each running row's slot; 0 where none runs
         self._held = 0
         self._admitted = 0
@@ -86,7 +85,7 @@ class Scheduler:
 
     @property
     def rows(self) -> list[int]:
-        """Those that have an answer."""
+        """The rows in use."""
         return list(self._members)
 
     @property
@@ -94,10 +93,10 @@ class Scheduler:
         return not self._open
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue the answers of a request.
+        """Queue the completions of a request.
 
         Raises:
-            RefusedRequest: its id is in use, or an answer of it could never fit the cache.
+            RefusedRequest: its id is in use, or a completion of it could never fit the cache.
         """
         if request.id in self._open:
             raise RefusedRequest("id", repr(request.id), "an id that no open request has")
@@ -109,7 +108,7 @@ class Scheduler:
         self._waiting.extend(members)
 
     def admit(self) -> list[tuple[int, Member]]:
-        """Give rows to the answers at the head of the queue, as many as there are."""
+        """Give free rows to the head of the queue."""
         admitted = []
         while self._free and self._waiting:
             member, row = self._waiting.popleft(), self._free.pop()
@@ -119,8 +118,8 @@ class Scheduler:
             admitted.append((row, member))
         return admitted
 
-    def make_room(self, lengths: Ints) -> list[int]:
-        """Let running rows grow into longer slots; returns the rows that lose their cache for it, newest first.
+    def grow(self, lengths: Ints) -> list[int]:
+        """Let running rows grow into longer slots; returns the preempted rows, newest first.
 
         Args:
             lengths: [rows] tokens of each row.
@@ -137,7 +136,7 @@ class Scheduler:
             preempted.append(newest)
         return preempted
 
-    def has_room(self, lengths: Ints) -> bool:
+    def has_capacity(self, lengths: Ints) -> bool:
         """Whether the oldest pending row can be computed now."""
         return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))
 
@@ -162,19 +161,19 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """The answer in `row` has ended; the row is free."""
+        """The completion in `row` has ended; the row is free."""
         self._running.remove(row)
         return self._leave(row)
 
     def interrupt(self) -> None:
-        """All running rows have lost what was computed: they are pending again, before those that never ran."""
+        """Make all running rows pending again, before rows that never ran."""
         self._pending.extendleft(sorted(self._running, key=self._ages.__getitem__, reverse=True))
         self._running.clear()
         self._slots[:] = 0
         self._held = 0
 
     def abort(self, request: str) -> list[int]:
-        """Forget a request. Returns the rows that it leaves, running or pending; unknown ids are no error."""
+        """Forget a request; returns its rows. Unknown ids are ignored."""
         self._waiting = deque(member for member in self._waiting if member.request.id != request)
         rows = [row for row, member in self._members.items() if member.request.id == request]
         self._pending = deque(row for row in self._pending if row not in rows)
@@ -185,7 +184,7 @@ class Scheduler:
         return rows
 
     def is_open(self, request: str) -> bool:
-        """Is any answer of it still to end?"""
+        """Whether any of its completions is unfinished."""
         return request in self._open
 
     @property
@@ -210,7 +209,7 @@ class Scheduler:
         if rows != list(range(self._rows)):
             raise BoundViolated(f"the {self._rows} rows are not each in one place: {rows}")
         if set(self._members) != {*self._pending, *self._running}:
-            raise BoundViolated(f"rows {sorted(self._members)} have answers, others are in use")
+            raise BoundViolated(f"rows {sorted(self._members)} have completions, others are in use")
         if sum(self._open.values()) != len(self._waiting) + len(self._members):
             raise BoundViolated(f"{self._open} are open, {self.waiting} wait and {self.rows_in_use} have rows")
         if set(np.flatnonzero(self._slots).tolist()) != self._running or self._held != self._slots.sum():

@@ -1,4 +1,4 @@
-"""What an engine refuses before it does anything: requests that cannot be served."""
+"""The requests that an engine refuses, before it does anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.core.records import (
 )
 from stretto.engine.native.detokenize import NO_CHARACTER
 
-_LARGEST_FLOAT = 3.4e38  # answers keep log-probabilities in float32
+_LARGEST_FLOAT = 3.4e38  # completions keep log-probabilities in float32
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
@@ -35,25 +35,25 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
     if not prompt:
         raise RefusedRequest("prompt_token_ids", "no token", "at least one")
     if len(prompt) >= context_length:
-        allowed = f"at most {context_length - 1}, so that the context of {context_length} has room for an answer"
+        allowed = f"at most {context_length - 1}, so that the context of {context_length} has room for a completion"
         raise RefusedRequest("prompt_token_ids", f"{len(prompt)} tokens", allowed)
     if outside:
         field = "prompt_token_ids" if outside[0] in prompt else "sampling.stop_token_ids"
         raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
     if not request.seeds or wrong_seeds:
         found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
-        raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each answer")
+        raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each completion")
     if not 0 <= request.top_logprobs <= MOST_LIKELIEST:
         raise RefusedRequest("top_logprobs", str(request.top_logprobs), f"0 to {MOST_LIKELIEST}; 0 tells of none")
     _check_sampling(sampling, vocab_size)
 
 
 def _check_counts(request: GenerateRequest) -> None:
-    """What one request may have of something, so that it takes neither the memory nor the time of all others."""
+    """Limits that keep one request from taking all memory or time."""
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
-    if (answers := len(request.seeds)) > MOST_ANSWERS:
-        raise RefusedRequest("seeds", f"{answers:,} seeds", f"at most {MOST_ANSWERS:,} answers to one request")
+    if (completions := len(request.seeds)) > MOST_ANSWERS:
+        raise RefusedRequest("seeds", f"{completions:,} seeds", f"at most {MOST_ANSWERS:,} completions to one request")
 
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
@@ -62,7 +62,7 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
     Raises:
         RefusedRequest: with the first that is wrong.
     """
-    room = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
+    left = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
     if request.prefixes and len(request.prefixes) != len(request.seeds):
         allowed = "none, or one for each seed"
         raise RefusedRequest("prefixes", f"{len(request.prefixes)} prefixes for {len(request.seeds)} seeds", allowed)
@@ -70,8 +70,8 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
         tokens = len(prefix.token_ids)
         if not tokens == len(prefix.behavior_logprobs) == len(prefix.versions):
             raise RefusedRequest("prefixes", f"{tokens} tokens", "as many log-probabilities and versions")
-        if tokens and tokens >= room:
-            allowed = f"fewer than {room}, which max_tokens and the context of {context_length} leave"
+        if tokens and tokens >= left:
+            allowed = f"fewer than {left}, which max_tokens and the context of {context_length} leave"
             raise RefusedRequest("prefixes", f"{tokens} tokens", allowed)
         if outside := [token for token in prefix.token_ids if not 0 <= token < vocab_size]:
             raise RefusedRequest("prefixes", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")

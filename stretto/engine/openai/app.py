@@ -46,7 +46,7 @@ class OpenAIApp:
     def __init__(self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp) -> None:
         """`tokens` is the token interface on the same generation."""
         self._generation, self._tokenizer, self._tokens = generation, tokenizer, tokens
-        self._asking = Translator(model, tokenizer)
+        self._translator = Translator(model, tokenizer)
         self._card = ModelCard(id=model.name, created=int(time.time()), max_model_len=model.context_length)
         self._counters = Counters()
 
@@ -79,14 +79,14 @@ class OpenAIApp:
             message = f"{path} wants {allowed}, not {scope['method']}"
             await _fail(send, 405, message, _INVALID, headers=[(b"allow", allowed.encode())])
         elif path == _COMPLETIONS:
-            await self._answer(self._asking.completion, scope, receive, send)
+            await self._complete(self._translator.completion, scope, receive, send)
         elif path == _CHAT:
-            await self._answer(self._asking.chat, scope, receive, send)
+            await self._complete(self._translator.chat, scope, receive, send)
         else:
             await self._tell(path, send)
 
     async def _tell(self, path: str, send: Send) -> None:
-        """What is asked for by GET."""
+        """What is translated for by GET."""
         health = self._generation.engine.health()
         if path == "/metrics":
             await reply(send, 200, CONTENT_TYPE, self._counters.text(health).encode())
@@ -104,7 +104,7 @@ class OpenAIApp:
         else:
             await _refuse(send, RefusedRequest("model", "not served here", f"the model is {self._card.id!r}"))
 
-    async def _answer(self, understand: Understand, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _complete(self, understand: Understand, scope: Scope, receive: Receive, send: Send) -> None:
         start, name = time.monotonic(), uuid.uuid4().hex
         raw = await read_body(scope, receive)
         if raw is None:
@@ -112,8 +112,8 @@ class OpenAIApp:
             await _fail(send, 413, message, _INVALID, "body", "body_too_large")
             return
         try:
-            asked = await understand(raw, name)
-            choices = self._open(asked)
+            translated = await understand(raw, name)
+            choices = self._open(translated)
         except RefusedRequest as refused:
             await _refuse(send, refused)
             return
@@ -122,37 +122,39 @@ class OpenAIApp:
             return
         watch = asyncio.create_task(when_gone(receive, choices.leave))
         try:
-            answering = self._stream if asked.body.stream else self._whole
-            await answering(asked, f"{asked.form.prefix}{name}", choices, send)
+            answering = self._stream if translated.body.stream else self._whole
+            await answering(translated, f"{translated.form.prefix}{name}", choices, send)
         finally:
             watch.cancel()
-            for request in asked.requests:
+            for request in translated.requests:
                 self._generation.close(request.id)
         if not choices.missing:
-            first = choices.first_token - start if asked.body.stream and choices.first_token is not None else None
-            self._counters.answered(asked.prompt_tokens, choices.sampled, first, time.monotonic() - start)
+            first = choices.first_token - start if translated.body.stream and choices.first_token is not None else None
+            self._counters.answered(translated.prompt_tokens, choices.sampled, first, time.monotonic() - start)
 
-    def _open(self, asked: TranslatedRequest) -> Choices:
+    def _open(self, translated: TranslatedRequest) -> Choices:
         """Hand the prompts to the engine: all of them, or none.
 
         Raises:
-            RefusedRequest, EngineLost: as `Generation.follow`, with the client's names of fields.
+            RefusedRequest, EngineLost: as `Generation.submit`, with the client's names of fields.
         """
-        body, count = asked.body, asked.answers
-        total = count * len(asked.requests)
+        body, count = translated.body, translated.completions
+        total = count * len(translated.requests)
         each = [Choice(k, self._tokenizer, body.stops, token_by_token=body.wants_logprobs) for k in range(total)]
         choices = Choices(each)
         try:
-            for number, request in enumerate(asked.requests):
+            for number, request in enumerate(translated.requests):
                 listener = PromptListener(choices, each[number * count : (number + 1) * count])
-                self._generation.follow(request, listener, every_token=bool(body.stream))
+                self._generation.submit(request, listener, every_token=bool(body.stream))
         except (RefusedRequest, EngineLost) as refused:
-            for request in asked.requests:
+            for request in translated.requests:
                 self._generation.close(request.id)
-            raise self._asking.field(refused, asked) if isinstance(refused, RefusedRequest) else refused from None
+            raise (
+                self._translator.field(refused, translated) if isinstance(refused, RefusedRequest) else refused
+            ) from None
         return choices
 
-    async def _whole(self, asked: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
+    async def _whole(self, translated: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
         pieces = await choices.whole()
         if choices.gone:
             return
@@ -161,17 +163,17 @@ class OpenAIApp:
             return
         whole = Reply(
             id=name,
-            object=asked.form.object,
+            object=translated.form.object,
             created=int(time.time()),
             model=self._card.id,
-            choices=[asked.form.choice(piece) for piece in pieces],
-            usage=_usage(asked, choices),
+            choices=[translated.form.choice(piece) for piece in pieces],
+            usage=_usage(translated, choices),
         )
         await reply(send, 200, _JSON, msgspec.json.encode(whole))
 
-    async def _stream(self, asked: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
-        """One event for each piece of a choice; an answer that breaks off ends in an event with the error."""
-        form, usage = asked.form, asked.body.include_usage
+    async def _stream(self, translated: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
+        """One event for each piece of a choice; a completion that breaks off ends in an event with the error."""
+        form, usage = translated.form, translated.body.include_usage
         chunk = Reply(
             id=name,
             object=form.chunk_object,
@@ -194,7 +196,7 @@ class OpenAIApp:
                 await send({"type": "http.response.body", "body": b"data: " + told + b"\n\n"})
                 return
             parts = [part for piece in pieces for part in form.chunk(piece)]
-        last = event(msgspec.structs.replace(chunk, usage=_usage(asked, choices))) if usage else b""
+        last = event(msgspec.structs.replace(chunk, usage=_usage(translated, choices))) if usage else b""
         await send({"type": "http.response.body", "body": _events(chunk, parts) + last + LAST_EVENT})
 
 
@@ -206,9 +208,9 @@ def _events(chunk: Reply, parts: Iterable[Part]) -> bytes:
     return b"".join(event(msgspec.structs.replace(chunk, choices=[part])) for part in parts)
 
 
-def _usage(asked: TranslatedRequest, choices: Choices) -> Usage:
-    prompt, answers = asked.prompt_tokens, choices.sampled
-    return Usage(prompt_tokens=prompt, completion_tokens=answers, total_tokens=prompt + answers)
+def _usage(translated: TranslatedRequest, choices: Choices) -> Usage:
+    prompt, completions = translated.prompt_tokens, choices.sampled
+    return Usage(prompt_tokens=prompt, completion_tokens=completions, total_tokens=prompt + completions)
 
 
 async def _refuse(send: Send, refused: RefusedRequest) -> None:

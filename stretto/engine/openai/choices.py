@@ -1,4 +1,4 @@
-"""The answers to one OpenAI request on their way to the client: text and log-probabilities, whole or in pieces.
+"""The choices of one OpenAI request: text and log-probabilities, whole or in pieces.
 
     engine ─► listener of a prompt ─► choice: tokens ─► characters ─► text before a stop ─► pieces ─► client
 
@@ -34,7 +34,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a choice has come to since the last piece; the last one has a finish."""
+    """The new text and tokens of a choice; the last piece has a finish."""
 
     index: int
     text: str
@@ -43,7 +43,7 @@ class Piece:
 
 
 class Choice:
-    """One answer. Tokens after a stop text are none of it; those that complete the stop text are counted."""
+    """One completion. Tokens after a stop text are none of it; those that complete the stop text are counted."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, token_by_token: bool) -> None:
         """
@@ -147,7 +147,7 @@ class Choices:
 
 
 class PromptListener:
-    """The answers to one prompt (satisfies `generation.Listener`)."""
+    """The completions of one prompt (a `generation.CompletionListener`)."""
 
     def __init__(self, whole: Choices, choices: Sequence[Choice]) -> None:
         self.missing = len(choices)

@@ -1,6 +1,6 @@
-"""What goes back to OpenAI's clients, field for field as their libraries expect it.
+"""Replies to OpenAI's clients, field for field as their libraries expect them.
 
-A `Form` writes the pieces of choices as one of the two interfaces has them:
+A `Form` writes the pieces of choices for one of the two interfaces:
 
     text    choices[].text            logprobs.tokens, .token_logprobs, .text_offset, .top_logprobs
     chat    choices[].message/.delta  logprobs.content[].token, .logprob, .bytes, .top_logprobs
@@ -9,7 +9,6 @@ A `Form` writes the pieces of choices as one of the two interfaces has them:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,7 +22,7 @@ Name = Callable[[int], str]
 
 
 class Usage(Record, frozen=True):
-    """Tokens; those of a prompt are counted once, however many answers it has."""
+    """Tokens; those of a prompt are counted once, however many completions it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -123,59 +122,35 @@ class ErrorReply(Record, frozen=True):
     error: ErrorDetails
 
 
-class Form(Protocol):
-    """One of the two interfaces."""
-
-    @property
-    def prefix(self) -> str:
-        """How the ids of its replies begin."""
-        ...
-
-    @property
-    def object(self) -> str: ...
-
-    @property
-    def chunk_object(self) -> str: ...
-
-    def choice(self, piece: Piece) -> TextChoice | ChatChoice:
-        """A whole choice."""
-        ...
-
-    def opening(self, index: int) -> list[Part]:
-        """What a stream says of a choice before its first piece."""
-        ...
-
-    def chunk(self, piece: Piece) -> list[Part]:
-        """A piece of a choice in a stream; each part is a chunk of its own."""
-        ...
-
-
 class TextForm:
     """/v1/completions."""
 
     prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
-    def __init__(self, name: Name, logprobs: bool, alternatives: bool) -> None:
-        self._name, self._logprobs, self._alternatives = name, logprobs, alternatives
+    def __init__(self, name: Name, logprobs: bool, likeliest: bool) -> None:
+        self._name, self._logprobs, self._likeliest = name, logprobs, likeliest
 
     def choice(self, piece: Piece) -> TextChoice:
-        return TextChoice(index=piece.index, text=piece.text, logprobs=self._told(piece), finish_reason=piece.finish)
+        return TextChoice(
+            index=piece.index, text=piece.text, logprobs=self._logprobs_of(piece), finish_reason=piece.finish
+        )
 
     def opening(self, index: int) -> list[Part]:
+        """The parts of a stream before the first piece of a choice."""
         return []
 
     def chunk(self, piece: Piece) -> list[Part]:
         return [self.choice(piece)]
 
-    def _told(self, piece: Piece) -> TextLogprobs | None:
+    def _logprobs_of(self, piece: Piece) -> TextLogprobs | None:
         if not self._logprobs:
             return None
         return TextLogprobs(
             tokens=[self._name(token.id) for token in piece.tokens],
             token_logprobs=[token.logprob for token in piece.tokens],
             text_offset=[token.offset for token in piece.tokens],
-            top_logprobs=[self._ranked(token) for token in piece.tokens] if self._alternatives else None,
+            top_logprobs=[self._ranked(token) for token in piece.tokens] if self._likeliest else None,
         )
 
     def _ranked(self, token: Token) -> dict[str, float]:
@@ -198,7 +173,9 @@ class ChatForm:
 
     def choice(self, piece: Piece) -> ChatChoice:
         message = ChatMessage(role="assistant", content=piece.text)
-        return ChatChoice(index=piece.index, message=message, logprobs=self._told(piece), finish_reason=piece.finish)
+        return ChatChoice(
+            index=piece.index, message=message, logprobs=self._logprobs_of(piece), finish_reason=piece.finish
+        )
 
     def opening(self, index: int) -> list[Part]:
         delta = ChatDelta(role="assistant", content="")
@@ -210,7 +187,7 @@ class ChatForm:
         if piece.text or piece.tokens:
             delta = ChatDelta(content=piece.text)
             chunks.append(
-                ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._told(piece), finish_reason=None)
+                ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._logprobs_of(piece), finish_reason=None)
             )
         if piece.finish is not None:
             chunks.append(
@@ -218,7 +195,7 @@ class ChatForm:
             )
         return chunks
 
-    def _told(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
         if not self._logprobs:
             return None
         return ChatLogprobs(content=[self._token(token) for token in piece.tokens])
@@ -236,6 +213,10 @@ class ChatForm:
         text = self._name(token_id)
         whole = NO_CHARACTER not in text  # a part of a character has bytes that its text does not tell
         return RankedToken(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
+
+
+#: One of the two interfaces.
+Form = TextForm | ChatForm
 
 
 def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:

@@ -30,7 +30,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _LARGEST = 2**31 - 1
 
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
-Alternatives = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 Decoded = TypeVar("Decoded", bound="Body")
 _PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
@@ -110,12 +110,12 @@ class Body(Record, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
-    def alternatives(self) -> int:
+    def likeliest(self) -> int:
         """Likeliest tokens to tell of beside each sampled one."""
         raise NotImplementedError
 
-    def most_tokens(self, room: int) -> int:
-        """The length that was asked for; `room` is what the context leaves."""
+    def most_tokens(self, left: int) -> int:
+        """The length that was asked for; `left` is what the context leaves."""
         raise NotImplementedError
 
 
@@ -123,7 +123,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: Alternatives | None = None
+    logprobs: TopLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -137,11 +137,11 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return self.logprobs is not None
 
     @property
-    def alternatives(self) -> int:
+    def likeliest(self) -> int:
         return self.logprobs or 0
 
-    def most_tokens(self, room: int) -> int:
-        return min(_COMPLETION_TOKENS, room) if self.max_tokens is None else self.max_tokens
+    def most_tokens(self, left: int) -> int:
+        return min(_COMPLETION_TOKENS, left) if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """Each prompt as text or as token ids.
@@ -171,7 +171,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
+    top_logprobs: TopLogprobs | None = None
     # neutral
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
@@ -195,13 +195,13 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return bool(self.logprobs)
 
     @property
-    def alternatives(self) -> int:
+    def likeliest(self) -> int:
         return self.top_logprobs or 0
 
-    def most_tokens(self, room: int) -> int:
-        """Without a limit of the client's, an answer may fill the context."""
-        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return room if asked is None else asked
+    def most_tokens(self, left: int) -> int:
+        """Without a limit of the client's, a completion may fill the context."""
+        requested = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return left if requested is None else requested
 
 
 def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
@@ -231,7 +231,7 @@ def _check(body: Body) -> None:
         if found is not None and found not in values:
             allowed = " or ".join(json.dumps(value) for value in values)
             raise RefusedRequest(field, _short(found), f"only {allowed} or null: the engine has nothing else to offer")
-    if body.alternatives and not body.wants_logprobs:
+    if body.likeliest and not body.wants_logprobs:
         raise RefusedRequest("top_logprobs", "set without logprobs", 'only together with "logprobs": true')
     if body.stream_options is not None and not body.stream:
         raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')

@@ -46,7 +46,7 @@ def openapi(model: str) -> bytes:
 
 
 def _answering(body: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    whole = {"description": "an answer", "content": {"application/json": {}, "text/event-stream": {}}}
+    whole = {"description": "a completion", "content": {"application/json": {}, "text/event-stream": {}}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"200": whole} | {status: _reply(why, error) for status, why in _ERRORS.items()},

@@ -16,7 +16,7 @@ from stretto.model.hf.tokenizer import Tokenizer
 
 Tokens = tuple[int, ...]
 
-_MOST_ANSWERS = 4096
+_MOST_COMPLETIONS = 4096
 _LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for them and lets other threads run meanwhile
 _LONGEST_MESSAGE = 400
 _SEEDS = 2**64
@@ -30,7 +30,7 @@ class TranslatedRequest:
     body: Body
     form: Form
     requests: list[GenerateRequest]  # one per prompt
-    answers: int  # per prompt
+    completions: int  # per prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -62,8 +62,8 @@ class Translator:
         body = parse(raw, CompletionBody)
         self._check_model(body)
         prompts = await self._encoded(body.prompts())
-        form = TextForm(self._name, body.wants_logprobs, body.alternatives > 0)
-        return self._asked(body, form, prompts, name, "prompt")
+        form = TextForm(self._name, body.wants_logprobs, body.likeliest > 0)
+        return self._translate(body, form, prompts, name, "prompt")
 
     async def chat(self, raw: bytes, name: str) -> TranslatedRequest:
         """A body of /v1/chat/completions.
@@ -81,12 +81,12 @@ class Translator:
         except (ModelFolderError, DataError) as error:
             raise _refused("messages", error.problems[0]) from None
         form = ChatForm(self._name, body.wants_logprobs)
-        return self._asked(body, form, [prompt], name, "messages")
+        return self._translate(body, form, [prompt], name, "messages")
 
-    def field(self, error: RefusedRequest, asked: TranslatedRequest) -> RefusedRequest:
+    def field(self, error: RefusedRequest, request: TranslatedRequest) -> RefusedRequest:
         """The engine's refusal in the words of the client."""
-        chat = isinstance(asked.body, ChatBody)
-        names = {"prompt_token_ids": "messages" if chat else "prompt", "sampling.max_tokens": _limit(asked.body)}
+        chat = isinstance(request.body, ChatBody)
+        names = {"prompt_token_ids": "messages" if chat else "prompt", "sampling.max_tokens": _limit(request.body)}
         name = names.get(error.field, error.field.removeprefix("sampling."))
         return RefusedRequest(name, error.found, error.allowed)
 
@@ -105,33 +105,33 @@ class Translator:
         except DataError as error:
             raise _refused("prompt", error.problems[0]) from None
 
-    def _asked(self, body: Body, form: Form, prompts: Sequence[Tokens], name: str, field: str) -> TranslatedRequest:
-        answers = body.n or 1
-        if answers * len(prompts) > _MOST_ANSWERS:
-            found = f"{answers} answers to each of {len(prompts):,} prompts"
-            raise RefusedRequest("n", found, f"at most {_MOST_ANSWERS:,} answers in one request")
-        seeds = _seeds(body, answers)
+    def _translate(self, body: Body, form: Form, prompts: Sequence[Tokens], name: str, field: str) -> TranslatedRequest:
+        completions = body.n or 1
+        if completions * len(prompts) > _MOST_COMPLETIONS:
+            found = f"{completions} completions to each of {len(prompts):,} prompts"
+            raise RefusedRequest("n", found, f"at most {_MOST_COMPLETIONS:,} completions in one request")
+        seeds = _seeds(body, completions)
         requests = [
             GenerateRequest(
                 id=f"{name}/{number}",
                 prompt_token_ids=prompt,
                 seeds=seeds,
                 sampling=self._sampling(body, prompt, field),
-                top_logprobs=body.alternatives,
+                top_logprobs=body.likeliest,
             )
             for number, prompt in enumerate(prompts)
         ]
-        return TranslatedRequest(body, form, requests, answers)
+        return TranslatedRequest(body, form, requests, completions)
 
     def _sampling(self, body: Body, prompt: Tokens, field: str) -> Sampling:
-        room = self._model.context_length - len(prompt)
-        if room < 1:
-            allowed = f"at most {self._model.context_length - 1:,}, so that the context has room for an answer"
+        left = self._model.context_length - len(prompt)
+        if left < 1:
+            allowed = f"at most {self._model.context_length - 1:,}, so that the context has room for a completion"
             raise RefusedRequest(field, f"{len(prompt):,} tokens", allowed)
-        most = body.most_tokens(room)
-        if most > room:
+        most = body.most_tokens(left)
+        if most > left:
             allowed = (
-                f"at most {room:,}, which the prompt leaves of the context of {self._model.context_length:,} tokens"
+                f"at most {left:,}, which the prompt leaves of the context of {self._model.context_length:,} tokens"
             )
             raise RefusedRequest(_limit(body), f"{most}"[:40], allowed)
         top_k = body.top_k or 0
@@ -147,15 +147,15 @@ class Translator:
 
 
 def _limit(body: Body) -> str:
-    """The name of the field that limits an answer's length."""
+    """The name of the field that limits a completion's length."""
     newer = isinstance(body, ChatBody) and body.max_completion_tokens is not None
     return "max_completion_tokens" if newer else "max_tokens"
 
 
-def _seeds(body: Body, answers: int) -> tuple[int, ...]:
-    """The first answer has the seed of the request, the others have seeds that follow from it; all are different."""
+def _seeds(body: Body, completions: int) -> tuple[int, ...]:
+    """The request's seed, then seeds derived from it; all are different."""
     first = secrets.randbits(63) if body.seed is None else body.seed % _SEEDS
-    return (first, *(derive_seed(first, member) for member in range(1, answers)))
+    return (first, *(derive_seed(first, member) for member in range(1, completions)))
 
 
 def _refused(field: str, problem: Problem) -> RefusedRequest:

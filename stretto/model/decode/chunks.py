@@ -1,13 +1,12 @@
-"""How the reading of a step is shared out: what each row sees is cut into chunks of about one length.
+"""Chunks of attention on a GPU: the tokens of each row are cut into chunks of about equal length.
 
     rows     a a a a a a a a a a        chunks of 4, at most 8     a a a a | a a a a | a a
              b b                                                   b b
              c c c c c                                             c c c c | c
                                                                    (three places are left empty)
 
-The number of places is fixed by the number of rows, so that one launch serves every step with so many rows; the length
-of a chunk follows from what there is to read. A row far longer than the others is cut into more chunks, and no place
-has more to read than the next.
+The number of places depends on the number of rows alone, so one launch serves all steps of that many rows; the length
+of a chunk follows from the tokens to read. A long row is cut into more chunks, so all places have about equal work.
 
 Axes: N place for a chunk, R row.
 """
@@ -24,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Chunks:
-    """Who reads what in one step.
+    """The chunks of one step.
 
     Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
     (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty ones, bounds ``0 3 4 6``.

@@ -1,12 +1,12 @@
-"""A step that is captured once and replayed: CUDA graphs, whose inputs are arrays of whole numbers.
+"""CUDA graphs of decode steps: captured once per shape and replayed over other inputs.
 
-On a GPU a decode step is launched as hundreds of small kernels, and launching takes longer than running them. A CUDA
-graph launches all of them at once, but with the shapes and the addresses of the moment when it was captured. So shapes
-come in few sizes (`bucket`), and the inputs are copied to where the graph looks for them::
+On a GPU a decode step is hundreds of small kernels, and launching them takes longer than running them. A CUDA graph
+launches all of them at once, with the shapes and addresses of its capture. So shapes come in few sizes
+(`captured_size`), and inputs are copied to the addresses of the capture::
 
     numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
 
-Whatever else the function reads must stay where it is: parameters do, weights are copied into them.
+Everything else must keep its address: parameters do, new weights are copied into them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +30,10 @@ Ints = npt.NDArray[np.int64]
 _FIRST_MIDDLE = 16
 
 
-def bucket(rows: int) -> int:
+def captured_size(rows: int) -> int:
     """The next size that is captured: powers of two, and from 16 on the middle between two of them.
 
-    >>> sorted({bucket(rows) for rows in range(1, 200)})
+    >>> sorted({captured_size(rows) for rows in range(1, 200)})
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     """
     power = 1 << (rows - 1).bit_length()
@@ -42,15 +41,9 @@ def bucket(rows: int) -> int:
     return middle if power > _FIRST_MIDDLE and rows <= middle else power
 
 
-class Capture(Protocol):
-    """What makes a replay of a function without arguments, which reads and writes tensors that stay where they are."""
-
-    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The replay: it does what the function does, and gives the same tensor every time, with new content.
-
-        The function may be called some times, or not at all, before this returns.
-        """
-        ...
+#: From a function of fixed tensors to its replay, which returns the same tensor every time, with new content. The
+#: function may be called a few times meanwhile.
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -111,10 +104,9 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, which share the memory of what they compute on the way: one is replayed at a time.
+    """Captures CUDA graphs, which share the memory of intermediate results.
 
-    A function that waits for the GPU, as a mixture of experts may to see who is asked, is no graph; it is called itself
-    then, with a word in the log.
+    A function that waits for the GPU, as a mixture of experts may, cannot be captured: it is logged and called itself.
     """
 
     def __init__(self, device: torch.device) -> None:

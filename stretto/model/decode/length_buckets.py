@@ -1,15 +1,15 @@
-"""Where keys and values are kept while answers grow: shelves of slots, each shelf for one range of lengths.
+"""The KV cache: buckets of slots, each bucket for one range of lengths.
 
-    shelf  64 tokens   slots 0 1 2 3 4 5 . .     rows that hold up to 64 tokens
-    shelf 128 tokens   slots 0 1 . .             a row that outgrows its shelf moves to the next one
-    shelf 256 tokens   slots 0 .
+    bucket  64 tokens   slots 0 1 2 3 4 5 . .     rows of up to 64 tokens
+    bucket 128 tokens   slots 0 1 . .             a row that outgrows its bucket moves to the next
+    bucket 256 tokens   slots 0 .
 
-The used slots of a shelf are always 0..n-1 when a step runs, so that attention reads a plain slice of memory, cut at
-the longest row of *that shelf*: a long straggler does not make the short rows pay for its length, and no slot
-reserves the whole context. A moved row is copied once per doubling, like a list that grows.
+In a step the used slots of a bucket are 0..n-1, so attention reads a plain slice of memory, up to the longest row of
+*that bucket*: one long row does not slow the short ones down, and no slot reserves the whole context. A row is copied
+once per doubling, like a list that grows.
 
-Shelves keep spare slots for the rows to come. With a budget (`most_tokens`) the spare slots of all shelves are given
-back as soon as the slots together would exceed it; the rows themselves are kept within it by the one who admits them.
+Buckets keep spare slots for coming rows. With a budget (`most_tokens`) spare slots are freed as soon as all slots
+together exceed it; the rows themselves are kept within it by the scheduler.
 
 Axes: Z layers, S slots, K key/value heads, L tokens of a slot, D width of a head.
 """
@@ -30,7 +30,7 @@ from stretto.core.errors import BoundViolated
 Ints = npt.NDArray[np.int64]
 
 SHORTEST = 64
-HOLE = -1
+FREE = -1
 _FIRST_SLOTS = 4
 
 
@@ -56,12 +56,12 @@ class CacheLayout:
 
 
 class Bucket:
-    """Slots of one length. `owners[slot]` is the row that holds the slot, or HOLE until the next `close_holes`."""
+    """Slots of one length. `owners[slot]` is the row that holds the slot, or FREE until the next `compact`."""
 
     def __init__(self, length: int, layout: CacheLayout) -> None:
         self.length = length
         self.owners: list[int] = []
-        self.holes: list[int] = []
+        self.free_slots: list[int] = []
         self._layout = layout
         self._rows: Ints | None = None
         self._hold(self._zeros(0))
@@ -79,10 +79,10 @@ class Bucket:
         return self.cache.shape[2]
 
     def take(self, row: int, most_spare: int | None = None) -> int:
-        """A slot for `row`: a hole if there is one, else the next slot; at most `most_spare` more come with it."""
+        """A slot for `row`: a free one, else the next, with at most `most_spare` spare slots after it."""
         self._rows = None
-        if self.holes:
-            slot = self.holes.pop()
+        if self.free_slots:
+            slot = self.free_slots.pop()
             self.owners[slot] = row
             return slot
         used = len(self.owners)
@@ -106,29 +106,29 @@ class Bucket:
 
     def free(self, slot: int) -> None:
         self._rows = None
-        self.owners[slot] = HOLE
-        self.holes.append(slot)
+        self.owners[slot] = FREE
+        self.free_slots.append(slot)
 
     def clear(self) -> None:
         """Forget all rows; the memory stays."""
         self._rows = None
         self.owners.clear()
-        self.holes.clear()
+        self.free_slots.clear()
 
-    def close_holes(self) -> list[tuple[int, int]]:
-        """Move the last rows into the holes; returns the moved ``(row, slot)`` pairs."""
+    def compact(self) -> list[tuple[int, int]]:
+        """Move the last rows into the free slots; returns the moved ``(row, slot)`` pairs."""
         self._rows, moved = None, []
-        for hole in sorted(self.holes):
-            while self.owners and self.owners[-1] == HOLE:
+        for slot in sorted(self.free_slots):
+            while self.owners and self.owners[-1] == FREE:
                 self.owners.pop()
-            if hole >= len(self.owners):
+            if slot >= len(self.owners):
                 break
-            self.cache[:, :, hole] = self.cache[:, :, len(self.owners) - 1]
-            self.owners[hole] = self.owners.pop()
-            moved.append((self.owners[hole], hole))
-        while self.owners and self.owners[-1] == HOLE:
+            self.cache[:, :, slot] = self.cache[:, :, len(self.owners) - 1]
+            self.owners[slot] = self.owners.pop()
+            moved.append((self.owners[slot], slot))
+        while self.owners and self.owners[-1] == FREE:
             self.owners.pop()
-        self.holes.clear()
+        self.free_slots.clear()
         return moved
 
     def _zeros(self, slots: int) -> Tensor:
@@ -144,19 +144,19 @@ class Bucket:
 
 
 class LengthBuckets:
-    """All shelves and the place of each row.
+    """All buckets and the place of each row.
 
-    Example: the row outgrows its shelf::
+    Example: the row outgrows its bucket::
 
-        shelves.place(7, tokens=60)     # slot 0 of the shelf for 64 tokens
-        shelves.stretch(7, tokens=65)   # copied to slot 0 of the shelf for 128; a hole stays behind
-        shelves.close_holes()           # the hole is gone
+        buckets.place(7, tokens=60)     # slot 0 of the bucket for 64 tokens
+        buckets.move(7, tokens=65)   # copied to slot 0 of the bucket for 128; its old slot is free
+        buckets.compact()                # the last row takes the free slot
     """
 
     def __init__(self, layout: CacheLayout, most_tokens: int | None = None) -> None:
         self._layout = layout
         self._most_tokens = most_tokens
-        self._shelves: dict[int, Bucket] = {}
+        self._buckets: dict[int, Bucket] = {}
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._placed = False  # since the budget was looked at last
 
@@ -170,104 +170,125 @@ class LengthBuckets:
         return self._places[row]
 
     def used(self) -> list[Bucket]:
-        """The shelves that hold rows, shortest first: the order of rows in a step."""
-        return [self._shelves[length] for length in sorted(self._shelves) if self._shelves[length].owners]
+        """The buckets that hold rows, shortest first: the order of rows in a step."""
+        return [self._buckets[length] for length in sorted(self._buckets) if self._buckets[length].owners]
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Rows of so many tokens come next: each shelf is made long enough once, and not copied from doubling to
+        """Rows of so many tokens come next: each bucket is made long enough once, and not copied from doubling to
         doubling while they come one by one."""
         for length, rows in Counter(map(self._layout.slot, tokens)).items():
-            shelf = self._shelf(length)
-            slots = len(shelf.owners) - len(shelf.holes) + rows
-            if (more := slots - shelf.capacity) > 0:
-                spare = max(0, shelf.capacity - more)
-                most_spare = self._most_spare(shelf, more)
-                shelf.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
+            bucket = self._bucket(length)
+            slots = len(bucket.owners) - len(bucket.free_slots) + rows
+            if (more := slots - bucket.capacity) > 0:
+                spare = max(0, bucket.capacity - more)
+                most_spare = self._most_spare(bucket, more)
+                bucket.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
 
     def place(self, row: int, tokens: int) -> tuple[Bucket, int]:
         """Give `row` a slot that holds `tokens` tokens."""
-        shelf = self._shelf(tokens)
+        bucket = self._bucket(tokens)
         self._placed = True
-        self._places[row] = (shelf, shelf.take(row, self._most_spare(shelf)))
+        self._places[row] = (bucket, bucket.take(row, self._most_spare(bucket)))
         return self._places[row]
 
-    def stretch(self, row: int, tokens: int) -> None:
-        """Move `row` to a shelf that holds `tokens` tokens, with what it has cached."""
-        shelf, slot = self._places[row]
+    def move(self, row: int, tokens: int) -> None:
+        """Move `row` to a bucket that holds `tokens` tokens, with what it has cached."""
+        bucket, slot = self._places[row]
         longer, place = self.place(row, tokens)
-        longer.cache[:, :, place, :, : shelf.length] = shelf.cache[:, :, slot]
-        shelf.free(slot)
+        longer.cache[:, :, place, :, : bucket.length] = bucket.cache[:, :, slot]
+        bucket.free(slot)
 
     def release(self, row: int) -> None:
-        shelf, slot = self._places.pop(row)
-        shelf.free(slot)
+        bucket, slot = self._places.pop(row)
+        bucket.free(slot)
         if not self._places:
             self.clear()  # without rows it is as new: where the next ones stand depends on nothing that was before
 
     def clear(self) -> None:
         """Forget all rows; the memory stays."""
         self._places.clear()
-        for shelf in self._shelves.values():
-            shelf.clear()
+        for bucket in self._buckets.values():
+            bucket.clear()
 
-    def close_holes(self) -> None:
-        """Make the used slots of each shelf its first; then keep the budget."""
-        for shelf in self._shelves.values():
-            if shelf.holes:
-                self._places.update((row, (shelf, slot)) for row, slot in shelf.close_holes())
+    def resize_rows(self, lengths: Ints, entering: Sequence[int]) -> list[Bucket]:
+        """Make room for a step; returns the buckets that hold rows, the shortest first: the order of rows in the step.
+
+        Args:
+            lengths: [rows] tokens of each row, indexed by row; rows that have outgrown their bucket are moved.
+            entering: rows that get a slot.
+        """
+        outgrown = [
+            row
+            for bucket in self.used()
+            for row in bucket.rows[(bucket.rows != FREE) & (lengths[bucket.rows] > bucket.length)].tolist()
+        ]
+        if outgrown or entering:
+            self.expect(lengths[outgrown + list(entering)].tolist())
+        for row in outgrown:
+            self.move(row, int(lengths[row]))
+        for row in entering:
+            self.place(row, int(lengths[row]))
+        self.compact()
+        return self.used()
+
+    def compact(self) -> None:
+        """Make the used slots of each bucket its first; then keep the budget."""
+        for bucket in self._buckets.values():
+            if bucket.free_slots:
+                self._places.update((row, (bucket, slot)) for row, slot in bucket.compact())
         if self._placed and self._most_tokens is not None:
             self._give_back(self._most_tokens)
             self._placed = False
 
     def tokens_used(self) -> int:
         """Tokens of the slots that rows hold."""
-        return sum(shelf.length for shelf, _ in self._places.values())
+        return sum(bucket.length for bucket, _ in self._places.values())
 
     def tokens_allocated(self) -> int:
         """Tokens that the memory held now could keep."""
-        return sum(shelf.length * shelf.capacity for shelf in self._shelves.values())
+        return sum(bucket.length * bucket.capacity for bucket in self._buckets.values())
 
     def check_integrity(self) -> None:
-        """Each slot is a hole or owned by exactly the row that says so.
+        """Each slot is free, or owned by exactly one row.
 
         Raises:
             BoundViolated: with the slot that contradicts its row.
         """
-        for row, (shelf, slot) in self._places.items():
-            if slot >= len(shelf.owners) or shelf.owners[slot] != row:
-                raise BoundViolated(f"row {row} believes in slot {slot} of shelf {shelf.length}, which is not its own")
-        owned = sum(owner != HOLE for shelf in self._shelves.values() for owner in shelf.owners)
+        for row, (bucket, slot) in self._places.items():
+            if slot >= len(bucket.owners) or bucket.owners[slot] != row:
+                raise BoundViolated(f"row {row} has slot {slot} of bucket {bucket.length}, which it does not own")
+        owned = sum(owner != FREE for bucket in self._buckets.values() for owner in bucket.owners)
         if owned != len(self._places):
             raise BoundViolated(f"{owned} slots are owned, but {len(self._places)} rows have a place")
-        for shelf in self._shelves.values():
-            if sorted(shelf.holes) != [slot for slot, owner in enumerate(shelf.owners) if owner == HOLE]:
-                raise BoundViolated(f"shelf {shelf.length} lost count of its holes")
+        for bucket in self._buckets.values():
+            if sorted(bucket.free_slots) != [slot for slot, owner in enumerate(bucket.owners) if owner == FREE]:
+                raise BoundViolated(f"bucket {bucket.length} lost count of its free slots")
 
     def rows(self) -> set[int]:
         """The rows that have a slot."""
         return set(self._places)
 
     def _give_back(self, most_tokens: int) -> None:
-        """Free spare slots, most spare memory first, until the shelves hold no more than this."""
+        """Free spare slots, most spare memory first, until the buckets hold no more than this."""
 
-        def spare(shelf: Bucket) -> int:
-            return shelf.length * (shelf.capacity - len(shelf.owners))
+        def spare(bucket: Bucket) -> int:
+            return bucket.length * (bucket.capacity - len(bucket.owners))
 
-        for shelf in sorted(self._shelves.values(), key=spare, reverse=True):
+        for bucket in sorted(self._buckets.values(), key=spare, reverse=True):
             if (excess := self.tokens_allocated() - most_tokens) <= 0:
                 return
-            shelf.resize(max(len(shelf.owners), shelf.capacity + -excess // shelf.length))
+            bucket.resize(max(len(bucket.owners), bucket.capacity + -excess // bucket.length))
 
-    def _most_spare(self, shelf: Bucket, needed: int = 1) -> int | None:
-        """Slots that the budget allows a shelf to take beyond those that are needed."""
+    def _most_spare(self, bucket: Bucket, needed: int = 1) -> int | None:
+        """Slots that the budget allows a bucket to take beyond those that are needed."""
         if self._most_tokens is None:
             return None
-        return max(0, (self._most_tokens - self.tokens_allocated()) // shelf.length - needed)
+        return max(0, (self._most_tokens - self.tokens_allocated()) // bucket.length - needed)
 
-    def _shelf(self, tokens: int) -> Bucket:
+    def _bucket(self, tokens: int) -> Bucket:
         length = self._layout.slot(tokens)
         if tokens > length:
             raise BoundViolated(f"{tokens} tokens do not fit the context of {length}")
-        if length not in self._shelves:
-            self._shelves[length] = Bucket(length, self._layout)
-        return self._shelves[length]
+        if length not in self._buckets:
+            self._buckets[length] = Bucket(length, self._layout)
+        return self._buckets[length]

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import cut
-from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, bucket
+from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
 from stretto.model.decode.length_buckets import CacheLayout
-from stretto.model.decode.steps import ByBucket, Call, DecodeStep, StepPlan, Steps, written_tokens
+from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
 from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, write_rows
 from stretto.model.layout import Packing
+from stretto.model.trace import Forward
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,7 +40,7 @@ _PER_PROCESSOR = 8
 
 
 @dataclass(frozen=True)
-class TableStep:
+class TableRows:
     """All rows of a step."""
 
     start: int  # the first of the newest tokens
@@ -56,8 +57,8 @@ class TableStep:
         return read_rows(query_RHD, self.slots, items, bounds, rule, k_TKD.shape[1], layer)
 
 
-class ByTable:
-    """Steps over all shelves at once; those without contexts are replayed."""
+class TableSteps:
+    """Steps over all buckets at once; those without contexts are replayed."""
 
     def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
         """`programs` is how many of a launch at least are worth having, where there is so much to read."""
@@ -68,21 +69,22 @@ class ByTable:
         shape = (2, layout.layers, 1, layout.kv_heads, 1, layout.head_dim)
         self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
 
-    def logits(self, step: DecodeStep, call: Call) -> Tensor:
-        run = partial(self._run, call, step.contexts)
+    def logits(self, step: DecodeStep, forward: Forward) -> Tensor:
+        """[R, V], the logits after each row's newest token, float32; the caller may keep them."""
+        run = partial(self._run, forward, step.contexts)
         if step.contexts is None:
-            logits = self._graphs(run, self._arrays(step, bucket(step.rows)))
+            logits = self._graphs(run, self._arrays(step, captured_size(step.rows)))
         else:
             arrays = self._arrays(step, step.rows)
             logits = run(*Inputs.like(arrays, self._layout.device).fill(arrays).parts)
         return logits[: step.rows].to(torch.float32, copy=True)  # the next replay writes over them
 
-    def _run(self, call: Call, contexts: Packing | None, *arrays: Tensor) -> Tensor:
+    def _run(self, forward: Forward, contexts: Packing | None, *arrays: Tensor) -> Tensor:
         token_ids, positions, slots, writes, *chunks = arrays
         rows = len(slots)
         by_window = dict(zip(self._windows, zip(chunks[::2], chunks[1::2], strict=True), strict=True))
-        table = TableStep(len(token_ids) - rows, self._layout.dtype, slots, writes, by_window)
-        return call(token_ids, positions, rows, StepPlan(contexts, (table,)))
+        table = TableRows(len(token_ids) - rows, self._layout.dtype, slots, writes, by_window)
+        return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -rows)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
         """The step as arrays, with `rows` rows; those that are added have one token, at position 0."""
@@ -90,8 +92,8 @@ class ByTable:
         token_ids, positions = (np.pad(x, (0, added)) for x in (step.token_ids, step.positions))
         newest = positions[step.start :]
         own = np.stack([np.arange(step.start, len(token_ids)), np.arange(rows), newest])
-        writes = np.concatenate([*(written_tokens(row.place, row.sources) for row in step.begun), own], axis=1)
-        caches = [(shelf.cache, len(shelf.owners)) for shelf in step.shelves]
+        writes = np.concatenate([*(written_tokens(row.place, row.sources) for row in step.entering), own], axis=1)
+        caches = [(bucket.cache, len(bucket.owners)) for bucket in step.buckets]
         slots = np.concatenate([*(_slots(*one) for one in caches), _slots(self._nobodys, 1).repeat(added, axis=0)])
         arrays = [token_ids, positions, slots, np.ascontiguousarray(writes.T)]
         most = rows + max(_MORE_PER_ROW * rows, self._spare)
@@ -110,9 +112,9 @@ def _slots(cache: Tensor, used: int) -> Ints:
     return np.stack([keys, values, np.full(used, layer), np.full(used, head)], axis=1)
 
 
-def steps(layout: CacheLayout, windows: frozenset[int | None]) -> Steps:
-    """How steps are run on the device where the cache is."""
+def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:
+    """Steps by table where a GPU runs their kernels; None elsewhere."""
     if not reads_ragged(layout.device, layout.dtype, layout.head_dim):
-        return ByBucket(layout, windows)
-    processors = torch.cuda.get_device_properties(layout.device).multi_processor_count
-    return ByTable(layout, windows, CudaCapture(layout.device), _PER_PROCESSOR * processors)
+        return None
+    multiprocessors = torch.cuda.get_device_properties(layout.device).multi_processor_count
+    return TableSteps(layout, windows, CudaCapture(layout.device), _PER_PROCESSOR * multiprocessors)

@@ -71,7 +71,7 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end an answer: from the generation config, else the config, else the tokenizer's own."""
+    """The tokens that end a completion: from the generation config, else the config, else the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name, []).get("eos_token_id")
         if found is not None:
@@ -98,7 +98,7 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """The fields of `ModelFolder` that the config answers for; None, with problems, when it does not."""
+    """The fields of `ModelFolder` that the config gives; None, with problems, when it does not."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)
@@ -217,4 +217,4 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
         vocabulary = dict(listed) if isinstance(listed, Mapping) else {entry[0]: at for at, entry in enumerate(listed)}
         return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     except (TypeError, KeyError, IndexError):
-        return {}  # whoever loads the tokenizer says what is wrong with it
+        return {}  # the caller loads the tokenizer says what is wrong with it

@@ -36,7 +36,7 @@ class Tokenizer:
 
         Args:
             special_tokens: let the tokenizer add what its own template adds (such as a beginning-of-sequence token);
-                False for text that continues a sequence, such as an answer.
+                False for text that continues a sequence, such as a completion.
 
         Raises:
             DataError: the text holds characters that the tokenizer does not know.

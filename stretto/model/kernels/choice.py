@@ -94,6 +94,31 @@ def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None)
     return functional.linear(x_TK, prepared, bias_N)
 
 
+class Kernel:
+    """A chosen kernel and, where it wants one, its own copy of the weight, made anew when the weight has changed."""
+
+    def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
+        self.choice, self.dtype = choice, dtype
+        self.of_torch = choice.kernel in ("linear", "columns")  # a plain layer multiplies so
+        self._prepared: Tensor | None = None
+        self._version = (0, 0)  # of which weight that was made, and after how many writes to it
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer over the next to last axis of `x`."""
+        if x.shape[-2] < self.choice.fewest:
+            return functional.linear(x, weight, bias)
+        return self.multiply_many(x, weight, bias)
+
+    def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `multiply`, for as many tokens as the choice wants."""
+        if self.choice.kernel not in ("packed", "widened"):
+            return multiply(self.choice.kernel, x, weight, bias)
+        version = (id(weight), weight._version)
+        if self._prepared is None or version != self._version:
+            self._prepared, self._version = prepare(self.choice.kernel, weight.detach()), version
+        return multiply(self.choice.kernel, x, self._prepared, bias)
+
+
 def choose(
     shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
 ) -> dict[Shape, KernelChoice]:

@@ -45,7 +45,7 @@ def _inner(function: Callable[..., Any]) -> Any:
     """A part of the loops, compiled into each of them.
 
     Were it called, a process that has compiled the loop would run another copy of it than one that has read the loop
-    from the disk, and answers would differ in their last bits.
+    from the disk, and completions would differ in their last bits.
     """
     return _njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
 

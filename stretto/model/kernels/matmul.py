@@ -16,47 +16,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from stretto.model.kernels.choice import (
     GENERATION,
     SHARED,
+    Kernel,
     KernelChoice,
     Name,
     Shape,
     choose,
-    multiply,
     prepare,
     product,
 )
 
 #: The choice for each shape of a weight; the arguments are those of `stretto.model.kernels.choice.choose`.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
-
-
-class Kernel:
-    """A chosen kernel and, where it wants one, its own copy of the weight, made anew when the weight has changed."""
-
-    def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
-        self.choice, self.dtype = choice, dtype
-        self.of_torch = choice.kernel in ("linear", "columns")  # a plain layer multiplies so
-        self._prepared: Tensor | None = None
-        self._version = (0, 0)  # of which weight that was made, and after how many writes to it
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear layer over the next to last axis of `x`."""
-        if x.shape[-2] < self.choice.fewest:
-            return functional.linear(x, weight, bias)
-        return self.multiply_many(x, weight, bias)
-
-    def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `multiply`, for as many tokens as the choice wants."""
-        if self.choice.kernel not in ("packed", "widened"):
-            return multiply(self.choice.kernel, x, weight, bias)
-        version = (id(weight), weight._version)
-        if self._prepared is None or version != self._version:
-            self._prepared, self._version = prepare(self.choice.kernel, weight.detach()), version
-        return multiply(self.choice.kernel, x, self._prepared, bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -41,7 +41,7 @@ class _ToCells(torch.autograd.Function):
     """Gather tokens into cells.
 
     The gradient is a gather too: a token has one cell of its own, and padding cells have no gradient. Only the cells of
-    borrowed tokens are added up.
+    shared tokens are added up.
     """
 
     @staticmethod
@@ -53,13 +53,13 @@ class _ToCells(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         packing: Packing = ctx.packing
         tokens = gradient.index_select(0, packing.cell_of_token)
-        if packing.borrows:
-            tokens.index_add_(0, packing.borrowed_tokens, gradient.index_select(0, packing.borrowed_cells))
+        if packing.shares_prefixes:
+            tokens.index_add_(0, packing.shared_tokens, gradient.index_select(0, packing.shared_cells))
         return tokens, None
 
 
 class _ToTokens(torch.autograd.Function):
-    """Gather cells into tokens; padding and borrowed cells are dropped and have no gradient."""
+    """Gather cells into tokens; padding and shared cells are dropped and have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, cells: Tensor, packing: Packing) -> Tensor:
@@ -147,7 +147,7 @@ def _computes_by_products(tensor: Tensor) -> bool:
 
 
 def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention of a few sequences that borrow nothing: slices of the row, no gather."""
+    """Causal attention of a few sequences without shared prefixes: slices of the row, no gather."""
     columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
     attended = []
     for sequence in zip(*columns, strict=True):
@@ -158,7 +158,7 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
 
 def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """Causal attention bucket by bucket: one gather in, one gather out, dense attention between. Any device."""
-    if len(packing.lengths) <= FEW_SEQUENCES and not packing.borrows:
+    if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]
     columns = [_to_cells(x, packing).split(sizes) for x in (query_THD, key_TKD, value_TKD)]
@@ -202,27 +202,25 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **rest: Any,
+    **requested: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
+    """`attend_packed` as a transformers module calls it.
 
     Raises:
-        ModelFolderError: the layer asks for attention that is not computed here (`stretto.model.attention_support`).
+        ModelFolderError: the layer requests attention that is not computed here (`stretto.model.attention_support`).
     """
-    asked = [name for name in UNSUPPORTED if rest.get(name) is not None]
-    if asked:
+    if unsupported := [name for name in UNSUPPORTED if requested.get(name) is not None]:
         place = type(module).__name__
-        raise ModelFolderError([Problem(place, ", ".join(asked), "the packed path does not compute this")])
-    rule = Rule(scaling, sliding_window, softcap, dropout)
+        raise ModelFolderError([Problem(place, ", ".join(unsupported), "the packed path does not compute this")])
+    return attend_packed(query, key, value, packing, Rule.of(requested)), None
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    flash = value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0 and softcap is None
-    if flash and not packing.borrows:
-        return _flash(query_THD, key_TKD, value_TKD, packing, rule)[None], None
-    return _bucketed(query_THD, key_TKD, value_TKD, packing, rule)[None], None
+    plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
+    flash = plain and value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
+    return (_flash if flash else _bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

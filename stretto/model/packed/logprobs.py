@@ -32,7 +32,7 @@ CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 class PackedTokens:
     """Sequences laid one after the other, and the tokens whose log-probability is wanted.
 
-    Example: prompt (5, 12) with the answers (4, 2) and (9,), the second borrowing the prompt of the first::
+    Example: prompt (5, 12) with the completions (4, 2) and (9,), which share the prompt::
 
         PackedTokens(input_ids=[[5, 12, 4, 2, 9]], packing=..., wanted=[2, 3, 4], before=[1, 2, 1])
     """
@@ -62,28 +62,28 @@ def pack_tokens(
     nothing within a prompt may be wanted then.
 
     A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`; without
-    any sequence the row is one filler token, so that a forward can be run by whoever has nothing to compute.
+    any sequence the row is one filler token, so that a rank without sequences can run a forward.
 
     Raises:
         ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
     """
     if not sequences:
         sequences, wanted, prompts = [[0]], [()], None
-    borrowed = _borrowed(sequences, prompts or [0] * len(sequences))
+    prefixes = _shared_prefixes(sequences, prompts or [0] * len(sequences))
     wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
-    own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, borrowed, strict=True))
+    own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, prefixes, strict=True))
     if filler := round_length(own) - own:
-        sequences, wanted, borrowed = [*sequences, [0] * filler], [*wanted, ()], [*borrowed, (len(sequences), 0)]
-    packing = pack([len(sequence) for sequence in sequences], device, borrowed)
+        sequences, wanted, prefixes = [*sequences, [0] * filler], [*wanted, ()], [*prefixes, (len(sequences), 0)]
+    packing = pack([len(sequence) for sequence in sequences], device, prefixes)
     starts = packing.starts.tolist()
     at, before = list[int](), list[int]()
-    for s, (sequence, inside, (lender, prefix)) in enumerate(zip(sequences, wanted, borrowed, strict=True)):
+    for s, (sequence, inside, (source, prefix)) in enumerate(zip(sequences, wanted, prefixes, strict=True)):
         if len(inside) and not max(1, prefix) <= min(inside) <= max(inside) < len(sequence):
             raise ValueError(f"wanted positions {inside} of a sequence of {len(sequence)}: after the first, inside it")
         own = starts[s] - prefix
         at.extend(own + position for position in inside)
-        before.extend((own if position > prefix else starts[lender]) + position - 1 for position in inside)
-    own_tokens = [t for sequence, (_, prefix) in zip(sequences, borrowed, strict=True) for t in sequence[prefix:]]
+        before.extend((own if position > prefix else starts[source]) + position - 1 for position in inside)
+    own_tokens = [t for sequence, (_, prefix) in zip(sequences, prefixes, strict=True) for t in sequence[prefix:]]
     return PackedTokens(
         input_ids=torch.tensor([own_tokens], device=device),
         packing=packing,
@@ -92,14 +92,14 @@ def pack_tokens(
     )
 
 
-def _borrowed(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """(lender, tokens) of each sequence: the first sequence with a prompt lends it to the others that have it."""
+def _shared_prefixes(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, tokens) of each sequence: the first sequence with a prompt is the source for the others."""
     first: dict[tuple[int, ...], int] = {}
-    borrowed = []
+    prefixes = []
     for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-        lender = first.setdefault(tuple(sequence[:prompt]), s)
-        borrowed.append((lender, prompt if lender != s else 0))
-    return borrowed
+        source = first.setdefault(tuple(sequence[:prompt]), s)
+        prefixes.append((source, prompt if source != s else 0))
+    return prefixes
 
 
 def token_logprobs(

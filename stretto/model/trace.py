@@ -1,17 +1,16 @@
-"""The forward of a decode step without the module around it: what CUDA graphs are on a GPU, for the processor.
+"""The forward of a decode step without its modules: what a CUDA graph is on a GPU, for the CPU.
 
-A step of a small model spends more on the calls than on the numbers: between two products of matrices lie dozens of
-calls of Python. Here the calls that the transformers module makes to torch are written down once, while it runs over a
-few tokens, and are then run as one straight function::
+A step of a small model spends more time on Python calls between two matmuls than on numbers. So the torch calls that a
+transformers module makes are traced once, over a few tokens, and then run as one straight function::
 
-    module    modeling_qwen3.py -> nn.Module.__call__ -> ... -> torch        recorded at 5 and at 11 tokens
-    calls     token_ids -> embedding -> norm -> linear -> attention -> ...   equal but for what is a number of tokens
+    module    modeling_qwen3.py -> nn.Module.__call__ -> ... -> torch        traced with 5 and with 11 tokens
+    trace     token_ids -> embedding -> norm -> linear -> attention -> ...   equal but for numbers of tokens
 
-A number that differs between the two tracings has to be one of the two sizes of a step, or nothing is captured.
-Parameters are the module's own tensors, so weights that are copied into them are seen. The attention function stays a
-call: it is given anew for every step. What is captured is run against the module before it is used; where a module
-decides by the values of tensors (a mixture of experts), writes in place, or differs by more than rounding, the module
-itself goes on being called.
+Where the two traces differ in anything but the sizes of a step, there is no trace. Parameters are the module's own
+tensors, so weights that are copied into them are seen; linear layers use the kernels that were chosen for them.
+
+A trace is compared with its module before it is used. Modules that decide by the values of tensors (a mixture of
+experts), write in place, or differ by more than rounding, run as they are.
 
 Axes: T packed token, R row, V vocabulary.
 """
@@ -21,27 +20,25 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
-from stretto.model.kernels.matmul import Kernel, plain
-from stretto.model.trace.rewrites import simplify
+from stretto.model.attention_support import Rule
+from stretto.model.kernels.choice import Kernel
+from stretto.model.kernels.matmul import plain
 
 log = logging.getLogger(__name__)
 
-#: As transformers calls it: (module, query, key, value, mask, **asked) -> (attended, None).
-AttentionFunction = Callable[..., tuple[Tensor, None]]
-
 _STAND_IN = "stretto_stand_in"
-_INPUTS = ("token_ids", "positions", "attention", "tokens", "last")
+_INPUTS = ("token_ids", "positions", "plan", "tokens", "last")
 _TRACED = ((5, 3), (11, 7))  # (tokens, rows) of the two tracings: no size is a sum or a multiple of others
 _COMPARED = ((1, 1), (6, 6), (37, 4))
 
@@ -55,67 +52,49 @@ class NotTracedError(Exception):
     """Why a module's forward is not a list of calls that is the same for every step."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One call of the attention function: the module that makes it and what it asks for besides tensors."""
+class AttentionPlan(Protocol):
+    """The attention of one step (`model.decode.steps.StepPlan`)."""
 
-    module: nn.Module
-    asked: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class TracedForward:
-    """The calls of a module's forward, run one after the other."""
-
-    graph: Graph
-    calls: Callable[..., Tensor]  # the graph as a function
-    constants: tuple[Any, ...]  # parameters, buffers and layers, in the order in which `calls` takes them
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, rows: int, attention: AttentionFunction) -> Tensor:
-        """Token ids [T] and positions [T] to the logits [R, V] of the last `rows` tokens."""
-        tokens = len(token_ids)
-        return self.calls(token_ids[None], positions[None], attention, tokens, -rows, *self.constants)[0]
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
+        """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        ...
 
 
-@dataclass(frozen=True)
-class ModuleForward:
-    """The module itself; its attention function is the one that its config names."""
-
-    model: PreTrainedModel
-    reason: str  # why it was not captured
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, rows: int, attention: AttentionFunction) -> Tensor:
-        """As `TracedForward`; of `attention`, a partial of the model's own, the keywords go through the module."""
-        return _call_module(self.model, token_ids, positions, rows, **cast("partial[Any]", attention).keywords)
+#: (token ids [1, T], positions [1, T], plan, T, -R) -> logits [1, R, V] of the last R tokens.
+Forward = Callable[[Tensor, Tensor, Any, int, int], Tensor]
 
 
-def trace(model: PreTrainedModel) -> TracedForward | ModuleForward:
-    """The quickest forward that computes what the module's does."""
+def trace(model: PreTrainedModel) -> Forward:
+    """The fastest forward that computes what the module's does: its trace, or `module_forward`."""
     if model.device.type != "cpu":
-        return ModuleForward(model, "it is not on the processor")
+        return module_forward(model)
     own = model.config._attn_implementation
     model.set_attn_implementation(_STAND_IN)
     try:
         with plain(model) as kernels:
-            captured = _trace(model, kernels)
-        _compare(model, captured)
+            traced = _trace(model, kernels)
+        _compare(model, traced)
     except Exception as error:  # whatever a module or torch's tracing does not like, the module itself is still there
-        log.info("%s runs as a module, not captured: %s", type(model).__name__, error)
-        return ModuleForward(model, str(error))
+        log.info("%s runs as a module, without a trace: %s", type(model).__name__, error)
+        return module_forward(model)
     finally:
         model.set_attn_implementation(own)
-    return captured
+    return traced
 
 
-def _call_module(model: PreTrainedModel, token_ids: Tensor, positions: Tensor, rows: int, **rest: Any) -> Tensor:
-    answer = model(
-        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, **rest
-    )
-    return cast(Tensor, answer.logits[0])
+def module_forward(model: PreTrainedModel) -> Forward:
+    """The module itself, whose attention function is given the plan."""
+
+    def forward(token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
+        inputs = {"input_ids": token_ids, "position_ids": positions, "stretto_step": plan}
+        logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=-last).logits
+        return logits
+
+    return forward
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down every call that makes a tensor; numbers stand in the calls as they were."""
+    """Records every call that makes a tensor, with its numbers as they are."""
 
     def __init__(self, token_ids: Tensor, positions: Tensor) -> None:
         super().__init__()
@@ -135,10 +114,10 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def node(self, value: Any) -> Any:
-        """The node of a tensor or a layer; anything else stands for itself."""
-        if not isinstance(value, Tensor | Layer):
+        """The node of a tensor or a rule; anything else stands for itself."""
+        if not isinstance(value, Tensor | Rule):
             return value
-        if id(value) not in self._nodes:  # neither an input nor computed: a parameter, a buffer, a layer
+        if id(value) not in self._nodes:  # neither an input nor computed: a parameter, a buffer, a rule
             self.constants[self.name(value, self.graph.placeholder(f"constant_{len(self.constants)}"))] = value
         return self._nodes[id(value)]
 
@@ -172,64 +151,64 @@ class _Recorder(TorchFunctionMode):
         return self.graph.call_function(func, given, named)
 
 
+class _StandIn:
+    """A plan for tracing and comparing: some function of all three tensors in the place of attention."""
+
+    def __init__(self, recorder: _Recorder | None = None) -> None:
+        self._recorder = recorder
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        repeats = query.shape[1] // key.shape[1]
+        out = (query * key.repeat_interleave(repeats, 1) + value.repeat_interleave(repeats, 1)).transpose(1, 2)
+        if (recorder := self._recorder) is not None:
+            q, k, v, known = (recorder.node(x) for x in (query, key, value, rule))
+            call = recorder.graph.call_method("attend", (recorder.inputs["plan"], layer, q, k, v, known))
+            recorder.name(out, call)
+        return out
+
+
 def _stand_in(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    stretto_recorder: _Recorder | None = None,
-    **asked: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, stretto_step: _StandIn, **requested: Any
 ) -> tuple[Tensor, None]:
-    """In the place of attention while a module is traced and compared: any function of all three tensors."""
-    repeats = query.shape[1] // key.shape[1]
-    out = (query * key.repeat_interleave(repeats, 1) + value.repeat_interleave(repeats, 1)).transpose(1, 2)
-    if stretto_recorder is not None:
-        kept = {name: asked[name] for name in asked if not isinstance(asked[name], Tensor)}
-        given = [stretto_recorder.node(x) for x in (Layer(module, kept), query, key, value)]
-        call = stretto_recorder.graph.call_function(attend, (stretto_recorder.inputs["attention"], *given))
-        stretto_recorder.name(out, call)
-    return out, None
+    return stretto_step.attend(cast(int, module.layer_idx), query, key, value, Rule.of(requested)), None
 
 
 AttentionInterface.register(_STAND_IN, _stand_in)
 
 
-def attend(attention: AttentionFunction, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attention(layer.module, query, key, value, None, **layer.asked)[0]
-
-
 @torch.no_grad()
-def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel]) -> TracedForward:
+def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel]) -> Forward:
     first, second = (_record(model, tokens, rows) for tokens, rows in _TRACED)
     graph = _unite(first, second)
-    simplify(graph, {node: kernels[id(x)] for node, x in first.constants.items() if id(x) in kernels})
-    used = tuple(first.constants[node] for node in graph.nodes if node in first.constants)
-    return TracedForward(graph, GraphModule(nn.Module(), graph).forward, used)
+    for node in graph.find_nodes(op="call_function", target=functional.linear):
+        kernel = kernels.get(id(first.constants.get(node.args[1])))
+        if kernel is not None and not kernel.of_torch:
+            node.target = kernel.multiply
+    graph.eliminate_dead_code()
+    used = {node.target: first.constants[node] for node in graph.nodes if node in first.constants}
+    return partial(GraphModule(nn.Module(), graph).forward, **used)
 
 
 def _record(model: PreTrainedModel, tokens: int, rows: int) -> _Recorder:
-    token_ids, positions = (made_up[None] for made_up in _made_up(model, tokens))
+    token_ids, positions = _made_up(model, tokens)
     recorder = _Recorder(token_ids, positions)
-    inputs = {"input_ids": token_ids, "position_ids": positions}
     with recorder:
-        logits = model(**inputs, use_cache=False, logits_to_keep=rows, stretto_recorder=recorder).logits
+        logits = module_forward(model)(token_ids, positions, _StandIn(recorder), tokens, -rows)
     recorder.graph.output(recorder.node(logits))
     return recorder
 
 
 def _made_up(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions, spread over what there is of both."""
+    """Token ids and positions [1, T], spread over all there are."""
     config, places = model.config.get_text_config(), torch.arange(tokens)
-    return places * 7 % config.vocab_size, places * 5 % config.max_position_embeddings
+    return places[None] * 7 % config.vocab_size, places[None] * 5 % config.max_position_embeddings
 
 
 def _unite(first: _Recorder, second: _Recorder) -> Graph:
     """The first graph, with the sizes of a step where the two differ.
 
     Raises:
-        NotCapturedError: they differ in anything else.
+        NotTracedError: they differ in anything else.
     """
     nodes = list(zip(first.graph.nodes, second.graph.nodes, strict=False))
     (tokens, rows), (tokens_2, rows_2) = _TRACED
@@ -239,7 +218,7 @@ def _unite(first: _Recorder, second: _Recorder) -> Graph:
         raise NotTracedError("it makes more calls for more tokens")
     for one, two in nodes:
         ours, theirs = first.constants.get(one), second.constants.get(two)
-        same = ours is theirs or (isinstance(ours, Layer) and ours == theirs)
+        same = ours is theirs or (isinstance(ours, Rule) and ours == theirs)
         if (one.op, one.target) != (two.op, two.target) or not same:
             raise NotTracedError(f"it calls {one.target} for few tokens and {two.target} for more")
         one.args = _united(one.args, two.args, sizes, twins)
@@ -266,16 +245,17 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
 
 
 @torch.inference_mode()
-def _compare(model: PreTrainedModel, captured: TracedForward) -> None:
+def _compare(model: PreTrainedModel, traced: Forward) -> None:
     """Run both over made-up tokens.
 
     Raises:
-        NotCapturedError: they differ by more than the rounding of sums in another order.
+        NotTracedError: they differ by more than the rounding of sums in another order.
     """
     for tokens, rows in _COMPARED:
         token_ids, positions = _made_up(model, tokens)
-        expected = _call_module(model, token_ids, positions, rows)
-        found = captured(token_ids, positions, rows, _stand_in)
+        expected, found = (
+            forward(token_ids, positions, _StandIn(), tokens, -rows) for forward in (module_forward(model), traced)
+        )
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise NotTracedError(f"logits {tuple(found.shape)} instead of {tuple(expected.shape)}")
         allowed = 64 * torch.finfo(expected.dtype).eps * max(1.0, float(expected.abs().max()))
