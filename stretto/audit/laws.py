@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from stretto.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
-
-FINAL = ("trained", "filtered", "expired", "failed")
-OPEN = ("in_flight", "buffered")
+from stretto.core.states import FINAL, OPEN, UNTRAINED
 
 
 def the_file_is_whole(history: History) -> Iterator[str]:
@@ -44,7 +42,7 @@ def everything_issued_has_one_state(history: History) -> Iterator[str]:
     for answer in history.answers:
         if answer.state not in (*FINAL, *OPEN):
             yield f"{answer.id} is {answer.state!r}"
-        if answer.state in ("filtered", "expired", "failed") and not answer.reason:
+        if answer.state in UNTRAINED and not answer.reason:
             yield f"{answer.id} is {answer.state} without a reason"
         if (answer.state == "trained") != (answer.trained_step is not None):
             yield f"{answer.id} is {answer.state}, trained in step {answer.trained_step}"
@@ -207,7 +205,7 @@ def _states(group: RecordedGroup) -> set[str]:
 
 
 def _ended_untrained(group: RecordedGroup) -> bool:
-    return _states(group) <= {"filtered", "expired", "failed"}
+    return _states(group) <= UNTRAINED
 
 
 def _failed(group: RecordedGroup) -> bool:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import msgspec
 
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
+from stretto.core.states import ALLOWED
 from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
-
-#: Which state may follow which; the four that are not keys are final.
-ALLOWED: Mapping[State, frozenset[State]] = {
-    State.IN_FLIGHT: frozenset({State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED}),
-    State.BUFFERED: frozenset({State.TRAINED, State.FILTERED, State.EXPIRED, State.FAILED}),
-}
 
 
 class Payload(Record, frozen=True, array_like=True):
