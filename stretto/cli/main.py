@@ -79,9 +79,9 @@ def train(
 
         check(recipe, overrides or [], resume, run_dir)
         return
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:  # first: it imports what roles need while the recipe is looked at here
+    with fork_server() as spawner:  # first: it imports what roles need while the recipe is looked at here
         _refuse_mistakes(recipe, overrides or [])
         from stretto.launch.commands.train import prepare
 
@@ -90,7 +90,7 @@ def train(
 
         print(f"run folder {prepared.path}", flush=True)
         with open_display(prepared.steps) as display:
-            code = prepared.train(display, starter)
+            code = prepared.train(display, spawner)
     # What draws takes a second to load, and neither who has made a mistake nor the training need wait for it.
     from stretto.dashboard.plots.plots import plot_run
     from stretto.dashboard.terminal.summary import print_inspection
@@ -108,15 +108,15 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Supervised training on the recipe's demonstrations (its warm start), written as a Hugging Face folder."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         _refuse_mistakes(recipe, overrides or [])
         from stretto.dashboard.terminal.progress import open_display
         from stretto.launch.assemble.warm_start import sft
 
         with open_display(0) as display:
-            sft(recipe, overrides or [], out, display.learning, starter)
+            sft(recipe, overrides or [], out, display.learning, spawner)
     print(f"policy written to {out}")
 
 
@@ -127,14 +127,14 @@ def dpo(
     overrides: Overrides = None,
 ) -> None:
     """Learn from the recipe's pairs of answers (its [preferences]) by DPO, written as a Hugging Face folder."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         from stretto.dashboard.terminal.progress import open_display
         from stretto.launch.commands.dpo import dpo
 
         with open_display(0) as display:
-            dpo(recipe, overrides or [], out, display.learning, display.say, starter)
+            dpo(recipe, overrides or [], out, display.learning, display.say, spawner)
     print(f"policy written to {out}")
 
 
@@ -146,12 +146,12 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the accuracy of a policy on held-out prompts."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         from stretto.launch.commands.evaluate import evaluate
 
-        evaluation = evaluate(model, task, overrides or [], starter, lambda text: print(text, file=sys.stderr))
+        evaluation = evaluate(model, task, overrides or [], spawner, lambda text: print(text, file=sys.stderr))
     print(evaluation.as_json() if json else evaluation)
 
 
@@ -205,12 +205,12 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
     """Train again from the batches on record, without generating: the run's weights, unless a setting differs."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         from stretto.launch.commands.replay import replay
 
-        replayed = replay(run, first, settings or [], out, starter=starter)
+        replayed = replay(run, first, settings or [], out, spawner=spawner)
     print(replayed)
     raise typer.Exit(1 if replayed.equal is False else 0)
 

@@ -78,7 +78,7 @@ class StallTimer:
         self._looked = asyncio.get_running_loop().time()
         self._still = 0.0
 
-    def look(self, moved: bool) -> float:
+    def poll(self, moved: bool) -> float:
         """To be called again and again, at shorter intervals than `longest`."""
         now = asyncio.get_running_loop().time()
         elapsed, self._looked = min(now - self._looked, self._longest), now

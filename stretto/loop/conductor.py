@@ -237,7 +237,7 @@ class Conductor:
             await asyncio.sleep(_POLL_SECONDS)
             await self._poll(_POLL_SECONDS)
             self.evaluation.check()
-            watchdog.look()
+            watchdog.check()
 
     def _what_has_moved(self) -> object:
         controller = self.controller

@@ -9,7 +9,7 @@ from stretto.core.deadlines import StallTimer, Wait, open_waits
 from stretto.core.errors import NothingMoves
 
 #: Seconds that may count between two looks of the watchdog, which looks every second or so.
-_LONGEST_LOOK = 5.0
+_LONGEST_POLL = 5.0
 
 
 class Watchdog:
@@ -23,16 +23,16 @@ class Watchdog:
     def __init__(self, progress: Callable[[], object], seconds: float) -> None:
         self._progress, self._seconds = progress, seconds
         self._before: object = None
-        self._stillness = StallTimer(_LONGEST_LOOK)
+        self._stall = StallTimer(_LONGEST_POLL)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """To be called every second or so.
 
         Raises:
             NothingMoves: nothing has, for too long.
         """
         before, self._before = self._before, self._progress()
-        if self._stillness.look(moved=self._before != before) >= self._seconds:
+        if self._stall.poll(moved=self._before != before) >= self._seconds:
             now = asyncio.get_running_loop().time()
             raise NothingMoves(self._seconds, [_told(wait, now) for wait in open_waits()])
 

@@ -103,7 +103,7 @@ class ToyFleet:
             self.published.clear()
             self.on_load(self.version)
 
-    async def look(self, patience: float | None) -> list[Span]:
+    async def poll(self, patience: float | None) -> list[Span]:
         return [Span(role="engine-0", name="generate", start=0.0, end=1.0)]
 
 

@@ -175,7 +175,7 @@ def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(stage: Stage, mon
     monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.02)
     stage.fleet.seconds = 20
 
-    async def look(patience: float | None) -> list[Span]:
+    async def poll(patience: float | None) -> list[Span]:
         await asyncio.sleep(600 if patience is None else patience)
         return []
 
@@ -208,7 +208,7 @@ def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkey
     stage.fleet.seconds = 20
     on_file: list[int] = []
 
-    async def look(patience: float | None) -> list[Span]:
+    async def poll(patience: float | None) -> list[Span]:
         on_file.append(inspect_run(stage.folder.path).trajectories.in_flight)
         return []
 

@@ -36,7 +36,7 @@ from stretto.weights.shared_memory import SHARED, own, remove, remove_abandoned,
 
 _SOCKETS = ".sockets"  # names the folder that the roles of a run meet in
 _STOP_GRACE = 1.0
-_LAST_LOOK_SECONDS = 1.0
+_LAST_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Roles:
     trainer: TrainerLink
     rewards: RewardPool
 
-    async def look(self, patience: float | None = None) -> list[Span]:
+    async def poll(self, patience: float | None = None) -> list[Span]:
         """Ask the engines how they are (`work` counts that), each for `patience` seconds at most; what everybody did
         since the last look."""
-        return [*await self.fleet.look(patience), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
+        return [*await self.fleet.poll(patience), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
 
-    async def look_unless(self, stopped: StopSignal) -> list[Span]:
+    async def poll_unless(self, stopped: StopSignal) -> list[Span]:
         """`look`; but a requested stop waits no longer than a second for an engine that does not reply."""
-        spans = None if stopped.requested else await stopped.unless(self.look())
-        return await self.look(_LAST_LOOK_SECONDS) if spans is None else spans
+        spans = None if stopped.requested else await stopped.unless(self.poll())
+        return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
 
     async def supervise(self) -> NoReturn:
         """Replace who dies or hangs. One task does it for as long as the roles work: a replacement that is cancelled
@@ -96,7 +96,7 @@ async def roles(
     saved_step: int,
     stopped: StopSignal,
     report: Callable[[str], None],
-    starter: Spawner,
+    spawner: Spawner,
 ) -> AsyncIterator[Roles]:
     """Start every role, unless a stop is requested meanwhile; whatever happens, none of them, no socket and no shared
     memory is left afterwards.
@@ -119,14 +119,14 @@ async def roles(
     meeting = Endpoints(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets, kernels=kernels)
     model = folder.policy(0)
     lineage = Recovery(folder, recipe.store.keep_checkpoints)
-    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, lineage, starter=starter)
+    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, lineage, spawner=spawner)
     fleet = EnginePool(
         engine_specs(plan, model, meeting),
         folder.logs,
         recipe.deadlines,
         load_interval=recipe.engine.load_interval,
         router=ExclusiveRouter() if in_rounds(recipe) else Router(),
-        starter=starter,
+        spawner=spawner,
     )
 
     def changed(sentence: str) -> None:

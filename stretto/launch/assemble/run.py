@@ -81,7 +81,7 @@ class StartState:
         return cls(version, checkpoint.step, checkpoint.broken) if checkpoint is not None else cls(version)
 
 
-async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Reporter, starter: Spawner) -> int:
+async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Reporter, spawner: Spawner) -> int:
     """Train from `beginning` to the recipe's last step; the exit code: 0, or 128 + the signal that stopped it.
 
     Raises:
@@ -91,7 +91,7 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
     stopped.call(lambda: stage.say(_stopping(plan, folder)))
     if not folder.policy(0).exists():
         source = await stopped.unless(
-            warm_start(plan, folder.role_log("warm-start"), stage.learning, starter, stage.say)
+            warm_start(plan, folder.role_log("warm-start"), stage.learning, spawner, stage.say)
         )
         if source is None:
             return stopped.exit_code
@@ -117,7 +117,7 @@ async def run(plan: Plan, folder: RunFolder, beginning: StartState, stage: Repor
         began_at, saved_at = beginning.version, beginning.saved_step
         engines, workers = plan.recipe.engine.count, plan.recipe.rewards.workers
         stage.say(f"starting the roles: {engines} engine(s), the trainer, {workers} reward worker(s)")
-        async with roles(plan, folder, began_at, saved_at, stopped, report, starter) as crew:
+        async with roles(plan, folder, began_at, saved_at, stopped, report, spawner) as crew:
             for fact in crew.rewards.facts.values():
                 stage.say(fact)
             if not stopped.requested:
@@ -184,7 +184,7 @@ async def _train(
         recorder=recorder,
         checkpointing=_checkpointing(plan, folder, beginning, ledger, crew, controller),
         evaluation=PeriodicEvaluation(_evaluator(plan, crew, recorder), recorder, recipe.evaluation.every),
-        poll=crew.look,
+        poll=crew.poll,
         progress=crew.progress,
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
@@ -260,7 +260,7 @@ async def _conduct(recipe: Recipe, conductor: Conductor, crew: Roles, stage: Rep
     if not stopped.requested:
         # A run that was killed may have come as far as its checkpoint.
         await checkpointing.save_policy(controller.published)
-        recorder.spans(await crew.look_unless(stopped))
+        recorder.spans(await crew.poll_unless(stopped))
         stage.say(
             f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}"
         )
@@ -275,7 +275,7 @@ async def _conduct(recipe: Recipe, conductor: Conductor, crew: Roles, stage: Rep
     else:
         stage.say(f"the trainer did not finish its step in time; --resume goes on from step {checkpointing.saved_step}")
     await stopped.unless(evaluation.end())
-    recorder.spans(await crew.look_unless(stopped))
+    recorder.spans(await crew.poll_unless(stopped))
     recorder.rl_ends(conductor.in_flight.unjudged)
     if not stopped.requested:
         stage.say("measuring the held-out accuracy of the last version")

@@ -25,7 +25,7 @@ def evaluate(
     model: Path,
     task: Path,
     overrides: Sequence[str],
-    starter: Spawner = FRESH,
+    spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """Ask the task's held-out prompts; `task` is a recipe, or a JSONL file all of whose rows are asked.
@@ -43,7 +43,7 @@ def evaluate(
     )
     for note in plan.notes:
         say(f"warning: {note}")
-    return until_cut_short(_examine(plan, starter))
+    return until_cut_short(_examine(plan, spawner))
 
 
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
@@ -60,14 +60,14 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
     return validate(tree, str(task))
 
 
-async def _examine(plan: Plan, starter: Spawner) -> Evaluation:
+async def _examine(plan: Plan, spawner: Spawner) -> Evaluation:
     recipe, stopped = plan.recipe, StopSignal()
     folder = socket_folder()
     meeting = Endpoints(
         mailbox=digest(folder), mailbox_folder=folder, sockets=folder
     )  # nothing is ever published in it
     specs = engine_specs(plan, plan.base.path, meeting, published=False)
-    fleet = EnginePool(specs, folder, recipe.deadlines, starter=starter)
+    fleet = EnginePool(specs, folder, recipe.deadlines, spawner=spawner)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     failed = True
     try:

@@ -21,7 +21,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.processes.restarts import RestartBudget
+from stretto.processes.role import RestartBudget
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawner
 
@@ -37,7 +37,7 @@ class EngineHandle:
     spec: EngineSpec
     process: RoleProcess
     client: Engine
-    deaths: RestartBudget
+    restarts: RestartBudget
     version: int | None = None
     loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     buried: int = 0
@@ -49,12 +49,12 @@ class EngineHandle:
     _health: EngineHealth | None = None
     _past: list[EngineHealth] = field(default_factory=list)  # last words of its predecessors
     _spans: list[Span] = field(default_factory=list)
-    _look: asyncio.Task[None] | None = None
+    _poll: asyncio.Task[None] | None = None
 
     @classmethod
-    def to(cls, spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str, starter: Spawner) -> Self:
+    def to(cls, spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str, spawner: Spawner) -> Self:
         """An engine that is not started yet; `role` is the module that plays it."""
-        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, starter)
+        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
         client = HttpEngine(
             spec.name,
             spec.address,
@@ -122,7 +122,7 @@ class EngineHandle:
         self.open |= ids
         try:
             async for completion in self.client.generate(*requests):
-                self.deaths.progressed()
+                self.restarts.progressed()
                 yield completion
         except EngineLost:
             if not ids & self._given_up:
@@ -154,12 +154,12 @@ class EngineHandle:
 
     # ── what it has done ─────────────────────────────────────────────────────────────────────────
 
-    def look(self) -> asyncio.Task[None]:
+    def poll(self) -> asyncio.Task[None]:
         """Ask it how it is (kept for `counted`) and for its spans (kept for `drain_spans`). One that is slow to reply,
         in a long step say, is not asked again until it has replied: whoever gives up waiting for it loses nothing."""
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._ask_how_it_is())
-        return self._look
+        if self._poll is None or self._poll.done():
+            self._poll = asyncio.create_task(self._ask_how_it_is())
+        return self._poll
 
     async def _ask_how_it_is(self) -> None:
         asked = self.buried
@@ -190,7 +190,7 @@ class EngineHandle:
 
     async def stop(self, grace: float) -> None:
         """End it; returns when it is gone."""
-        if self._look is not None:
-            await cancel_and_wait([self._look])
+        if self._poll is not None:
+            await cancel_and_wait([self._poll])
         await self.client.close()
         await self.process.stop(grace)

@@ -24,7 +24,7 @@ from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import RETRY_SECONDS, EngineHandle
 from stretto.loop.engines.router import Router
-from stretto.processes.restarts import RESTART_DELAY_SECONDS
+from stretto.processes.role import RESTART_DELAY_SECONDS
 from stretto.processes.spawn import FRESH, Spawner
 
 ENGINE_ROLE = "stretto.engine.role"
@@ -42,11 +42,11 @@ class EnginePool:
         role: str = ENGINE_ROLE,
         load_interval: float = 0.0,
         router: Router | None = None,
-        starter: Spawner = FRESH,
+        spawner: Spawner = FRESH,
     ) -> None:
         """`role` is the module of an engine's process. `load_interval` is that of the engine's configuration, in
         seconds; `router` chooses among the engines that are up (default: the least loaded)."""
-        self._engines = [EngineHandle.to(spec, logs, deadlines, role, starter) for spec in specs]
+        self._engines = [EngineHandle.to(spec, logs, deadlines, role, spawner) for spec in specs]
         self._deadlines, self._load_interval = deadlines, load_interval
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
@@ -253,17 +253,17 @@ class EnginePool:
         """
         self._leave(engine)
         engine.bury()
-        if engine.deaths.one_more():
-            raise RoleDied(engine.name, f"{how}, {len(engine.deaths)} times", str(engine.process.log))
+        if engine.restarts.exceeded_by_one_more():
+            raise RoleDied(engine.name, f"{how}, {len(engine.restarts)} times", str(engine.process.log))
         self._say(f"{engine.name} {how}: a new one is started")
         self._joined.set()  # whoever waits for an engine waits anew
 
-    async def look(self, patience: float | None = None) -> list[Span]:
+    async def poll(self, patience: float | None = None) -> list[Span]:
         """Ask every engine how it is (kept for `counted`), and take the spans that they have told of; one that does not
         reply in `patience` seconds (None: `deadlines.answer`) stays for now as it was looked at last."""
-        looks = [engine.look() for engine in self._engines if engine.name in self._router.up]
-        if looks:
-            await asyncio.wait(looks, timeout=patience)
+        polls = [engine.poll() for engine in self._engines if engine.name in self._router.up]
+        if polls:
+            await asyncio.wait(polls, timeout=patience)
         return [span for engine in self._engines for span in engine.drain_spans()]
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:

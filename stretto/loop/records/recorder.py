@@ -213,7 +213,7 @@ class Recorder:
             for role, seconds in busy.items()
         }
         self._looked, self._busy_then, self._not_trained_for = now, busy, self._examined
-        if self._slow_reward is not None and (sentence := self._slow_reward.look(now, busy)) is not None:
+        if self._slow_reward is not None and (sentence := self._slow_reward.poll(now, busy)) is not None:
             self._stage.say(sentence)
         self._ledger.flush()
 

@@ -18,7 +18,7 @@ class SlowReward:
         self._told = False
         self._seen: deque[tuple[float, float, float]] = deque()  # when, seconds of the rewards, of the busiest engine
 
-    def look(self, now: float, seconds: Mapping[str, float]) -> str | None:
+    def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
         """The sentence for the log when it is noticed for the first time. `seconds`: of work by role, since the start.
 
         Example: rewards 9.8 s and engine-0 4.0 s of work in the last 10 s.
