@@ -130,16 +130,15 @@ class ForkServer:
             wire.setblocking(False)
             with far:
                 socket.send_fds(self._wire, [msgspec.msgpack.encode(spawn)], [far.fileno(), *spawn.inherited])
-            reply = await self._reply(wire)
-            match reply:
-                case Spawned(pid):
-                    process = ForkedProcess(pid, wire)
+            match await self._reply(wire):
                 case NotSpawned(number, problem):
                     raise OSError(number, problem)
                 case Exited(code):
                     raise OSError(f"the forked process ended with exit code {code}")
-            undo.pop_all()
-            return process
+                case Spawned(pid):
+                    process = ForkedProcess(pid, wire)
+                    undo.pop_all()
+                    return process
 
     async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
         """The first message about a child.
@@ -174,8 +173,8 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A child of the fork server. The kernel says that it has ended, and the server how; if that hangs, the child counts
-    as killed."""
+    """A child of the fork server. The kernel says that it has ended, and the server how; if the server hangs, the child
+    counts as killed."""
 
     def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid

@@ -162,8 +162,8 @@ class Heartbeat:
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 
     def silence(self, ticks: int) -> float:
-        """Seconds since the last heartbeat; before the first, since `ticks` of CPU time have changed. To be called twice
-        a second."""
+        """Seconds since the last heartbeat; before the first, since `ticks` of CPU time have changed. To be called
+        twice a second."""
         moved = self._beat or (not self.heard and ticks != self._ticks)
         self._beat, self._ticks = False, ticks
         return self._stall.poll(moved=moved)

@@ -77,7 +77,7 @@ def run_dir(tmp_path: Path) -> Path:
     config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
     with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
         control = Controller(config, PromptStream(prompts, seed=1), ledger, seed=1)
-        ledger.watch("standing", control.standing)
+        ledger.watch("standing", control.state)
         failed = control.admit()
         assert failed is not None
         control.fail(failed, "refused")

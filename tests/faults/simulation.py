@@ -25,7 +25,6 @@ import xxhash
 
 from stretto.audit.check import check_run
 from stretto.audit.history import read_history
-from stretto.audit.laws import OPEN
 from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import (
@@ -35,17 +34,16 @@ from stretto.core.records import (
     Trajectory,
     Update,
 )
+from stretto.core.states import OPEN
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight, restore
-from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.pool import EnginePool, InFlight, restore
 from stretto.loop.engines.rounds import Rounds, WholeGroups
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
-from stretto.rollout.controller import Controller, ControllerState
-from stretto.rollout.pacing import Continuous, InRounds
+from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
 from stretto.rollout.prompts import PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -223,7 +221,7 @@ async def _conduct(world: World) -> bool:
     pacing = InRounds() if schedule.rounds else Continuous()
     controller = Controller(schedule.rollout, stream, ledger, schedule.seed, version, pacing)
     begun = restore(controller, standing, read_unfinished(path))
-    ledger.watch("standing", controller.standing)
+    ledger.watch("standing", controller.state)
     engines = (CompanyMatters if schedule.rounds else Engines)(schedule, chance, version)
     rounds = (
         Rounds(cast(Generate, engines.generate), lambda: controller.tickets, schedule.engines)

@@ -6,7 +6,7 @@ rewards and short bursts are no reason to speak.
 
 from __future__ import annotations
 
-from stretto.loop.records.slow_reward import SlowReward
+from stretto.loop.records.alarms import SlowReward
 
 
 def watched(judging: float, generating: float, seconds: int = 30, since: float = 100.0) -> tuple[SlowReward, list[str]]:

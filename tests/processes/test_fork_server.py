@@ -1,6 +1,6 @@
-"""Roles are forked off by a process that has imported what they need, and are as if they had been started afresh: with
-their own log, session, descriptors, environment and command line; they end with the command, and so does the fork server.
-Whatever happens to the fork server, the next role can be started, and no end of a role goes unnoticed."""
+"""A role that is forked from the fork server is like one with an interpreter of its own: log, session, descriptors,
+environment and command line. Roles and fork server end with the command. Whatever happens to the fork server, the next
+role can be started, and the end of every role is noticed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from stretto.launch.preflight.plan import Plan, digest, make_plan
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import Evaluation
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.service.pool import RewardPool
@@ -63,10 +63,10 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
 async def _examine(plan: Plan, spawner: Spawner) -> Evaluation:
     recipe, stopped = plan.recipe, StopSignal()
     folder = socket_folder()
-    meeting = Endpoints(
+    endpoints = Endpoints(
         mailbox=digest(folder), mailbox_folder=folder, sockets=folder
     )  # nothing is ever published in it
-    specs = engine_specs(plan, plan.base.path, meeting, published=False)
+    specs = engine_specs(plan, plan.base.path, endpoints, published=False)
     fleet = EnginePool(specs, folder, recipe.deadlines, spawner=spawner)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     failed = True

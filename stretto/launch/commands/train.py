@@ -55,7 +55,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
         prepared.folder.release()
         plan = prepared.plan
-        for sentence in prepared.beginning.told():
+        for sentence in prepared.beginning.sentences():
             print(f"resume      {sentence}")
     else:
         plan = _fitting(make_plan(load_recipe(recipe_path, overrides)))

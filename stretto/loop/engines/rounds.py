@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
-from stretto.loop.engines.in_flight import Engines, GroupInFlight, InFlight, Journal
+from stretto.loop.engines.pool import Engines, GroupInFlight, InFlight, Journal
 from stretto.rollout.controller import Ticket
 from stretto.worlds.single_turn import Workflow
 

@@ -22,8 +22,7 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.listener import TrainerReplies
 from stretto.loop.learner.recovery import Recovery
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget
-from stretto.processes.role import RoleProcess
+from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import (
