@@ -148,7 +148,7 @@ class Toys:
 
     def check(self) -> None: ...
 
-    async def look(self, patience: float | None) -> list[Span]:
+    async def poll(self, patience: float | None) -> list[Span]:
         return []
 
 
@@ -240,7 +240,7 @@ async def _conduct(world: World) -> bool:
         recorder=cast(Recorder, toys),
         checkpointing=cast(Checkpointing, toys),
         evaluation=cast(PeriodicEvaluation, _Examiner(world, chance, ledger, weights, version)),
-        poll=toys.look,
+        poll=toys.poll,
         progress=lambda: len(engines.writing),
         steps=schedule.steps,
         deadlines=DeadlinesConfig(),

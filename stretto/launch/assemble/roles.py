@@ -109,41 +109,30 @@ async def running_roles(
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
     sockets = socket_folder()
-    owned = lock.acquire(sockets)  # until this process ends: no other run removes them
+    held = lock.acquire(sockets)  # until this process ends: no other run removes them
     folder.write(_SOCKETS, f"{sockets}\n")
-    mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
     recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
-    kernels = folder.kernels if recorded else None
-    endpoints = Endpoints(mailbox=mailbox, mailbox_folder=mailbox_folder, sockets=sockets, kernels=kernels)
-    model = folder.policy(0)
+    endpoints = Endpoints(
+        mailbox=mailbox,
+        mailbox_folder=shared_folder(plan.base.parameters * 4, sockets),
+        sockets=sockets,
+        kernels=folder.kernels if recorded else None,
+    )
+    model, deadlines = folder.policy(0), recipe.deadlines
     recovery = Recovery(folder, recipe.store.keep_checkpoints)
-    trainer = TrainerLink(folder.role_log("trainer"), recipe.deadlines, recovery, spawner=spawner)
+    trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner)
     engines = EnginePool(
         engine_specs(plan, model, endpoints),
         folder.logs,
-        recipe.deadlines,
+        deadlines,
         load_interval=recipe.engine.load_interval,
         router=ExclusiveRouter() if in_rounds(recipe) else Router(),
         spawner=spawner,
     )
-
-    def changed(sentence: str) -> None:
-        report(sentence)
-        try:
-            record_facts(folder, rewards.facts)
-        except OSError as error:  # the run goes on without it
-            report(f"not recorded: {described(error)}")
-
-    rewards = RewardPool(
-        recipe.rewards,
-        log=folder.role_log("rewards"),
-        on_change=changed,
-        hung=recipe.deadlines.hung,
-        rows=plan.rows,
-    )
+    rewards = _reward_pool(plan, folder, report)
     trainer.report_to(report)
     engines.report_to(report)
-    owned = own(mailbox, mailbox_folder)
+    owned = own(mailbox, endpoints.mailbox_folder)
     # Steps that are done again may take longer than an engine waits for its first weights.
     train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
     serve = partial(engines.start, version)
@@ -159,9 +148,22 @@ async def running_roles(
             remove(endpoints.mailbox, endpoints.mailbox_folder)
             os.close(owned)
             shutil.rmtree(sockets, ignore_errors=True)
-            os.close(owned)
+            os.close(held)
             if folder.is_ours():
                 (folder.path / _SOCKETS).unlink(missing_ok=True)
+
+
+def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -> RewardPool:
+    def changed(sentence: str) -> None:
+        report(sentence)
+        try:
+            record_facts(folder, rewards.facts)
+        except OSError as error:  # the run goes on without it
+            report(f"not recorded: {described(error)}")
+
+    config, log, hung = plan.recipe.rewards, folder.role_log("rewards"), plan.recipe.deadlines.hung
+    rewards = RewardPool(config, log=log, on_change=changed, hung=hung, rows=plan.rows)
+    return rewards
 
 
 def _sweep(folder: RunFolder, mailbox: str) -> None:

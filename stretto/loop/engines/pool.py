@@ -221,7 +221,7 @@ class Engines(Protocol):
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
 
 
-class Journal(Protocol):
+class SegmentJournal(Protocol):
     """Satisfied by `store.ledger.ledger.Ledger`."""
 
     def journal(self, id: str, piece: Segment) -> None: ...
@@ -255,7 +255,7 @@ class GroupInFlight:
 class InFlight:
     """Generates for the workflow (satisfies `core.engine.Generate`)."""
 
-    def __init__(self, engines: Engines, journal: Journal, restored: Mapping[str, GroupInFlight]) -> None:
+    def __init__(self, engines: Engines, journal: SegmentJournal, restored: Mapping[str, GroupInFlight]) -> None:
         """`restored`: the groups that an earlier process of the run had in flight."""
         self._engines, self._journal = engines, journal
         self._groups: dict[str, GroupInFlight] = dict(restored)
