@@ -399,6 +399,6 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.audit.")}
-    assert theirs <= {f"stretto.core.errors.{name}" for name in ("StoreError", "RunFolderError", "Problem")} | {
-        f"stretto.core.states.{name}" for name in ("FINAL", "OPEN", "UNTRAINED")
-    } | ({"stretto.store.ledger.schema.check_resting_log"} if module is check else set())
+    errors, states = ("StoreError", "RunFolderError", "Problem"), ("FINAL", "OPEN", "UNTRAINED")
+    allowed = {f"stretto.core.errors.{name}" for name in errors} | {f"stretto.core.states.{name}" for name in states}
+    assert theirs <= allowed | ({"stretto.store.ledger.schema.check_resting_log"} if module is check else set())

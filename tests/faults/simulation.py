@@ -132,7 +132,7 @@ class Toys:
             self.ledger.sync()
             self.world.checkpoints[update.step] = self.weights
 
-    def answered(self, trajectories: Sequence[Trajectory]) -> None: ...
+    def judged(self, trajectories: Sequence[Trajectory]) -> None: ...
 
     def taken(self, batch: Batch, in_flight: int, buffered: int) -> None: ...
 
@@ -141,7 +141,7 @@ class Toys:
 
     def spans(self, spans: Sequence[Span]) -> None: ...
 
-    def looked(self) -> None:
+    def polled(self) -> None:
         self.ledger.flush()
 
     def filtered(self, groups: int) -> None: ...
