@@ -91,9 +91,14 @@ class ForkServer:
         self._wire.setblocking(False)
         with contextlib.ExitStack() as undo, far:
             undo.callback(self._wire.close)
-            words = (str(far.fileno()), *modules)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stretto.processes.fork_server_role", *words, " " * _COMMAND_LINE_BYTES],
+                [
+                    sys.executable,
+                    "-m",
+                    "stretto.processes.fork_server_role",
+                    str(far.fileno()),
+                    " " * _COMMAND_LINE_BYTES,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what it cannot do an interpreter of the role's own does, or logs
@@ -101,6 +106,9 @@ class ForkServer:
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
             )
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self._wire.send(msgspec.msgpack.encode(tuple(modules)))
             undo.pop_all()
 
     @property

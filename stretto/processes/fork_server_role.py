@@ -1,4 +1,4 @@
-"""The fork server's process: ``python -m stretto.processes.fork_server_role WIRE MODULE...``; see `fork_server`."""
+"""The fork server's process: ``python -m stretto.processes.fork_server_role WIRE``; see `fork_server`."""
 
 from __future__ import annotations
 
@@ -145,13 +145,13 @@ def show_as(words: Sequence[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Import the modules, then serve."""
-    wire, *modules = arguments
+    wire = socket.socket(fileno=int(arguments[0]))
     begin_role()
     os.close(os.pidfd_open(os.getpid()))  # a system without these has no fork server
-    for module in modules[:-1]:  # the last argument is room for the command lines of children
+    for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
         importlib.import_module(module)
     gc.freeze()  # what is here now is shared by all children, as long as nobody touches it
-    return Server(socket.socket(fileno=int(wire))).serve()
+    return Server(wire).serve()
 
 
 if __name__ == "__main__":

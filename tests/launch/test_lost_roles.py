@@ -105,7 +105,7 @@ def test_a_process_that_hangs_is_replaced(laboratory: Laboratory, tmp_path: Path
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()
     name = "engine-0" if role == "engine" else "trainer"
-    assert f"{name} gave no sign of life for" in said(run_dir)
+    assert f"{name} sent no heartbeat for" in said(run_dir)
     assert assert_the_law(run_dir).steps == 40
 
 

@@ -79,7 +79,7 @@ class Road:
 
 
 def code(function: Callable[..., object]) -> CodeType:
-    return function.__code__  # type: ignore[attr-defined, no-any-return]
+    return function.__code__
 
 
 def test_from_admission_to_an_engines_queue_there_are_few_functions_and_files(tmp_path: Path) -> None:
