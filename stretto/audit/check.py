@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.audit.history import read_history
-from stretto.audit.laws import FINAL, LAWS, OPEN
+from stretto.audit.laws import LAWS
+from stretto.core.states import FINAL, OPEN
 from stretto.store.ledger.schema import check_resting_log
 
 _SHOWN = 5

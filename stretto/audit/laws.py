@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from stretto.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
-
-FINAL = ("trained", "filtered", "expired", "failed")
-OPEN = ("in_flight", "buffered")
+from stretto.core.states import FINAL, OPEN, UNTRAINED
 
 
 def the_file_is_whole(history: History) -> Iterator[str]:
@@ -44,7 +42,7 @@ def everything_issued_has_one_state(history: History) -> Iterator[str]:
     for one in history.trajectories:
         if one.state not in (*FINAL, *OPEN):
             yield f"{one.id} is {one.state!r}"
-        if one.state in ("filtered", "expired", "failed") and not one.reason:
+        if one.state in UNTRAINED and not one.reason:
             yield f"{one.id} is {one.state} without a reason"
         if (one.state == "trained") != (one.trained_step is not None):
             yield f"{one.id} is {one.state}, trained in step {one.trained_step}"
@@ -210,7 +208,7 @@ def _states(group: RecordedGroup) -> set[str]:
 
 
 def _ended_untrained(group: RecordedGroup) -> bool:
-    return _states(group) <= {"filtered", "expired", "failed"}
+    return _states(group) <= UNTRAINED
 
 
 def _failed(group: RecordedGroup) -> bool:

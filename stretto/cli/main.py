@@ -80,9 +80,9 @@ def train(
 
         check(recipe, overrides or [], resume, run_dir)
         return
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:  # first: it imports the libraries of the roles while the recipe is checked
+    with fork_server() as spawner:  # first: it imports the libraries of the roles while the recipe is checked
         _refuse_mistakes(recipe, overrides or [])
         from stretto.launch.commands.train import prepare
 
@@ -91,7 +91,7 @@ def train(
 
         print(f"run folder {prepared.path}", flush=True)
         with open_display(prepared.steps) as display:
-            code = prepared.train(display, starter)
+            code = prepared.train(display, spawner)
     # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
     from stretto.dashboard.plots.plots import plot_run
     from stretto.dashboard.terminal.summary import print_inspection
@@ -109,15 +109,15 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         _refuse_mistakes(recipe, overrides or [])
         from stretto.dashboard.terminal.progress import open_display
         from stretto.launch.assemble.warm_start import sft
 
         with open_display(0) as display:
-            sft(recipe, overrides or [], out, display.learning, starter)
+            sft(recipe, overrides or [], out, display.learning, spawner)
     print(f"policy written to {out}")
 
 
@@ -128,14 +128,14 @@ def dpo(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         from stretto.dashboard.terminal.progress import open_display
         from stretto.launch.commands.dpo import dpo
 
         with open_display(0) as display:
-            dpo(recipe, overrides or [], out, display.learning, display.say, starter)
+            dpo(recipe, overrides or [], out, display.learning, display.say, spawner)
     print(f"policy written to {out}")
 
 
@@ -152,12 +152,12 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure the accuracy of a policy on held-out prompts."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         from stretto.launch.commands.evaluate import evaluate
 
-        evaluation = evaluate(model, task, overrides or [], starter, lambda text: print(text, file=sys.stderr))
+        evaluation = evaluate(model, task, overrides or [], spawner, lambda text: print(text, file=sys.stderr))
     print(evaluation.as_json() if json else evaluation)
 
 
@@ -213,12 +213,12 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
     """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
-    from stretto.processes.fork_server import nursery
+    from stretto.processes.fork_server import fork_server
 
-    with nursery() as starter:
+    with fork_server() as spawner:
         from stretto.launch.commands.replay import replay
 
-        replayed = replay(run, first, settings or [], out, starter=starter)
+        replayed = replay(run, first, settings or [], out, spawner=spawner)
     print(replayed)
     raise typer.Exit(1 if replayed.equal is False else 0)
 

@@ -13,7 +13,7 @@ from stretto.core.errors import DeadlineExceeded
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """Who waits for what, since when (by the event loop's clock), and for how many seconds at most."""
+    """An open wait: its owner, what it awaits, its limit, and its start by the event loop's clock."""
 
     owner: str
     awaited: str
@@ -21,7 +21,7 @@ class Wait:
     since: float
 
 
-#: The open waits of each event loop, as the loop itself knows its open tasks: nothing else is kept of them.
+#: By event loop, as a loop itself has its open tasks.
 _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Wait]] = WeakKeyDictionary()
 
 
@@ -51,7 +51,7 @@ async def deadline(owner: str, awaited: str, seconds: float) -> AsyncIterator[No
 
 @contextmanager
 def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
-    """Name a wait that somebody else bounds."""
+    """Name a wait that has its bound elsewhere."""
     loop = asyncio.get_running_loop()
     wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, [])
     waits.append(wait)
@@ -62,25 +62,25 @@ def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
 
 
 def open_waits() -> list[Wait]:
-    """Everything that is waited for in the running event loop, longest first."""
+    """The open waits of the running event loop, the oldest first."""
     return list(_OPEN.get(asyncio.get_running_loop(), ()))
 
 
 class StallTimer:
-    """Seconds without a movement, of those in which whoever looks was awake.
+    """Seconds without progress, not counting those in which this process itself was stopped.
 
-    While the conductor itself was stopped (SIGSTOP, a machine that was suspended), nobody can be judged: of the time
-    between two looks, at most `longest` seconds count.
+    After SIGSTOP, or on a machine that was suspended, polls are far apart: between two of them at most `longest`
+    seconds count.
     """
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
-        self._looked = asyncio.get_running_loop().time()
-        self._still = 0.0
+        self._polled = asyncio.get_running_loop().time()
+        self._stalled = 0.0
 
-    def look(self, moved: bool) -> float:
-        """To be called again and again, at shorter intervals than `longest`."""
+    def poll(self, moved: bool) -> float:
+        """To be called at shorter intervals than `longest`; `moved`: there was progress since the last call."""
         now = asyncio.get_running_loop().time()
-        elapsed, self._looked = min(now - self._looked, self._longest), now
-        self._still = 0.0 if moved else self._still + elapsed
-        return self._still
+        elapsed, self._polled = min(now - self._polled, self._longest), now
+        self._stalled = 0.0 if moved else self._stalled + elapsed
+        return self._stalled

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:
-    """The result of `work`, while `watch` goes on beside it; if that fails first, its error is raised."""
+    """The result of `work`, or the error of `watch`, which runs beside it."""
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -20,7 +20,7 @@ async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -
 
 
 async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
-    """Cancel what is not done and wait until it has ended; how it ended was dealt with, or does not matter now."""
+    """Cancel tasks and wait until they have ended; their results and errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -38,7 +38,7 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> None:
 
 
 async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
-    """Run all of them, whoever fails; when the last has ended, the first failure is raised as it is."""
+    """Run all of them to their end, then raise the first failure as it is."""
     for end in await asyncio.gather(*coroutines, return_exceptions=True):
         if isinstance(end, BaseException):
             raise end

@@ -1,23 +1,23 @@
-"""The conductor: the one process that knows all players. None of them knows it, or another.
+"""The conductor: the one process that knows all components. They know neither it nor each other.
 
     loop           consumes              produces                waits for, woken by
     ─────────────────────────────────────────────────────────────────────────────────────────────────
     admission      room (equation 3)     groups in flight        finish, take, load
-    answer (many)  a ticket              a judged group          the engine's frames, the verdicts
+    groups (many)  a ticket              a judged group          the engine's frames, the verdicts
     training       a batch               a version               a finished group, then the trainer
     loading        a publication         a live version          publish (one loader per engine)
     journaling     tokens so far         the ledger's partials   a second, then the engines
     observing      counters, spans       the run folder's lines  a second
 
-The data goes round: admission ─► answer ─► training ─► loading ─► admission. Nothing in the circle waits for a slower
-part of it except through `rollout.controller`, whose decisions these loops carry out. Whoever dies on the way is
-replaced beside all this (`launch.assemble.roles`).
+The data goes round: admission ─► groups ─► training ─► loading ─► admission. A loop waits for a slower one only through
+`rollout.controller`, whose decisions these loops carry out. `launch.assemble.roles` replaces processes that die.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -28,8 +28,7 @@ from stretto.core.records import Batch
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight
-from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.pool import EnginePool, InFlight
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
@@ -38,7 +37,7 @@ from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import Workflow
 
 _POLL_SECONDS = 1.0
-_SILENT_BATCHES = 4  # so many batches' worth of filtered groups, and none for a batch, are said aloud
+_SILENT_BATCHES = 4  # filtered groups for this many batches, and none for one, are reported
 
 Result = TypeVar("Result")
 
@@ -48,9 +47,9 @@ class Conductor:
     """Runs the loops until the last step, the first failure, or a request to stop.
 
     Attributes:
-        poll: asks all roles what they have done since the last poll, and waits for their replies as many seconds as it
-            is given (None: until all have replied).
-        progress: changes whenever a role gets anything done.
+        poll: the spans of all roles since the last poll; waits for their replies as many seconds as it is given (None:
+            until all have replied).
+        progress: changes with all work of a role.
         steps: the version at which the run ends.
     """
 
@@ -95,9 +94,7 @@ class Conductor:
             self._failure,
         ]
         self._conducting = True
-        for ticket in self.controller.tickets:  # those that an earlier conductor had in flight
-            self._start(ticket)
-        self._admit()
+        self._admit(self.controller.tickets)  # those that an earlier conductor had in flight
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
@@ -105,12 +102,12 @@ class Conductor:
             await cancel_and_wait([journaling])
             await self._give_up()
         finally:
-            self._conducting = False  # answers that end from now on, and engines that join, start nothing
+            self._conducting = False  # completions that end from now on, and engines that join, start nothing
             await cancel_and_wait([*loops, *self._groups.values()])
 
     async def _give_up(self) -> None:
-        """Write down how far the answers in flight have come, for the run may go on one day; then let the engines give
-        them up, so that every token is accounted for by the one who counts it."""
+        """Journal the completions in flight, which a resumed run continues; then abort them, so that the counters of
+        the engines account for every token."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         self.in_flight.end()
@@ -120,14 +117,16 @@ class Conductor:
 
     # ── admission and groups ────────────────────────────────────────────────────────────────────
 
-    def _admit(self) -> None:
-        while self._conducting and not self.stopping and (ticket := self.controller.admit()) is not None:
-            self._start(ticket)
-
-    def _start(self, ticket: Ticket) -> None:
-        task = asyncio.create_task(self._generate(ticket), name=ticket.group_id)
-        self._groups[ticket.group_id] = task
-        task.add_done_callback(self._group_ended)
+    def _admit(self, restored: Sequence[Ticket] = ()) -> None:
+        """Start the restored groups, and then as many as the controller admits."""
+        tickets = deque(restored)
+        while tickets or (self._conducting and not self.stopping):
+            ticket = tickets.popleft() if tickets else self.controller.admit()
+            if ticket is None:
+                return
+            task = asyncio.create_task(self._generate(ticket), name=ticket.group_id)
+            self._groups[ticket.group_id] = task
+            task.add_done_callback(self._group_ended)
 
     def _load(self, version: int) -> None:
         self.controller.load(version)
@@ -143,7 +142,7 @@ class Conductor:
         else:
             before = self.controller.filtered
             self.controller.finish(ticket, trajectories)
-            self.recorder.answered(ticket.draw.prompt, trajectories)
+            self.recorder.judged(ticket.draw.prompt, trajectories)
             filtered = self.controller.filtered
             batches, rest = divmod(filtered, _SILENT_BATCHES * self.controller.config.batch_size)
             if filtered > before and not rest and batches.bit_count() == 1:  # at twice as many each time
@@ -200,7 +199,7 @@ class Conductor:
             batch = self.controller.take()
             if batch is not None:
                 return batch
-            self._admit()  # what `take` expired has left room
+            self._admit()  # groups that `take` let expire leave room
             self._finished.clear()
             await self._finished.wait()
         return None
@@ -213,7 +212,7 @@ class Conductor:
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:
-        """The order's answer; None if a requested stop cannot wait for it any longer."""
+        """The result of the order; None if a requested stop cannot wait for it any longer."""
         task = asyncio.ensure_future(order)
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -232,17 +231,17 @@ class Conductor:
             await self.in_flight.keep()
 
     async def _observing(self) -> None:
-        watchdog = Watchdog(self._what_has_moved, self.deadlines.still)
+        watchdog = Watchdog(self._progress, self.deadlines.still)
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             await self._poll(_POLL_SECONDS)
             self.evaluation.check()
-            watchdog.look()
+            watchdog.check()
 
-    def _what_has_moved(self) -> object:
+    def _progress(self) -> object:
         controller = self.controller
         return controller.published, controller.live, controller.counted, controller.filtered, self.progress()
 
     async def _poll(self, patience: float | None = None) -> None:
         self.recorder.spans(await self.poll(patience))
-        self.recorder.looked()
+        self.recorder.polled()

@@ -1,24 +1,23 @@
 """A process that has imported what roles import, and forks when one is to be started: milliseconds instead of seconds.
 
-    command ──Birth──► nursery ──fork──► engine, trainer, warm start
-       ▲                  │
-       └── Born, Ended ───┘        the nursery is the parent of what it bears, and ends with the command
+    command ── Spawn, a wire ──► fork server ── fork ──► engine, trainer, warm start
+       ▲                              │                              │
+       └────── Exited, on the wire ───┴──── Spawned, on the wire ────┘
 
-It is opened before the command itself imports anything, so that both import at the same time. Should it die, the kernel
-ends what it has borne, as if those roles had died themselves; whoever starts one from then on has a fresh interpreter.
+Each child has a wire of its own. The command that closes it ends the child; a wire that the other side has closed says
+that the fork server has ended, and the kernel its children with it. From then on roles start in interpreters of their
+own. The server opens before the command itself imports anything, so that both import at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,25 +26,23 @@ import msgspec
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded
 from stretto.core.records import Record
+from stretto.core.tasks import cancel_and_wait
 from stretto.processes.heartbeat import PARENT, cpu_ticks
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner, environment
 
-#: What is imported ahead: what these modules import.
-PLAYERS = ("stretto.engine.role", "stretto.trainer.roles.trainer", "stretto.trainer.roles.supervised")
-#: The nursery's command line is at least so long, in bytes: its children write theirs over it, for `ps`.
-ROOM = 8192
+ROLES = ("stretto.engine.role", "stretto.trainer.roles.trainer", "stretto.trainer.roles.supervised")
 LONGEST_MESSAGE = 1 << 18
-_READY_SECONDS = 60.0
-_ANSWER_SECONDS = 10.0  # once it has imported everything
-_STILL_SECONDS = 5.0  # without any computing, while it should
-_LOOK_SECONDS = 0.5
-_WORD_SECONDS = 2.0
+_COMMAND_LINE_BYTES = 8192  # children write their command line over the server's, for `ps`
+_START_SECONDS = 60.0
+_STALL_SECONDS = 5.0  # in which the server does not even compute
+_POLL_SECONDS = 0.5
+_EXIT_CODE_SECONDS = 2.0
 _END_SECONDS = 5.0
 _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 class Spawned(Record, frozen=True, tag=True):
-    """The process is there; the descriptor that comes with this tells of its end (`pidfd_open`)."""
+    """The child is what it was to become."""
 
     pid: int
 
@@ -58,212 +55,177 @@ class NotSpawned(Record, frozen=True, tag=True):
 
 
 class Exited(Record, frozen=True, tag=True):
-    """It has ended, with an exit code that is negative for a signal."""
+    """It has ended; the code is negative for a signal."""
 
-    pid: int
     code: int
 
 
-FROM_NURSERY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(
-    Spawned | NotSpawned | Exited
-)
+_REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
 
 @contextlib.contextmanager
-def nursery() -> Iterator[Spawner]:
-    """A starter for the roles of one command; none of them is left afterwards.
+def fork_server() -> Iterator[Spawner]:
+    """A spawner for the roles of one command; none of them is left afterwards.
 
-    Where there is an accelerator, roles are started afresh: a process is of no use for CUDA if its parent has looked
-    for a device. So they are where there is no room for a nursery.
+    Beside an accelerator every role starts in an interpreter of its own: a process cannot use CUDA if its parent has
+    looked for a device. So it does where the system has no room for a fork server.
     """
-    if any(path.exists() for path in _ACCELERATORS):
-        yield FRESH
-        return
+    server = None
+    if not any(path.exists() for path in _ACCELERATORS):
+        with contextlib.suppress(OSError):
+            server = ForkServer()
     try:
-        opened = ForkServer()
-    except OSError:
-        yield FRESH
-        return
-    try:
-        yield opened
+        yield server or FRESH
     finally:
-        opened.close()
+        if server is not None:
+            server.close()
 
 
 class ForkServer:
-    """See the module. One event loop at a time may use it."""
+    """See the module."""
 
-    def __init__(self, players: Sequence[str] = PLAYERS) -> None:
-        """`players` are the modules that it imports."""
-        self._near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._near.setblocking(False)
-        self._asked: deque[asyncio.Future[ForkedProcess]] = deque()
-        self._children: dict[int, ForkedProcess] = {}
-        self._patience = _READY_SECONDS
+    def __init__(self, modules: Sequence[str] = ROLES) -> None:
+        """`modules` are imported by the server."""
+        self._usable = True
+        self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._wire.setblocking(False)
         with contextlib.ExitStack() as undo, far:
-            undo.callback(self._near.close)
+            undo.callback(self._wire.close)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stretto.processes.fork_server_role", str(far.fileno()), " " * ROOM],
+                [
+                    sys.executable,
+                    "-m",
+                    "stretto.processes.fork_server_role",
+                    str(far.fileno()),
+                    " " * _COMMAND_LINE_BYTES,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what it cannot do a fresh interpreter does, or says in its role's log
+                stderr=subprocess.DEVNULL,  # what it cannot do an interpreter of the role's own does, or logs
                 env=environment(1) | {PARENT: str(os.getpid())},
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
             )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
-            self._near.send(msgspec.msgpack.encode(tuple(players)))
+            self._wire.send(msgspec.msgpack.encode(tuple(modules)))
             undo.pop_all()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    async def start(self, birth: Spawn) -> RunningProcess:
-        """As `Spawner.start`; a nursery that is gone, or that does not answer, has its work done by fresh
-        interpreters. (One that hangs is left alone: what it has borne may be well.)"""
-        if self._patience and self._process.returncode is None:
+    async def start(self, spawn: Spawn) -> RunningProcess:
+        """As `Spawner.start`. A server that hangs is not asked again; its children may be well and go on."""
+        if self._usable:
             try:
-                return await self._bear(birth)
+                return await self._fork(spawn)
             except ConnectionError:
                 self.close()
             except DeadlineExceeded:
-                self._patience = 0.0
-        return await FRESH.start(birth)
+                self._usable = False
+        return await FRESH.start(spawn)
 
     def describe_end(self, process: RunningProcess) -> str:
         if isinstance(process, ForkedProcess) and process.orphaned:
             return "ended with the process that it was forked from (stretto.processes.fork_server_role)"
         return FRESH.describe_end(process)
 
-    async def _bear(self, birth: Spawn) -> ForkedProcess:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._near, self._hear)
-        socket.send_fds(self._near, [msgspec.msgpack.encode(birth)], birth.inherited)
-        asked: asyncio.Future[ForkedProcess] = loop.create_future()
-        self._asked.append(asked)
+    async def _fork(self, spawn: Spawn) -> ForkedProcess:
+        with contextlib.ExitStack() as undo:
+            wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(wire.close)
+            wire.setblocking(False)
+            with far:
+                socket.send_fds(self._wire, [msgspec.msgpack.encode(spawn)], [far.fileno(), *spawn.inherited])
+            match await self._reply(wire):
+                case NotSpawned(number, problem):
+                    raise OSError(number, problem)
+                case Exited(code):
+                    raise OSError(f"the forked process ended with exit code {code}")
+                case Spawned(pid):
+                    process = ForkedProcess(pid, wire)
+                    undo.pop_all()
+                    return process
+
+    async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
+        """The first message about a child.
+
+        Raises:
+            ConnectionError: the server has ended.
+            DeadlineExceeded: it hangs.
+        """
+        awaited = "the fork server to start a process"
+        message = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(wire, LONGEST_MESSAGE))
+        stall, ticks = StallTimer(_POLL_SECONDS), 0
         try:
-            async with deadline("conductor", "the nursery to start a process", self._patience):
-                child = await self._unless_it_hangs(asked)
-        except (asyncio.CancelledError, DeadlineExceeded):
-            if not asked.cancel() and not asked.cancelled() and asked.exception() is None:
-                asked.result().kill()
-            raise
-        self._patience = _ANSWER_SECONDS
-        return child
-
-    async def _unless_it_hangs(self, asked: asyncio.Future[ForkedProcess]) -> ForkedProcess:
-        """The child; a nursery that does not even compute is not waited for any longer."""
-        stillness, ticks = StallTimer(_LOOK_SECONDS), 0
-        while not asked.done():
-            await asyncio.wait([asked], timeout=_LOOK_SECONDS)
-            before, ticks = ticks, cpu_ticks(self.pid)
-            if stillness.look(moved=ticks != before) > _STILL_SECONDS:
-                raise DeadlineExceeded("conductor", "the nursery to start a process", _STILL_SECONDS)
-        return await asked
-
-    def _hear(self) -> None:
-        """All that it has said: two ends may lie there at once."""
-        while True:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(self._near, LONGEST_MESSAGE, 1)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                message, descriptors = b"", []
-            if not message:
-                self.close()
-                return
-            self._take(FROM_NURSERY.decode(message), descriptors)
-
-    def _take(self, message: Spawned | NotSpawned | Exited, descriptors: list[int]) -> None:
-        match message:
-            case Spawned(pid) if descriptors:
-                os.set_inheritable(descriptors[0], False)
-                self._children[pid] = child = ForkedProcess(pid, descriptors[0])
-                if not _tell(self._asked.popleft(), child):  # whoever asked for it has given up
-                    child.kill()
-            case Spawned(pid):  # this process has no descriptor left for it
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                _fail(self._asked.popleft(), OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
-            case NotSpawned(number, problem):
-                _fail(self._asked.popleft(), OSError(number, problem))
-            case Exited(pid, code):
-                if (ended := self._children.pop(pid, None)) is not None:
-                    ended.end(code)
+            async with deadline("conductor", awaited, _START_SECONDS):
+                while not message.done():
+                    await asyncio.wait([message], timeout=_POLL_SECONDS)
+                    before, ticks = ticks, cpu_ticks(self.pid)
+                    if not message.done() and stall.poll(moved=ticks != before) > _STALL_SECONDS:
+                        raise DeadlineExceeded("conductor", awaited, _STALL_SECONDS)
+        finally:
+            await cancel_and_wait([message])
+        if not message.result():
+            raise ConnectionResetError("the fork server has ended")
+        return _REPLY.decode(message.result())
 
     def close(self) -> None:
-        """End it, and with it what it has borne."""
-        if self._process.returncode is None:
-            with contextlib.suppress(RuntimeError):  # outside of an event loop nothing listens
-                asyncio.get_running_loop().remove_reader(self._near)
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
-                self._process.wait(_END_SECONDS)
-            self._near.close()
-        for child in self._children.values():
-            child.orphaned = True
-            child.end(-signal.SIGKILL)
-        self._children.clear()
-        for asked in self._asked:
-            _fail(asked, ConnectionResetError("the nursery is gone"))
-        self._asked.clear()
-
-
-def _tell(asked: asyncio.Future[ForkedProcess], child: ForkedProcess) -> bool:
-    if asked.done():
-        return False
-    asked.set_result(child)
-    return True
-
-
-def _fail(asked: asyncio.Future[ForkedProcess], error: OSError) -> None:
-    if not asked.done():
-        asked.set_exception(error)
+        """End it; the kernel ends its children."""
+        self._usable = False
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
+            self._process.wait(_END_SECONDS)
+        self._wire.close()
 
 
 class ForkedProcess:
-    """A process that the nursery has borne. The kernel tells of its end, and the nursery how it ended. If the nursery
-    does not, for seconds, it counts as killed."""
+    """A child of the fork server. The kernel says that it has ended, and the server how; if the server hangs, the child
+    counts as killed."""
 
-    def __init__(self, pid: int, descriptor: int) -> None:
+    def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.orphaned = False  # the nursery ended, and the kernel ended this process with it
-        self._descriptor = descriptor
-        self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        self._late: asyncio.TimerHandle | None = None
-        self._loop.add_reader(descriptor, self._gone)
+        self.orphaned = False  # it ended with the server
+        self._descriptor = -1
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._descriptor = os.pidfd_open(pid)
+        self._ended = asyncio.create_task(self._wait(wire), name=f"wait for process {pid}")
 
-    def _gone(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        self._late = self._loop.call_later(_WORD_SECONDS, self.end, -signal.SIGKILL)
+    async def _wait(self, wire: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
 
-    def end(self, code: int) -> None:
-        """It has ended, so."""
-        if self.returncode is not None:
-            return
-        self.returncode = code
-        if self._late is not None:
-            self._late.cancel()
-        self._loop.remove_reader(self._descriptor)
-        os.close(self._descriptor)
-        self._ended.set()
+        def note() -> None:
+            loop.remove_reader(self._descriptor)
+            gone.set()
 
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self.returncode is not None
+        if self._descriptor >= 0:
+            loop.add_reader(self._descriptor, note)
+        message = asyncio.ensure_future(loop.sock_recv(wire, LONGEST_MESSAGE))
+        end = asyncio.ensure_future(gone.wait())
+        try:
+            await asyncio.wait([message, end], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([message], timeout=_EXIT_CODE_SECONDS)
+            said = message.result() if message.done() else None
+        except ConnectionError:
+            said = b""
+        finally:
+            await cancel_and_wait([message, end])
+            if self._descriptor >= 0:
+                loop.remove_reader(self._descriptor)
+                os.close(self._descriptor)
+                self._descriptor = -1
+            wire.close()
+        self.orphaned = said == b""
+        ended = _REPLY.decode(said) if said else None
+        self.returncode = ended.code if isinstance(ended, Exited) else -signal.SIGKILL
         return self.returncode
 
-    def terminate(self) -> None:
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
 
-    def kill(self) -> None:
-        """SIGKILL, if it has not ended."""
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+    def terminate(self) -> None:
+        if self._descriptor >= 0:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)

@@ -1,5 +1,4 @@
-"""A process of a run does not outlive the process that started it, and tells it now and then that it is not hung. A
-disk that has no room for its log does not end it."""
+"""What a role does first: ask for a parent-death signal, send heartbeats, survive a disk that is full."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: The process that a role ends with, and the descriptor of the pipe on which it tells that it lives: its environment
-#: has both.
-PARENT, HEARTBEAT = "STRETTO_PARENT", "STRETTO_PULSE"
-PULSE_SECONDS = 1.0
+#: Environment variables of a role: the process that it ends with, and the descriptor that takes its heartbeats.
+PARENT, HEARTBEAT = "STRETTO_PARENT", "STRETTO_HEARTBEAT"
+HEARTBEAT_SECONDS = 1.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,8 +37,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def begin_role() -> None:
-    """What a role does first: it ends with its parent from now on, and gives signs of life. One that was started by
-    hand has nobody to end with, and nobody to give signs to."""
+    """End with the parent from now on, and send heartbeats. A role that was started by hand does neither."""
     survive_a_full_disk()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
@@ -48,7 +45,7 @@ def begin_role() -> None:
 
 
 def survive_a_full_disk() -> None:
-    """Let standard output and standard error leave out what the log's disk does not take, instead of raising for it."""
+    """Standard output and standard error drop what the log's disk does not take, and do not raise."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), encoding="utf-8", errors="replace", line_buffering=True)
         for number in (1, 2)
@@ -56,7 +53,7 @@ def survive_a_full_disk() -> None:
 
 
 class _Forgiving(io.RawIOBase):
-    """Writes to a descriptor; what cannot be written is left out."""
+    """Writes to a descriptor; what cannot be written is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -77,22 +74,22 @@ class _Forgiving(io.RawIOBase):
 
 
 def send_heartbeats() -> None:
-    """Write one byte a second on the pulse's pipe, if there is one, until the process ends.
+    """Write one byte a second, if the role has a pipe for it, until the process ends.
 
-    A thread of its own does it, so that a long step is no silence; a process that is stopped, or whose interpreter is
-    stuck in one call, is silent.
+    The thread is not the role's, so a long step does not stop the heartbeats; a stopped process, or an interpreter that
+    is stuck in one call, does.
     """
     descriptor = os.environ.pop(HEARTBEAT, None)
     if descriptor is not None:
-        threading.Thread(target=_beat, args=(int(descriptor),), name="pulse", daemon=True).start()
+        threading.Thread(target=_beat, args=(int(descriptor),), name="heartbeat", daemon=True).start()
 
 
 def _beat(descriptor: int) -> None:
     os.set_blocking(descriptor, False)
     while True:
         try:
-            with contextlib.suppress(BlockingIOError):  # nobody reads for a while: what is there says enough
+            with contextlib.suppress(BlockingIOError):  # the pipe is full: the conductor has not read for a while
                 os.write(descriptor, b".")
-        except OSError:  # whoever listened is gone
+        except OSError:  # the reader has ended
             return
-        time.sleep(PULSE_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS)

@@ -1,4 +1,4 @@
-"""One operating system process that plays a role: started, watched, stopped. It never outlives the conductor."""
+"""The process of one role, from the conductor's side: started, watched, stopped, and how often it may be replaced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.processes.heartbeat import HEARTBEAT, cpu_ticks
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner
 
+RESTART_DELAY_SECONDS = 0.5  #: between two starts of a role: memory that was missing may be free then
 _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
 _LISTEN_SECONDS = 0.5
@@ -32,17 +35,17 @@ class RoleProcess:
     kills them (`processes.heartbeat`).
     """
 
-    def __init__(self, name: str, module: str, log: Path, hung: float = math.inf, starter: Spawner = FRESH) -> None:
-        """`hung`: seconds without a sign of life after which it is killed. The first sign comes when it has imported
-        what it needs; before it those seconds count in which it does not even compute, and ten are allowed."""
+    def __init__(self, name: str, module: str, log: Path, hung: float = math.inf, spawner: Spawner = FRESH) -> None:
+        """`hung`: seconds without a heartbeat after which it is killed. The first heartbeat comes when the role has
+        imported its modules; until then the seconds in which it does not compute count, and ten are allowed."""
         self.name = name
         self.log = log
         self._module = module
         self._hung = hung
-        self._starter = starter
+        self._spawner = spawner
         self._process: RunningProcess | None = None
         self._end: asyncio.Task[str] | None = None
-        self._changing = asyncio.Lock()  # whoever stops it waits until it has been started
+        self._changing = asyncio.Lock()  # `stop` waits until `start` is done
 
     async def start(self, spec: msgspec.Struct, threads: int, inherited: Sequence[int] = ()) -> None:
         """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers.
@@ -54,40 +57,39 @@ class RoleProcess:
             self._process = self._end = None
             with contextlib.ExitStack() as undo:
                 try:
-                    pulse = Heartbeat()
-                    undo.callback(pulse.close)
-                    self._process = await self._starter.start(
+                    heartbeat = Heartbeat()
+                    undo.callback(heartbeat.close)
+                    self._process = await self._spawner.start(
                         Spawn(
                             module=self._module,
                             spec=msgspec.json.encode(spec).decode(),
                             log=str(self.log),
                             threads=threads,
-                            environment={HEARTBEAT: str(pulse.far)},
-                            inherited=(*inherited, pulse.far),
+                            environment={HEARTBEAT: str(heartbeat.far)},
+                            inherited=(*inherited, heartbeat.far),
                         )
                     )
                 except OSError as error:
                     raise RoleDied(self.name, f"cannot be started: {described(error)}") from error
                 undo.pop_all()
-            pulse.let_go_of_far()
-            self._end = asyncio.create_task(self._watched(self._process, pulse), name=f"watch {self.name}")
+            heartbeat.close_far()
+            self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
 
-    async def _watched(self, process: RunningProcess, pulse: Heartbeat) -> str:
-        """How it ends; if it gives no sign of life, by being killed. Goes on from its start to its end, whoever waits
-        for what."""
+    async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
+        """How the process ends; without heartbeats it is killed. Runs from its start to its end."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
-                silence = pulse.silence(cpu_ticks(process.pid))
-                if silence > (self._hung if pulse.begun else max(self._hung, _IMPORT_SECONDS)):
+                silence = heartbeat.silence(cpu_ticks(process.pid))
+                if silence > (self._hung if heartbeat.heard else max(self._hung, _IMPORT_SECONDS)):
                     self.kill()
                     await end
-                    return f"gave no sign of life for {silence:.0f} s and was killed"
+                    return f"sent no heartbeat for {silence:.0f} s and was killed"
                 await asyncio.wait([end], timeout=_LISTEN_SECONDS)
-            return self._starter.describe_end(process)
+            return self._spawner.describe_end(process)
         finally:
             end.cancel()
-            pulse.close()
+            heartbeat.close()
 
     @property
     def pid(self) -> int:
@@ -100,21 +102,21 @@ class RoleProcess:
 
     @property
     def killed(self) -> bool:
-        """Has it ended by a signal? One that ends by itself may do so again."""
+        """Whether a signal ended it. A process that ends by itself may do so again."""
         return self._process is not None and (self._process.returncode or 0) < 0
 
     def cpu_seconds(self) -> float:
-        """Seconds for which it has computed, or the kernel for it; 0 once it has ended."""
+        """CPU seconds so far, those of the kernel included; 0 once it has ended."""
         return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
 
     async def ended(self) -> str:
-        """Wait until it ends, and say how. The owner of this wait is whoever supervises the role: it has no end
-        of its own, because a healthy role runs as long as the run. One that gives no sign of life is killed."""
+        """Wait until it ends, and say how. The wait has no deadline, since a healthy role runs as long as the run; its
+        owner is the role's supervisor."""
         assert self._end is not None, "start() comes first"
         return await asyncio.shield(self._end)
 
     async def last_words(self) -> str:
-        """How it ended, for a role that has closed its connection; it is killed if it has not ended."""
+        """How a role ended that has closed its connection; it is killed if it still runs."""
         try:
             async with deadline("conductor", f"{self.name} to end", _END_SECONDS):
                 return await self.ended()
@@ -153,33 +155,65 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._near, self.far = os.pipe()
-        self.begun = self._beaten = False
+        self.heard = self._beat = False
         self._ticks = 0
-        self._stillness = StallTimer(_LONGEST_LISTENING)
+        self._stall = StallTimer(_LONGEST_LISTENING)
         os.set_blocking(self._near, False)
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 
     def silence(self, ticks: int) -> float:
-        """Seconds since the last sign of life; before the first, since `ticks` of computing have changed last. To be
-        asked about twice a second."""
-        moved = self._beaten or (not self.begun and ticks != self._ticks)
-        self._beaten, self._ticks = False, ticks
-        return self._stillness.look(moved=moved)
+        """Seconds since the last heartbeat; before the first, since `ticks` of CPU time have changed. To be called
+        twice a second."""
+        moved = self._beat or (not self.heard and ticks != self._ticks)
+        self._beat, self._ticks = False, ticks
+        return self._stall.poll(moved=moved)
 
-    def let_go_of_far(self) -> None:
-        """The role has it."""
+    def close_far(self) -> None:
+        """Once the role has it."""
         os.close(self.far)
         self.far = -1
 
     def close(self) -> None:
-        """Listen no more."""
         asyncio.get_running_loop().remove_reader(self._near)
         os.close(self._near)
         if self.far >= 0:
-            self.let_go_of_far()
+            self.close_far()
 
     def _hear(self) -> None:
         if os.read(self._near, _READ_BYTES):
-            self.begun = self._beaten = True
-        else:  # the role has ended; its end is waited for elsewhere
+            self.heard = self._beat = True
+        else:  # the role has ended, which `ended` reports
             asyncio.get_running_loop().remove_reader(self._near)
+
+
+class RestartBudget:
+    """How often one role may be replaced: `allowed` times within `window` seconds, and as often without any progress,
+    so that a role which dies of the same work every time ends the run.
+
+    Example::
+
+        restarts = RestartBudget(allowed=3, window=3600.0)
+        if restarts.exceeded_by_one_more():    # the fourth within an hour, or the fourth since `progressed`
+            raise RoleDied(...)
+    """
+
+    def __init__(self, allowed: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allowed, self._window, self._clock = allowed, window, clock
+        self._moments: deque[float] = deque()
+        self._in_a_row = 0
+
+    def exceeded_by_one_more(self) -> bool:
+        """Count one more death; whether that is too many."""
+        now = self._clock()
+        self._in_a_row += 1
+        self._moments.append(now)
+        while self._moments[0] <= now - self._window:
+            self._moments.popleft()
+        return len(self) > self._allowed
+
+    def progressed(self) -> None:
+        """The role has completed a request."""
+        self._in_a_row = 0
+
+    def __len__(self) -> int:
+        return max(len(self._moments), self._in_a_row)

@@ -1,4 +1,4 @@
-"""How the process of a role comes to be: as a fresh interpreter here, as a fork of one in `processes.fork_server`."""
+"""How a role's process is spawned: as a fresh interpreter (here), or forked from one (`processes.fork_server`)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MEMORY = ":".join(
 
 
 class Spawn(Record, frozen=True):
-    """A process to be: ``python -m MODULE SPEC``, which writes into `log`.
+    """A process to start: ``python -m MODULE SPEC``, with its output in `log`.
 
-    `spec` is JSON text; `environment` is further to that of every role with `threads`; `inherited` descriptors keep
-    their numbers in it.
+    `spec` is JSON text; `environment` adds to that of every role with `threads`; `inherited` descriptors keep their
+    numbers.
     """
 
     module: str
@@ -43,7 +43,7 @@ class Spawn(Record, frozen=True):
 
 
 class RunningProcess(Protocol):
-    """A process that was started; its exit code is negative where a signal has ended it, None as long as it runs."""
+    """A process that was started; its exit code is negative if a signal ended it, None while it runs."""
 
     @property
     def pid(self) -> int: ...
@@ -65,9 +65,9 @@ class RunningProcess(Protocol):
 
 
 class Spawner(Protocol):
-    """Whoever can start the process of a role."""
+    """Starts the processes of roles."""
 
-    async def start(self, birth: Spawn) -> RunningProcess:
+    async def start(self, spawn: Spawn) -> RunningProcess:
         """Start it, in a session of its own.
 
         Raises:
@@ -76,25 +76,25 @@ class Spawner(Protocol):
         ...
 
     def describe_end(self, process: RunningProcess) -> str:
-        """How a process that it has started ended. Example: ``"was killed by SIGTERM"``"""
+        """How a process ended. Example: ``"was killed by SIGTERM"``"""
         ...
 
 
 class FreshSpawner:
-    """Every process begins with an interpreter of its own, which imports what it needs: seconds, with torch."""
+    """An interpreter for every process, which imports what it needs: seconds, with torch."""
 
-    async def start(self, birth: Spawn) -> RunningProcess:
-        with Path(birth.log).open("ab") as log:
+    async def start(self, spawn: Spawn) -> RunningProcess:
+        with Path(spawn.log).open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                birth.module,
-                birth.spec,
+                spawn.module,
+                spawn.spec,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(birth.threads) | birth.environment | {PARENT: str(os.getpid())},
-                pass_fds=birth.inherited,
+                env=environment(spawn.threads) | spawn.environment | {PARENT: str(os.getpid())},
+                pass_fds=spawn.inherited,
                 start_new_session=True,
             )
 
@@ -115,13 +115,13 @@ def describe_exit(code: int) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a role: its thread count must be set before torch is imported. Threads that have nothing
-    to do must sleep, not spin: the cores belong to the other roles then."""
+    """The environment of a role. The thread count is set before torch is imported; idle threads sleep and do not spin,
+    since other roles need the cores."""
     return {"GLIBC_TUNABLES": _MEMORY} | os.environ | settings(threads)
 
 
 def settings(threads: int) -> dict[str, str]:
-    """What a role's environment must hold, whatever the user's does."""
+    """The variables of a role that override the user's."""
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,

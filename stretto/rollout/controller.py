@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from stretto.core.admission import admits, due
 from stretto.core.errors import BoundViolated, StrettoError
@@ -26,6 +27,7 @@ from stretto.core.records import (
     Batch,
     Group,
     Outcome,
+    Prompt,
     Record,
     State,
     Trajectory,
@@ -35,13 +37,52 @@ from stretto.core.records import (
 from stretto.rollout.batching import QueueState, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
-from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.prompts import Draw, Position, PromptStream
-from stretto.rollout.protocols import Journal
 
 
 class TooManyFailures(StrettoError):
     """So many groups failed in a row that going on would train on nothing."""
+
+
+class Journal(Protocol):
+    """Where state changes are written before they take effect: the ledger, or the accounts of a simulation."""
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+        """`members` trajectories of the group are in flight."""
+
+    def buffer(self, group: Group) -> None:
+        """The group's trajectories are finished and wait to be trained on."""
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        """A trajectory has left for good: filtered, expired or failed. `trajectory` is what it has, if it has ended."""
+
+    def commit_batch(self, batch: Batch) -> None:
+        """The batch is about to be trained on. Durable when this returns."""
+
+
+class Pacing(Protocol):
+    """When groups start, within what equation 3 and the number in flight allow."""
+
+    def opens(self, may_start: bool, in_flight: int) -> bool:
+        """Whether a group starts now. `may_start`: equation 3 and the number in flight allow it."""
+
+
+class Continuous:
+    """As soon as one may."""
+
+    def opens(self, may_start: bool, in_flight: int) -> bool:
+        return may_start
+
+
+class InRounds:
+    """Together: as many as may when none is in flight, and then none until all of these have left."""
+
+    def __init__(self) -> None:
+        self._opening = True  # the round has not got all its groups yet
+
+    def opens(self, may_start: bool, in_flight: int) -> bool:
+        self._opening = may_start and (self._opening or not in_flight)
+        return self._opening
 
 
 class ControllerState(Record, frozen=True):
@@ -153,7 +194,7 @@ class Controller:
             self._in_flight[group_id] = ticket
         return ticket
 
-    def standing(self) -> ControllerState:
+    def state(self) -> ControllerState:
         """What a later `restore` needs beside the journal."""
         draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}

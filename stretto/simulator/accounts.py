@@ -6,11 +6,7 @@ from collections import Counter
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, State, Trajectory, trajectory_id
-
-_ALLOWED = {
-    State.IN_FLIGHT: {State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED},
-    State.BUFFERED: {State.TRAINED, State.EXPIRED},
-}
+from stretto.core.states import ALLOWED
 
 
 class Accounts:
@@ -52,7 +48,7 @@ class Accounts:
 
     def _move(self, name: str, state: State) -> None:
         before = self._state[name]
-        if state not in _ALLOWED.get(before, ()):
+        if state not in ALLOWED.get(before, ()):
             raise StoreError(f"trajectory {name} cannot go from {before} to {state}")
         self._state[name] = state
         self.balance[before] -= 1

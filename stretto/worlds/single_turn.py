@@ -6,9 +6,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stretto.core.records import Completion, GenerateRequest, Sampling, Trajectory, trajectory_id
+from stretto.core.records import Completion, GenerateRequest, Sampling, Trajectory, Verdict, trajectory_id
 from stretto.rollout.controller import Ticket
-from stretto.rollout.protocols import Detokenize, Score
+
+
+class Score(Protocol):
+    """A verdict for each completion, in their order. Undecided is a verdict, not an exception."""
+
+    async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
+
+
+class Detokenize(Protocol):
+    """Token ids to text, special tokens left out."""
+
+    def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
 
 class Workflow(Protocol):

@@ -1,7 +1,7 @@
 """The checker: a history written by the real controller and ledger is clean, and each breach is found by its law.
 
-It decides from the file alone, and shares with those who write it only the check of the log. A bit that is flipped in
-anything a run goes on from is named.
+It decides from the file alone, and shares with those who write it the law of the states and the check of the log. A bit
+that is flipped in anything a run goes on from is named.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run_dir(tmp_path: Path) -> Path:
     config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
     with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
         control = Controller(config, PromptStream(prompts, seed=1), ledger, seed=1)
-        ledger.watch("standing", control.standing)
+        ledger.watch("standing", control.state)
         failed = control.admit()
         assert failed is not None
         control.fail(failed, "refused")
@@ -365,11 +365,11 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, there: bool
 
 
 @pytest.mark.parametrize("module", [check, checksums, history, laws])
-def test_the_checker_shares_only_the_check_of_the_log_with_the_writers(module: object) -> None:
+def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_writers(module: object) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.audit.")}
-    assert theirs <= {f"stretto.core.errors.{name}" for name in ("StoreError", "RunFolderError", "Problem")} | (
-        {"stretto.store.ledger.schema.check_resting_log"} if module is check else set()
-    )
+    errors, states = ("StoreError", "RunFolderError", "Problem"), ("FINAL", "OPEN", "UNTRAINED")
+    allowed = {f"stretto.core.errors.{name}" for name in errors} | {f"stretto.core.states.{name}" for name in states}
+    assert theirs <= allowed | ({"stretto.store.ledger.schema.check_resting_log"} if module is check else set())

@@ -25,7 +25,6 @@ import xxhash
 
 from stretto.audit.check import check_run
 from stretto.audit.history import read_history
-from stretto.audit.laws import OPEN
 from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import (
@@ -35,17 +34,16 @@ from stretto.core.records import (
     Trajectory,
     Update,
 )
+from stretto.core.states import OPEN
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight, restore
-from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.pool import EnginePool, InFlight, restore
 from stretto.loop.engines.rounds import Rounds, WholeGroups
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
-from stretto.rollout.controller import Controller, ControllerState
-from stretto.rollout.pacing import Continuous, InRounds
+from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
 from stretto.rollout.prompts import PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -134,7 +132,7 @@ class Toys:
             self.ledger.sync()
             self.world.checkpoints[update.step] = self.weights
 
-    def answered(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None: ...
+    def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None: ...
 
     def taken(self, batch: Batch, in_flight: int, buffered: int) -> None: ...
 
@@ -143,14 +141,14 @@ class Toys:
 
     def spans(self, spans: Sequence[Span]) -> None: ...
 
-    def looked(self) -> None:
+    def polled(self) -> None:
         self.ledger.flush()
 
     def filtered(self, groups: int) -> None: ...
 
     def check(self) -> None: ...
 
-    async def look(self, patience: float | None) -> list[Span]:
+    async def poll(self, patience: float | None) -> list[Span]:
         return []
 
 
@@ -223,7 +221,7 @@ async def _conduct(world: World) -> bool:
     pacing = InRounds() if schedule.rounds else Continuous()
     controller = Controller(schedule.rollout, stream, ledger, schedule.seed, version, pacing)
     begun = restore(controller, standing, read_unfinished(path))
-    ledger.watch("standing", controller.standing)
+    ledger.watch("standing", controller.state)
     engines = (CompanyMatters if schedule.rounds else Engines)(schedule, chance, version)
     rounds = (
         Rounds(cast(Generate, engines.generate), lambda: controller.tickets, schedule.engines)
@@ -242,7 +240,7 @@ async def _conduct(world: World) -> bool:
         recorder=cast(Recorder, toys),
         checkpointing=cast(Checkpointing, toys),
         evaluation=cast(PeriodicEvaluation, _Examiner(world, chance, ledger, weights, version)),
-        poll=toys.look,
+        poll=toys.poll,
         progress=lambda: len(engines.writing),
         steps=schedule.steps,
         deadlines=DeadlinesConfig(),
@@ -258,7 +256,7 @@ async def _conduct(world: World) -> bool:
         return False
     run.result()
     ledger.close()
-    open_groups = {a.group for a in read_history(world.folder).answers if a.state in OPEN}
+    open_groups = {a.group for a in read_history(world.folder).trajectories if a.state in OPEN}
     assert len(open_groups) == controller.in_flight + controller.buffered, f"forgotten: some of {open_groups}"
     return True
 

@@ -41,7 +41,7 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
         wait_for_step(command, steps_done(run_dir) + 1)
         for role, name in names.items():
             os.kill(command.role(role), signal.SIGSTOP)
-            told = f"{name} gave no sign of life for"
+            told = f"{name} sent no heartbeat for"
             seconds = seconds_until(lambda told=told: told in said(run_dir), told, command)  # type: ignore[misc]
             assert HUNG - 1 < seconds < HUNG + SURE  # its last beat was up to a second before
         (worker,) = command.processes(WORKER)

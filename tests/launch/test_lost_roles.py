@@ -64,7 +64,7 @@ def worked_since(run_dir: Path, role: str, moment: float) -> bool:
     return any(span.role == role and span.start > moment for span in read_spans(run_dir / "spans.jsonl"))
 
 
-def test_roles_that_die_with_the_nursery_are_replaced_without_it(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_roles_that_die_with_the_fork_server_are_replaced_without_it(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, "trainer.steps=20", "trainer.keep_versions=1") as command:
         wait_for_step(command, 2)
@@ -105,7 +105,7 @@ def test_a_process_that_hangs_is_replaced(laboratory: Laboratory, tmp_path: Path
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()
     name = "engine-0" if role == "engine" else "trainer"
-    assert f"{name} gave no sign of life for" in said(run_dir)
+    assert f"{name} sent no heartbeat for" in said(run_dir)
     assert assert_the_law(run_dir).steps == 40
 
 

@@ -26,12 +26,10 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight, restore
-from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.pool import EnginePool, InFlight, restore
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
@@ -103,7 +101,7 @@ class ToyFleet:
             self.published.clear()
             self.on_load(self.version)
 
-    async def look(self, patience: float | None) -> list[Span]:
+    async def poll(self, patience: float | None) -> list[Span]:
         return [Span(role="engine-0", name="generate", start=0.0, end=1.0)]
 
 
@@ -184,7 +182,7 @@ class Stage(SilentReporter):
         deadlines = DeadlinesConfig.model_validate(patience)
         keeper = Checkpointing(self.folder, checkpoints, training, link, controller, self.ledger, deadlines)
         answers = InFlight(self.fleet, self.ledger, restore(controller, standing, read_unfinished(self.folder.ledger)))
-        self.ledger.watch("standing", controller.standing)
+        self.ledger.watch("standing", controller.state)
         conductor = Conductor(
             controller=controller,
             workflow=SingleTurn(answers.generate, score, str, Sampling(max_tokens=4)),
@@ -194,7 +192,7 @@ class Stage(SilentReporter):
             recorder=recorder,
             checkpointing=keeper,
             evaluation=PeriodicEvaluation(self.evaluate, recorder, every),
-            poll=self.fleet.look,
+            poll=self.fleet.poll,
             progress=self.progress,
             steps=steps,
             deadlines=deadlines,

@@ -28,8 +28,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
@@ -112,12 +111,12 @@ def test_the_last_evaluation_is_dated_by_the_last_update(desk: Desk) -> None:
 def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(desk: Desk) -> None:
     desk.recorder.rl_begins()
     desk.counters.work = Work(generated=100)
-    desk.recorder.looked()
+    desk.recorder.polled()
     assert desk.recorder.totals().generated == 100
-    desk.recorder.examined(20)  # sampled after that look: not among the 100
+    desk.recorder.evaluation_sampled(20)  # sampled after that poll: not among the 100
     assert desk.recorder.totals().generated == 100
     desk.counters.work = Work(generated=130)
-    desk.recorder.looked()
+    desk.recorder.polled()
     assert desk.recorder.totals().generated == 110  # while it goes on, and if it is cut short
     desk.recorder.evaluated(evaluation(tokens=20), 1)
     assert desk.recorder.totals().generated == 110
@@ -138,10 +137,10 @@ def test_tokens_of_answers_that_were_stopped_at_the_end_are_wasted(desk: Desk) -
 def test_a_role_is_busy_between_nothing_and_all_of_the_time(desk: Desk) -> None:
     desk.recorder.rl_begins()
     desk.counters.work = Work(busy={"trainer": 100.0, "engine-0": 0.0})
-    desk.recorder.looked()
+    desk.recorder.polled()
     desk.counters.work = Work(busy={"trainer": 99.9, "engine-0": 0.0})
     desk.one_step()
-    desk.recorder.looked()
+    desk.recorder.polled()
     (step,), _ = read_metrics(desk.folder.metrics)
     assert step.busy == {"trainer": 1.0, "engine-0": 0.0}
 

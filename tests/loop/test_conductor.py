@@ -175,11 +175,11 @@ def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(stage: Stage, mon
     monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.02)
     stage.fleet.seconds = 20
 
-    async def look(patience: float | None) -> list[Span]:
+    async def poll(patience: float | None) -> list[Span]:
         await asyncio.sleep(600 if patience is None else patience)
         return []
 
-    monkeypatch.setattr(stage.fleet, "look", look)
+    monkeypatch.setattr(stage.fleet, "poll", poll)
     with pytest.raises(NothingMoves):
         stage.play(deadlines={"still": 0.2})
     assert len(stage.fleet.written_for) > 3, "the journal goes on"
@@ -208,11 +208,11 @@ def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkey
     stage.fleet.seconds = 20
     on_file: list[int] = []
 
-    async def look(patience: float | None) -> list[Span]:
+    async def poll(patience: float | None) -> list[Span]:
         on_file.append(inspect_run(stage.folder.path).trajectories.in_flight)
         return []
 
-    monkeypatch.setattr(stage.fleet, "look", look)
+    monkeypatch.setattr(stage.fleet, "poll", poll)
     stage.play(stop_after=0.2)
     assert on_file[-1] == 4 * 2
 

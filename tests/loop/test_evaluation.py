@@ -12,7 +12,7 @@ import pytest
 from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import Evaluation
 from stretto.store.series.samples import SampledCompletion
 
 PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]

@@ -86,7 +86,7 @@ def test_groups_are_spread_over_the_engines(folder: Path) -> None:
     async def work(fleet: EnginePool) -> list[int]:
         groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(8)))
         assert all([completion.token_ids for completion in group] == [(0,), (1,)] for group in groups)
-        await fleet.look()
+        await fleet.poll()
         return [round(fleet.counted(lambda health: health.generated)), *map(round, fleet.busy().values())]
 
     assert in_fleet(folder, work) == [16, 1, 1]
@@ -133,7 +133,7 @@ def test_an_engine_that_dies_is_replaced_with_the_newest_version(folder: Path) -
             await answers(fleet, request("0", DIE))
         (completion,) = await answers(fleet, request("0", answers=1))
         await fleet.reach(4)
-        await fleet.look()
+        await fleet.poll()
         assert fleet.busy() == {"engine-0": 1.0}
         return completion.versions[0]
 
@@ -163,7 +163,7 @@ def test_an_engine_that_comes_back_serves_what_was_published_while_it_started(fo
 async def joined(fleet: EnginePool, count: int) -> None:
     """Return when so many engines can be looked at."""
     while True:
-        await fleet.look()
+        await fleet.poll()
         if fleet.counted(lambda health: 1) == count:
             return
         await asyncio.sleep(0.01)
@@ -172,7 +172,7 @@ async def joined(fleet: EnginePool, count: int) -> None:
 def test_what_a_dead_engine_had_begun_is_wasted(folder: Path) -> None:
     async def work(fleet: EnginePool) -> list[float]:
         await answers(fleet, request("0"))
-        await fleet.look()
+        await fleet.poll()
         with pytest.raises(EngineLost):
             await answers(fleet, request("1", DIE))
         await joined(fleet, 2)  # the dead one, and the one in its place
@@ -183,10 +183,10 @@ def test_what_a_dead_engine_had_begun_is_wasted(folder: Path) -> None:
 
 def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder: Path) -> None:
     async def work(fleet: EnginePool) -> float:
-        await fleet.look()
+        await fleet.poll()
         (process,) = children()
         os.kill(process, signal.SIGSTOP)
-        assert await fleet.look(0.1) == []  # it would never reply
+        assert await fleet.poll(0.1) == []  # it would never reply
         return fleet.counted(lambda health: health.busy_seconds)
 
     assert in_fleet(folder, work, count=1) == 1.0
@@ -197,10 +197,10 @@ def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> 
         await answers(fleet, request("0"))
         (process,) = children()
         os.kill(process, signal.SIGSTOP)
-        await fleet.look(0.05)
+        await fleet.poll(0.05)
         before = fleet.counted(lambda health: health.generated)
         os.kill(process, signal.SIGCONT)
-        await fleet.look()  # the same question, and its answer
+        await fleet.poll()  # the same question, and its answer
         return [before, fleet.counted(lambda health: health.generated)]
 
     assert in_fleet(folder, work, count=1) == [0, 2]

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
-from stretto.loop.records.sampled import Sampled, line
+from stretto.loop.records.alarms import WatchedSamples, line
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.samples import SampledCompletion, rewind_samples
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_a_right_and_a_wrong_completion_are_shown_beside_each_other_and_kept(folder: RunFolder) -> None:
     said: list[str] = []
-    sampled = Sampled(folder, said.append, seconds=3600)
+    sampled = WatchedSamples(folder, said.append, seconds=3600)
     for _ in range(3):  # of which one is due
         sampled.judged(PROMPT, [trajectory(WRONG), trajectory(WRONG), trajectory(RIGHT, "3+8=11", (7,))])
     assert said == [
@@ -50,7 +50,7 @@ def test_a_right_and_a_wrong_completion_are_shown_beside_each_other_and_kept(fol
         ("3+8=12", (6, 7), 0.0),
         ("3+8=11", (7,), 1.0),
     ]
-    silent = Sampled(folder, said.append, seconds=0)
+    silent = WatchedSamples(folder, said.append, seconds=0)
     silent.judged(PROMPT, [trajectory(RIGHT)])
     assert len(said) == 2
 
@@ -64,7 +64,7 @@ def test_a_long_completion_is_shown_with_both_ends() -> None:
 
 def test_that_no_completion_has_been_right_is_said_at_twice_as_many_groups_each_time(folder: RunFolder) -> None:
     said: list[str] = []
-    sampled = Sampled(folder, said.append, seconds=0)
+    sampled = WatchedSamples(folder, said.append, seconds=0)
     for _ in range(100):
         sampled.judged(PROMPT, [trajectory(WRONG)] * 8)
     first, second = said  # at 32 and 64 groups
@@ -78,7 +78,7 @@ def test_that_no_completion_has_been_right_is_said_at_twice_as_many_groups_each_
 
 def test_each_kind_of_undecided_verdict_is_said_once_with_its_reason(folder: RunFolder) -> None:
     said: list[str] = []
-    sampled = Sampled(folder, said.append, seconds=0)
+    sampled = WatchedSamples(folder, said.append, seconds=0)
     raised = "the reward raised ValueError in judge.py:14"
     for number in range(3):
         verdicts = [undecided(f"{raised}: no {number}"), undecided("timeout after 1 s"), RIGHT]
@@ -91,7 +91,7 @@ def test_each_kind_of_undecided_verdict_is_said_once_with_its_reason(folder: Run
 
 def test_a_run_that_goes_on_forgets_the_evaluations_that_it_makes_again(folder: RunFolder) -> None:
     samples = [SampledCompletion.of(PROMPT, trajectory(RIGHT, versions=(v,)).versions, "11", RIGHT) for v in (0, 4, 8)]
-    Sampled(folder, print, seconds=0).held_out(samples)
+    WatchedSamples(folder, print, seconds=0).held_out(samples)
     rewind_samples(folder.held_out, 4)
     kept = [msgspec.json.decode(row, type=SampledCompletion) for row in folder.held_out.read_bytes().splitlines()]
     assert kept == samples[:2]

@@ -6,7 +6,7 @@ rewards and short bursts are no reason to speak.
 
 from __future__ import annotations
 
-from stretto.loop.records.slow_reward import SlowReward
+from stretto.loop.records.alarms import SlowReward
 
 
 def watched(judging: float, generating: float, seconds: int = 30, since: float = 100.0) -> tuple[SlowReward, list[str]]:
@@ -14,7 +14,7 @@ def watched(judging: float, generating: float, seconds: int = 30, since: float =
     slow, told = SlowReward("slow_tests:judge", workers=2), []
     for at in range(seconds + 1):
         work = {"rewards": at * judging, "engine-0": 0.1 * at, "engine-1": at * generating, "trainer": 1.0 * at}
-        told.append(slow.look(since + at, work))
+        told.append(slow.poll(since + at, work))
     return slow, [sentence for sentence in told if sentence]
 
 
@@ -41,8 +41,8 @@ def test_a_reward_that_keeps_up_is_not_named() -> None:
 def test_work_that_is_told_late_counts_where_it_was_done() -> None:
     slow = SlowReward("judge", workers=1)
     for at in range(40):  # one answer takes eight seconds, and its worker tells so at its end
-        slow.look(float(at), {"rewards": 8.0 * (at // 8), "engine-0": 0.3 * at})
+        slow.poll(float(at), {"rewards": 8.0 * (at // 8), "engine-0": 0.3 * at})
     assert slow.found in ("", "judge")
     for at in range(40, 60):  # it has caught up
-        slow.look(float(at), {"rewards": 40.0, "engine-0": 0.3 * 40 + 0.9 * (at - 40)})
+        slow.poll(float(at), {"rewards": 40.0, "engine-0": 0.3 * 40 + 0.9 * (at - 40)})
     assert slow.found == ""

@@ -88,7 +88,7 @@ def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_pat
         return await link.train(BATCH)
 
     assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
-    assert "gave no sign of life for 2 s and was killed" in said[1]
+    assert "sent no heartbeat for 2 s and was killed" in said[1]
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:

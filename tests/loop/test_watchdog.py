@@ -12,12 +12,12 @@ from stretto.core.errors import NothingMoves
 from stretto.loop.watchdog import Watchdog
 
 
-def test_stillness_grows_from_look_to_look_and_ends_with_a_movement() -> None:
+def test_a_stall_grows_from_poll_to_poll_and_ends_with_a_movement() -> None:
     async def main() -> list[float]:
-        stillness, seen = StallTimer(1.0), []
+        stall, seen = StallTimer(1.0), []
         for moved in (False, False, True, False):
             await asyncio.sleep(0.05)
-            seen.append(stillness.look(moved))
+            seen.append(stall.poll(moved))
         return seen
 
     first, second, third, fourth = asyncio.run(main())
@@ -27,9 +27,9 @@ def test_stillness_grows_from_look_to_look_and_ends_with_a_movement() -> None:
 
 def test_a_pause_of_the_one_who_looks_counts_once_at_most() -> None:
     async def main() -> float:
-        stillness = StallTimer(0.1)
+        stall = StallTimer(0.1)
         time.sleep(0.5)  # SIGSTOP, a machine that was suspended
-        return stillness.look(moved=False)
+        return stall.poll(moved=False)
 
     assert asyncio.run(main()) == 0.1
 
@@ -40,7 +40,7 @@ def test_whoever_waits_is_named_when_nothing_moves() -> None:
         with waiting("trainer", "a batch", 60):
             for _ in range(10):
                 await asyncio.sleep(0.02)
-                watchdog.look()
+                watchdog.check()
 
     with pytest.raises(
         NothingMoves, match=r"nothing has moved for 0\.05 s: trainer has waited 0 s of 60 s for a batch"

@@ -1,6 +1,6 @@
-"""Roles are forked off by a process that has imported what they need, and are as if they had been started afresh: with
-their own log, session, descriptors, environment and command line; they end with the command, and so does the nursery.
-Whatever happens to the nursery, the next role can be started, and no end of a role goes unnoticed."""
+"""A role that is forked from the fork server is like one with an interpreter of its own: log, session, descriptors,
+environment and command line. Roles and fork server end with the command. Whatever happens to the fork server, the next
+role can be started, and the end of every role is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from stretto.core.errors import RoleDied
 from stretto.processes import fork_server as module
-from stretto.processes.fork_server import ForkServer, nursery
+from stretto.processes.fork_server import ForkServer, fork_server
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawn
 from tests.launch.running import children
@@ -28,23 +28,23 @@ ROLE = "tests.processes.stubborn_role"
 T = TypeVar("T")
 
 
-def nursed(work: Callable[[ForkServer], Awaitable[T]]) -> T:
-    """Do it with a nursery; nothing is left."""
+def served(work: Callable[[ForkServer], Awaitable[T]]) -> T:
+    """Do it with a fork server; nothing is left."""
     before = children()
-    opened = ForkServer([ROLE])
+    server = ForkServer([ROLE])
 
     async def main() -> T:
         async with asyncio.timeout(30):
-            return await work(opened)
+            return await work(server)
 
     try:
         return asyncio.run(main())
     finally:
-        opened.close()
+        server.close()
         assert children() == before
 
 
-def birth(folder: Path, spec: StubbornSpec, **further: object) -> Spawn:
+def spawn(folder: Path, spec: StubbornSpec, **further: object) -> Spawn:
     text = msgspec.json.encode(spec).decode()
     return msgspec.structs.replace(Spawn(module=ROLE, spec=text, log=str(folder / "log.txt")), **further)
 
@@ -58,52 +58,52 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_role_is_a_child_of_the_nursery_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> int:
-        role = await opened.start(birth(tmp_path, StubbornSpec(seconds=0.3, code=7)))
+def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:
+    async def work(server: ForkServer) -> int:
+        role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.3, code=7)))
         await up(tmp_path)
-        assert parent_of(role.pid) == opened.pid
+        assert parent_of(role.pid) == server.pid
         assert os.getsid(role.pid) == role.pid
         assert role.returncode is None
         return await role.wait()
 
-    assert nursed(work) == 7
+    assert served(work) == 7
     assert (tmp_path / "log.txt").read_text() == "up\n"
 
 
 def test_a_role_is_known_by_its_command_line(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> str:
-        role = await opened.start(birth(tmp_path, StubbornSpec()))
+    async def work(server: ForkServer) -> str:
+        role = await server.start(spawn(tmp_path, StubbornSpec()))
         return Path(f"/proc/{role.pid}/cmdline").read_text()
 
-    words = nursed(work).rstrip("\0").split("\0")
+    words = served(work).rstrip("\0").split("\0")
     assert words[1:] == ["-m", ROLE, msgspec.json.encode(StubbornSpec()).decode()]
 
 
 def test_a_role_has_its_environment_and_the_descriptors_that_it_inherits_under_their_numbers(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> tuple[dict[str, str], bytes]:
+    async def work(server: ForkServer) -> tuple[dict[str, str], bytes]:
         readable, writable = os.pipe()
-        further = {"environment": {"STRETTO_PULSE": str(writable)}, "inherited": (writable,), "threads": 3}
-        role = await opened.start(birth(tmp_path, StubbornSpec(beats=True), **further))
+        further = {"environment": {"STRETTO_HEARTBEAT": str(writable)}, "inherited": (writable,), "threads": 3}
+        role = await server.start(spawn(tmp_path, StubbornSpec(beats=True), **further))
         os.close(writable)
         await up(tmp_path)
         assert sorted(map(int, os.listdir(f"/proc/{role.pid}/fd"))) == [0, 1, 2, writable]
         beaten = await asyncio.to_thread(os.read, readable, 1)
         os.close(readable)
-        lines = Path(f"/proc/{opened.pid}/environ").read_bytes().decode().split("\0")
+        lines = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
         return dict(line.split("=", 1) for line in lines if line), beaten
 
-    inherited, beaten = nursed(work)
+    inherited, beaten = served(work)
     assert beaten == b"."
     assert inherited["OMP_NUM_THREADS"] == "1"
     assert inherited["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_inherited_descriptors_may_have_any_numbers(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> list[int]:
+    async def work(server: ForkServer) -> list[int]:
         writable = os.open(os.devnull, os.O_WRONLY)
         numbers = tuple(fcntl.fcntl(writable, fcntl.F_DUPFD_CLOEXEC, least) for least in range(126, 132))
-        role = await opened.start(birth(tmp_path, StubbornSpec(), inherited=numbers))
+        role = await server.start(spawn(tmp_path, StubbornSpec(), inherited=numbers))
         for number in (writable, *numbers):
             os.close(number)
         await up(tmp_path)
@@ -111,94 +111,94 @@ def test_inherited_descriptors_may_have_any_numbers(tmp_path: Path) -> None:
         assert all(os.readlink(f"/proc/{role.pid}/fd/{number}") == os.devnull for number in numbers)
         return list(numbers)
 
-    assert nursed(work) == list(range(126, 132))
+    assert served(work) == list(range(126, 132))
 
 
 def test_a_signal_that_ends_a_role_is_its_exit_code(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> tuple[int, int]:
-        one, other = [await opened.start(birth(tmp_path, StubbornSpec())) for _ in range(2)]
+    async def work(server: ForkServer) -> tuple[int, int]:
+        one, other = [await server.start(spawn(tmp_path, StubbornSpec())) for _ in range(2)]
         one.terminate()
         os.kill(other.pid, signal.SIGKILL)
         return await one.wait(), await other.wait()
 
-    assert nursed(work) == (-signal.SIGTERM, -signal.SIGKILL)
+    assert served(work) == (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def test_a_role_whose_log_cannot_be_written_is_not_started(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> None:
-        role = RoleProcess("stubborn", ROLE, tmp_path / "nowhere" / "log.txt", starter=opened)
+    async def work(server: ForkServer) -> None:
+        role = RoleProcess("stubborn", ROLE, tmp_path / "nowhere" / "log.txt", spawner=server)
         with pytest.raises(RoleDied, match=r"stubborn cannot be started: .*nowhere/log.txt: No such file"):
             await role.start(StubbornSpec(), 1)
-        assert await (await opened.start(birth(tmp_path, StubbornSpec(seconds=0.0)))).wait() == 0
+        assert await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait() == 0
 
-    nursed(work)
+    served(work)
 
 
 def test_a_role_that_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> None:
-        os.kill(opened.pid, signal.SIGSTOP)
-        starting = asyncio.create_task(opened.start(birth(tmp_path, StubbornSpec())))
+    async def work(server: ForkServer) -> None:
+        os.kill(server.pid, signal.SIGSTOP)
+        starting = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
         await asyncio.sleep(0.05)
         starting.cancel()
-        os.kill(opened.pid, signal.SIGCONT)
-        await (await opened.start(birth(tmp_path, StubbornSpec(seconds=0.0)))).wait()
-        while of_nursery(opened):
+        os.kill(server.pid, signal.SIGCONT)
+        await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
+        while children_of(server):
             await asyncio.sleep(0.01)
 
-    nursed(work)
+    served(work)
 
 
-def of_nursery(opened: ForkServer) -> list[str]:
-    return Path(f"/proc/{opened.pid}/task/{opened.pid}/children").read_text().split()
+def children_of(server: ForkServer) -> list[str]:
+    return Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
 
 
-def test_roles_end_with_a_nursery_that_is_killed_and_the_next_one_starts_afresh(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> None:
-        role = await opened.start(birth(tmp_path, StubbornSpec()))
+def test_roles_end_with_a_fork_server_that_is_killed_and_the_next_one_starts_afresh(tmp_path: Path) -> None:
+    async def work(server: ForkServer) -> None:
+        role = await server.start(spawn(tmp_path, StubbornSpec()))
         await up(tmp_path)
-        os.kill(opened.pid, signal.SIGKILL)
+        os.kill(server.pid, signal.SIGKILL)
         assert await role.wait() == -signal.SIGKILL
         while Path(f"/proc/{role.pid}").exists():  # the kernel's doing, a moment later
             await asyncio.sleep(0.01)
-        afresh = await opened.start(birth(tmp_path, StubbornSpec(seconds=0.0, code=3)))
+        afresh = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=3)))
         assert await afresh.wait() == 3
 
-    nursed(work)
+    served(work)
 
 
-def test_the_end_of_a_role_is_noticed_under_a_nursery_that_hangs_and_the_others_go_on(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> float:
-        role, other = [await opened.start(birth(tmp_path, StubbornSpec())) for _ in range(2)]
-        os.kill(opened.pid, signal.SIGSTOP)
+def test_the_end_of_a_role_is_noticed_under_a_fork_server_that_hangs_and_the_others_go_on(tmp_path: Path) -> None:
+    async def work(server: ForkServer) -> float:
+        role, other = [await server.start(spawn(tmp_path, StubbornSpec())) for _ in range(2)]
+        os.kill(server.pid, signal.SIGSTOP)
         os.kill(role.pid, signal.SIGTERM)
         start = time.monotonic()
         assert await role.wait() == -signal.SIGKILL
         assert other.returncode is None
-        os.kill(opened.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
         other.terminate()
         assert await other.wait() == -signal.SIGTERM
         return time.monotonic() - start
 
-    assert nursed(work) > 1.5
+    assert served(work) > 1.5
 
 
-@pytest.mark.parametrize("limit", ["_READY_SECONDS", "_STILL_SECONDS"])
-def test_a_nursery_that_does_not_answer_is_given_up(
+@pytest.mark.parametrize("limit", ["_START_SECONDS", "_STALL_SECONDS"])
+def test_a_fork_server_that_does_not_answer_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(module, limit, 0.2)
 
-    async def work(opened: ForkServer) -> None:
-        os.kill(opened.pid, signal.SIGSTOP)
-        role = await opened.start(birth(tmp_path, StubbornSpec(seconds=0.0, code=5)))
+    async def work(server: ForkServer) -> None:
+        os.kill(server.pid, signal.SIGSTOP)
+        role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=5)))
         assert await role.wait() == 5
 
-    nursed(work)
+    served(work)
 
 
-def test_a_role_under_a_nursery_is_supervised_like_any_other(tmp_path: Path) -> None:
-    async def work(opened: ForkServer) -> str:
-        role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", hung=1.5, starter=opened)
+def test_a_role_under_a_fork_server_is_supervised_like_any_other(tmp_path: Path) -> None:
+    async def work(server: ForkServer) -> str:
+        role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", hung=1.5, spawner=server)
         await role.start(StubbornSpec(beats=True, ignores=True), 1)
         await up(tmp_path)
         await role.stop(0.1)
@@ -208,18 +208,18 @@ def test_a_role_under_a_nursery_is_supervised_like_any_other(tmp_path: Path) -> 
         os.kill(role.pid, signal.SIGSTOP)
         return await role.ended()
 
-    assert nursed(work) == "gave no sign of life for 2 s and was killed"
+    assert served(work) == "sent no heartbeat for 2 s and was killed"
 
 
-def test_where_there_is_no_room_for_a_nursery_roles_are_started_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_room_for_a_fork_server_roles_are_started_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     before = len(os.listdir("/proc/self/fd"))
-    with nursery() as starter:
-        assert starter is FRESH
+    with fork_server() as spawner:
+        assert spawner is FRESH
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_beside_an_accelerator_roles_are_started_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ACCELERATORS", (tmp_path,))
-    with nursery() as starter:
-        assert starter is FRESH
+    with fork_server() as spawner:
+        assert spawner is FRESH

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from stretto.processes.restarts import RestartBudget
+from stretto.processes.role import RestartBudget
 
 
 def test_one_more_than_allowed_within_the_window_is_too_many() -> None:
-    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 1.0, 59.9]).__next__)
-    assert [deaths.one_more() for _ in range(3)] == [False, False, True]
-    assert len(deaths) == 3
+    restarts = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 1.0, 59.9]).__next__)
+    assert [restarts.exceeded_by_one_more() for _ in range(3)] == [False, False, True]
+    assert len(restarts) == 3
 
 
 def test_a_death_that_is_as_long_ago_as_the_window_counts_no_more() -> None:
-    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 1.0, 60.0, 60.5]).__next__)
+    restarts = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 1.0, 60.0, 60.5]).__next__)
     found = []
     for _ in range(4):
-        found.append(deaths.one_more())
-        deaths.progressed()
+        found.append(restarts.exceeded_by_one_more())
+        restarts.progressed()
     assert found == [False, False, False, True]
 
 
 def test_deaths_without_progress_between_them_count_however_far_apart() -> None:
-    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 100.0, 200.0, 300.0]).__next__)
-    assert [deaths.one_more(), deaths.one_more()] == [False, False]
-    deaths.progressed()
-    assert [deaths.one_more(), len(deaths)] == [False, 1]
+    restarts = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 100.0, 200.0, 300.0]).__next__)
+    assert [restarts.exceeded_by_one_more(), restarts.exceeded_by_one_more()] == [False, False]
+    restarts.progressed()
+    assert [restarts.exceeded_by_one_more(), len(restarts)] == [False, 1]
 
 
 def test_one_that_dies_of_the_same_work_every_time_is_given_up() -> None:
-    deaths = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 100.0, 200.0]).__next__)
-    assert [deaths.one_more() for _ in range(3)] == [False, False, True]
+    restarts = RestartBudget(allowed=2, window=60.0, clock=iter([0.0, 100.0, 200.0]).__next__)
+    assert [restarts.exceeded_by_one_more() for _ in range(3)] == [False, False, True]
 
 
 def test_no_death_may_be_allowed() -> None:
-    assert RestartBudget(allowed=0, window=60.0).one_more()
+    assert RestartBudget(allowed=0, window=60.0).exceeded_by_one_more()

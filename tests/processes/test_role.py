@@ -93,7 +93,7 @@ def test_a_role_that_hangs_is_killed_whether_or_not_anybody_waits_for_its_end(tm
             await asyncio.sleep(0.05)
         return await role.last_words()
 
-    assert played(tmp_path, StubbornSpec(beats=True), hang, hung=1.5) == "gave no sign of life for 2 s and was killed"
+    assert played(tmp_path, StubbornSpec(beats=True), hang, hung=1.5) == "sent no heartbeat for 2 s and was killed"
 
 
 def test_a_role_that_is_stopped_before_its_first_sign_of_life_is_killed(
@@ -107,7 +107,7 @@ def test_a_role_that_is_stopped_before_its_first_sign_of_life_is_killed(
         os.kill(role.pid, signal.SIGSTOP)
         return await role.ended()
 
-    assert asyncio.run(main()).startswith("gave no sign of life for ")
+    assert asyncio.run(main()).startswith("sent no heartbeat for ")
 
 
 def test_a_pause_of_the_conductor_is_not_held_against_a_role(tmp_path: Path) -> None:

@@ -219,15 +219,15 @@ def test_a_controller_that_is_restored_stands_where_the_other_stood() -> None:
     (again,) = admit_all(control)
     assert (again.draw.prompt, again.draw.failures) == (tickets[1].draw.prompt, 1)
 
-    standing = control.standing()
-    restored, _ = controller(position=standing.position)
+    state = control.state()
+    restored, _ = controller(position=state.position)
     restored.restore(buffered.id, 0, buffered.trajectories)
     for ticket in control.tickets:
-        restored.restore(ticket.group_id, 0, (), standing.failures.get(ticket.group_id, 0))
+        restored.restore(ticket.group_id, 0, (), state.failures.get(ticket.group_id, 0))
     assert [ticket.seeds for ticket in restored.tickets] == [ticket.seeds for ticket in control.tickets]
     assert [ticket.draw for ticket in restored.tickets] == [ticket.draw for ticket in control.tickets]
     assert (restored.counted, restored.buffered, restored.admit()) == (control.counted, 1, None)
-    assert restored.standing() == standing
+    assert restored.state() == state
 
 
 def test_answers_that_come_twice_or_too_late_are_refused_and_counted() -> None:

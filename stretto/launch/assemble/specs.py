@@ -1,4 +1,4 @@
-"""What the roles of a run are started with, and where they meet."""
+"""The specs of a run's roles, and their endpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _LONGEST_SOCKET_FOLDER = 70
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where roles meet: a name and a folder for published weights, a folder for sockets, and the file that says which
-    kernels all of them use."""
+    """What roles share: the mailbox of published weights, a folder for sockets, and the file of the kernels in use."""
 
     mailbox: str
     mailbox_folder: Path
@@ -26,7 +25,7 @@ class Endpoints:
 
 
 def socket_folder() -> Path:
-    """A folder of its own whose path is short: a socket's has 107 bytes at most."""
+    """A new folder with a short path: that of a socket has 107 bytes at most."""
     root = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
@@ -37,37 +36,37 @@ def in_rounds(recipe: Recipe) -> bool:
     return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0)
 
 
-def engine_specs(plan: Plan, model: Path, meeting: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """The engines of a run; `published` False: nothing ever is, the folder is served as it is."""
-    return [_engine_spec(plan, model, meeting, number, published) for number in range(plan.recipe.engine.count)]
+def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
+    """The engines of a run; `published` False: they serve the folder as it is."""
+    return [_engine_spec(plan, model, endpoints, number, published) for number in range(plan.recipe.engine.count)]
 
 
-def _engine_spec(plan: Plan, model: Path, meeting: Endpoints, number: int, published: bool) -> EngineSpec:
+def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
     config = plan.recipe.engine
     unix = config.transport == "unix"
     return EngineSpec(
         name=f"engine-{number}",
-        address=f"unix:{meeting.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
+        address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
         model=str(model),
-        mailbox=meeting.mailbox,
-        mailbox_folder=str(meeting.mailbox_folder),
+        mailbox=endpoints.mailbox,
+        mailbox_folder=str(endpoints.mailbox_folder),
         config=config.model_dump_json(),
         threads=config.threads,
         publication_seconds=plan.recipe.deadlines.start if published else 0.0,
-        kernels=str(meeting.kernels) if meeting.kernels is not None else None,
+        kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
     )
 
 
-def trainer_spec(plan: Plan, model: Path, meeting: Endpoints) -> TrainerSpec:
+def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
     """The trainer of a run."""
     recipe = plan.recipe
     return TrainerSpec(
         model=str(model),
-        mailbox=meeting.mailbox,
-        mailbox_folder=str(meeting.mailbox_folder),
+        mailbox=endpoints.mailbox,
+        mailbox_folder=str(endpoints.mailbox_folder),
         trainer=recipe.trainer.model_dump_json(),
         algorithm=recipe.algorithm.model_dump_json(),
         sampling=plan.sampling,
         threads=recipe.trainer.threads,
-        kernels=str(meeting.kernels) if meeting.kernels is not None else None,
+        kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
     )

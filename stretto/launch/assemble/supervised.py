@@ -36,7 +36,7 @@ async def train_in_process(
     seconds: float,
     hung: float,
     on_learning: OnLearning,
-    starter: Spawner = FRESH,
+    spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Train the policy in `model` on examples; `folder` exists once the policy in it is whole. A process that is
@@ -47,7 +47,7 @@ async def train_in_process(
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
-    process = RoleProcess(role, "stretto.trainer.roles.supervised", log, hung, starter)
+    process = RoleProcess(role, "stretto.trainer.roles.supervised", log, hung, spawner)
     spec = SupervisedSpec(
         model=str(model),
         examples=str(shown),

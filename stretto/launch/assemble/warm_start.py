@@ -24,7 +24,7 @@ async def warm_start(
     plan: Plan,
     log: Path,
     on_learning: OnLearning,
-    starter: Spawner = FRESH,
+    spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """The folder of version 0 of the policy: the base itself if the recipe has no warm start.
@@ -41,7 +41,7 @@ async def warm_start(
         check_cache()
         steps, count = plan.recipe.warm_start.steps, len(plan.demonstrations)
         say(f"phase 1 of 3: warm start, {steps:,} supervised steps on {count:,} demonstrations; cached in {folder}")
-        await fine_tune_to(plan, folder, log, on_learning, starter, say)
+        await fine_tune_to(plan, folder, log, on_learning, spawner, say)
     return folder
 
 
@@ -62,7 +62,7 @@ async def fine_tune_to(
     folder: Path,
     log: Path,
     on_learning: OnLearning,
-    starter: Spawner,
+    spawner: Spawner,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Train the plan's base on its demonstrations; `folder` exists once the policy in it is whole."""
@@ -79,13 +79,13 @@ async def fine_tune_to(
         seconds=recipe.deadlines.warm_start,
         hung=recipe.deadlines.hung,
         on_learning=on_learning,
-        starter=starter,
+        spawner=spawner,
         say=say,
     )
 
 
 def sft(
-    recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, starter: Spawner = FRESH
+    recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, spawner: Spawner = FRESH
 ) -> None:
     """`stretto sft`: the recipe's warm start alone, written to `out`.
 
@@ -99,7 +99,7 @@ def sft(
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     refuse_old(out)
     plan = make_plan(recipe)
-    train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, starter))
+    train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, spawner))
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:

@@ -24,7 +24,7 @@ def dpo(
     out: Path,
     on_learning: OnLearning,
     on_warning: Callable[[str], None] = lambda _: None,
-    starter: Spawner = FRESH,
+    spawner: Spawner = FRESH,
 ) -> None:
     """Train the recipe's model on its pairs by DPO; the policy is written to `out` as a Hugging Face folder.
 
@@ -55,7 +55,7 @@ def dpo(
             seconds=recipe.preferences.deadline,
             hung=recipe.preferences.hung,
             on_learning=on_learning,
-            starter=starter,
+            spawner=spawner,
         ),
     )
 

@@ -16,7 +16,7 @@ from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import Evaluation
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.service.pool import RewardPool
@@ -26,7 +26,7 @@ def evaluate(
     model: Path,
     task: Path,
     overrides: Sequence[str],
-    starter: Spawner = FRESH,
+    spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """Evaluate the model on the held-out prompts of `task`: a recipe, or a JSONL file with all its rows.
@@ -44,7 +44,7 @@ def evaluate(
     )
     for note in plan.notes:
         say(f"warning: {note}")
-    return until_cut_short(_evaluate(plan, starter))
+    return until_cut_short(_evaluate(plan, spawner))
 
 
 def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
@@ -61,11 +61,11 @@ def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
     return validate(tree, str(task))
 
 
-async def _evaluate(plan: Plan, starter: Spawner) -> Evaluation:
+async def _evaluate(plan: Plan, spawner: Spawner) -> Evaluation:
     recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
     specs = engine_specs(plan, plan.base.path, endpoints, published=False)
-    engines = EnginePool(specs, folder, recipe.deadlines, starter=starter)
+    engines = EnginePool(specs, folder, recipe.deadlines, spawner=spawner)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     failed = True
     try:

@@ -80,7 +80,7 @@ def replay(
     overrides: Sequence[str],
     out: Path | None,
     say: Callable[[str], None] = print,
-    starter: Spawner = FRESH,
+    spawner: Spawner = FRESH,
 ) -> Replayed:
     """Train again on the run's batches after `first_step`.
 
@@ -107,7 +107,7 @@ def replay(
     target = _branch_folder(folder, out)
     branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
     try:
-        updates = asyncio.run(_train(folder, target, before, after, branch, say, starter))
+        updates = asyncio.run(_train(folder, target, before, after, branch, say, spawner))
         _record(folder, target, after, branch, updates)
     except RoleError:
         if logs := _all_but_logs_removed(target):
@@ -137,17 +137,17 @@ async def _train(
     after: Recipe,
     branch: Branch,
     say: Callable[[str], None],
-    starter: Spawner,
+    spawner: Spawner,
 ) -> list[Update]:
     recovery, log = Recovery(folder, before.store.keep_checkpoints), target / "trainer.txt"
     checkpoint: Path | None = None
     if branch.first_step:
         checkpoint = target / "start"
-        async with _trainer(folder, before, log, None, starter, recovery, branch.first_step) as trainer:
+        async with _trainer(folder, before, log, None, spawner, recovery, branch.first_step) as trainer:
             await _saved(trainer, checkpoint)
         say(f"restored the state after step {branch.first_step}")
     updates: list[Update] = []
-    async with _trainer(folder, after, log, checkpoint, starter) as trainer:
+    async with _trainer(folder, after, log, checkpoint, spawner) as trainer:
         for batch in read_batches(folder.ledger, branch.first_step, branch.last_step):
             updates.append(await trainer.train(batch, publish=False))
             say(f"step {batch.step}: loss {updates[-1].metrics.get('loss', float('nan')):.6g}")
@@ -172,12 +172,12 @@ async def _trainer(
     recipe: Recipe,
     log: Path,
     checkpoint: Path | None,
-    starter: Spawner,
+    spawner: Spawner,
     recovery: Recovery | None = None,
     version: int = 0,
 ) -> AsyncIterator[TrainerLink]:
     """A trainer in a process of its own, as in a run, that publishes nothing."""
-    link = TrainerLink(log, recipe.deadlines, recovery, starter=starter)
+    link = TrainerLink(log, recipe.deadlines, recovery, spawner=spawner)
     model = folder.policy(0)
     spec = TrainerSpec(
         model=str(model),

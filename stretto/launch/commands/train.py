@@ -57,7 +57,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
         prepared.folder.release()
         plan = prepared.plan
-        for sentence in prepared.beginning.told():
+        for sentence in prepared.beginning.sentences():
             print(f"resume      {sentence}")
     else:
         plan = _fitting(make_plan(load_recipe(recipe_path, overrides)))
@@ -145,7 +145,7 @@ class Prepared:
     def steps(self) -> int:
         return self.plan.recipe.trainer.steps
 
-    def train(self, reporter: Reporter, starter: Spawner = FRESH) -> int:
+    def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
         """Train; the exit code: 0, or 128 + the signal that stopped the run.
 
         Raises:
@@ -157,7 +157,7 @@ class Prepared:
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
             try:
-                code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, starter))
+                code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
             except SystemExit as end:
                 code = int(end.code or 0)  # the last checkpoint stands
             except (StrettoError, OSError) as error:

@@ -1,14 +1,15 @@
-"""An engine's process as the conductor sees it: what it serves, what it answers, what it has done so far."""
+"""One engine of the pool: its process, which is replaced when it dies, its version, its requests, its counters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 import msgspec
 
@@ -16,45 +17,67 @@ from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine, EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Partials
-from stretto.core.tasks import cancel_and_wait
+from stretto.core.records import Partials
+from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.processes.restarts import RestartBudget
-from stretto.processes.role import RoleProcess
+from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.spawn import Spawner
 
 RETRY_SECONDS = 0.05
-_GLANCE_SECONDS = 0.005
-_GLIMPSE_SECONDS = 1.0
+_POLL_SECONDS = 0.005
+_GIVE_UP_SECONDS = 1.0
 
 
 @dataclass
 class EngineHandle:
-    """One engine, and the ones that it has replaced; `version` is what it serves (None: nothing at the moment)."""
+    """One engine, and those that it replaced.
+
+    Attributes:
+        version: what it serves; None while it serves nothing.
+        published: the newest version in the mailbox, which it loads as soon as it can.
+        up: it gets requests.
+        suspected: a request broke off; it gets no more until it replies, or is replaced.
+        open: the requests that it has.
+        changed: called when `up` or `version` has changed.
+    """
 
     spec: EngineSpec
     process: RoleProcess
     client: Engine
-    deaths: RestartBudget
+    deadlines: DeadlinesConfig
+    restarts: RestartBudget
+    changed: Callable[[EngineHandle], None]
+    load_interval: float = 0.0
     version: int | None = None
-    loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
-    buried: int = 0
-    starting: bool = False
-    publication: asyncio.Event = field(default_factory=asyncio.Event)
+    published: int = -1
+    up: bool = False
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
-    open: set[str] = field(default_factory=set)  # requests that it answers
-    _given_up: set[str] = field(default_factory=set)  # those of them that it was told to give up
+    open: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
+    _starting: bool = False
+    _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
+    _publication: asyncio.Event = field(default_factory=asyncio.Event)
+    _deaths: int = 0
     _health: EngineHealth | None = None
-    _past: list[EngineHealth] = field(default_factory=list)  # last words of its predecessors
+    _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
     _spans: list[Span] = field(default_factory=list)
-    _look: asyncio.Task[None] | None = None
+    _poll: asyncio.Task[None] | None = None
 
     @classmethod
-    def to(cls, spec: EngineSpec, logs: Path, deadlines: DeadlinesConfig, role: str, starter: Spawner) -> Self:
-        """An engine that is not started yet; `role` is the module that plays it."""
-        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, starter)
+    def to(
+        cls,
+        spec: EngineSpec,
+        logs: Path,
+        deadlines: DeadlinesConfig,
+        role: str,
+        spawner: Spawner,
+        changed: Callable[[EngineHandle], None],
+        load_interval: float,
+    ) -> Self:
+        """An engine that is not started yet; `role` is the module of its process."""
+        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
         client = HttpEngine(
             spec.name,
             spec.address,
@@ -62,34 +85,151 @@ class EngineHandle:
             load_seconds=deadlines.load,
             health_seconds=deadlines.answer,  # an engine replies between two steps, and a step may be long
         )
-        return cls(spec, process, client, RestartBudget(deadlines.engine_restarts, deadlines.restart_window))
+        restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        return cls(spec, process, client, deadlines, restarts, changed, load_interval)
 
     @property
     def name(self) -> str:
         return self.spec.name
 
-    # ── versions ─────────────────────────────────────────────────────────────────────────────────
+    # ── its process ──────────────────────────────────────────────────────────────────────────────
 
-    async def start(self, published: Callable[[], int], seconds: float) -> None:
-        """Start its process; when this returns, it serves the newest version that is published.
+    async def start(self) -> None:
+        """Start its process; when this returns, it serves the newest published version.
 
         Raises:
             RoleDied: it ended instead.
-            DeadlineExceeded: that took longer than `seconds`.
+            DeadlineExceeded: that took longer than `deadlines.start`.
         """
-        self.starting = True
+        self._starting = True
         await self.process.start(self.spec, self.spec.threads)
-        async with deadline("conductor", f"{self.name} to be ready", seconds):
-            self.version = await self._newest(published)
-        self.starting = False
+        async with deadline("conductor", f"{self.name} to be ready", self.deadlines.start):
+            self.version = await self._newest()
+        self._starting = False
+        self._join()
 
-    async def _newest(self, published: Callable[[], int]) -> int:
-        """The version of an engine that has started, once it serves everything that was published meanwhile: groups
-        are admitted at the live version, so nothing older may answer them."""
+    def _join(self) -> None:
+        self.up = True
+        self.changed(self)
+        self._publication.set()  # a version may have been published meanwhile
+
+    def leave(self) -> None:
+        """It gets no more requests."""
+        self.up = False
+        self.changed(self)
+
+    async def supervise(self, say: Callable[[str], None]) -> NoReturn:
+        """Replace it when it dies; `say` gets a sentence each time.
+
+        Raises:
+            RoleDied: more often than `deadlines.engine_restarts`.
+        """
+        await gather_or_cancel(self._replace_when_it_ends(say), self._reinstate())
+        raise AssertionError("a watcher never ends by itself")
+
+    async def _replace_when_it_ends(self, say: Callable[[str], None]) -> NoReturn:
+        while True:
+            await self.replace(await self.process.ended(), say)
+
+    async def replace(self, how: str, say: Callable[[str], None]) -> None:
+        """A new process for one that ended, which happened as `how` says."""
+        while True:
+            self._count_death(how)
+            say(f"{self.name} {how}: a new one is started")
+            try:
+                return await self.start()
+            except RoleDied as death:
+                how = death.how
+            except DeadlineExceeded as late:
+                await self.process.stop(0.0)
+                how = str(late)
+            await asyncio.sleep(RESTART_DELAY_SECONDS)
+
+    def _count_death(self, how: str) -> None:
+        """
+        Raises:
+            RoleDied: it has died too often.
+        """
+        self.version = None
+        self._deaths += 1
+        if (health := self._health) is not None:
+            wasted = health.wasted + health.unfinished
+            self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
+        self._health = None
+        self.leave()
+        if self.restarts.exceeded_by_one_more():
+            raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
+
+    async def _reinstate(self) -> NoReturn:
+        """A suspected engine that replies gets requests again; one that runs and does not reply for `deadlines.hung`
+        seconds is killed, and so replaced."""
+        while True:
+            await self.suspected.wait()
+            self.suspected.clear()
+            since = time.monotonic()
+            while self._runs_without_requests():
+                await asyncio.sleep(RETRY_SECONDS)
+                try:
+                    await self.client.health()
+                except (EngineLost, DeadlineExceeded, WireError):
+                    if self._runs_without_requests() and time.monotonic() - since > self.deadlines.hung:
+                        self.process.kill()
+                else:
+                    if self._runs_without_requests():
+                        self._join()
+
+    def _runs_without_requests(self) -> bool:
+        return self.process.running and not self._starting and not self.up
+
+    async def stop(self, grace: float) -> None:
+        """End it; returns when it is gone."""
+        if self._poll is not None:
+            await cancel_and_wait([self._poll])
+        await self.client.close()
+        await self.process.stop(grace)
+
+    # ── versions ─────────────────────────────────────────────────────────────────────────────────
+
+    def publish(self, version: int) -> None:
+        """`version` is in the mailbox."""
+        self.published = version
+        self._publication.set()
+
+    async def keep_loaded(self) -> NoReturn:
+        """Load what is published, one version after the other."""
+        while True:
+            await self._publication.wait()
+            await self._until_due()
+            self._publication.clear()
+            version = self.published
+            if self.version is None or self.version >= version or not self.process.running:
+                continue
+            try:
+                self.version = await self.client.update(version)
+            except EngineLost:
+                self.leave()  # dead or not, it comes back with the newest version
+                self.suspected.set()
+                continue
+            except WireError:
+                if self.published == version:
+                    raise
+                continue  # newer versions have taken the place of this one meanwhile
+            self._loaded = time.monotonic()
+            self.changed(self)
+
+    async def _until_due(self) -> None:
+        """`load_interval` seconds after the last load; at once if it has no requests."""
+        due = self._loaded + self.load_interval
+        while self.open and (early := due - time.monotonic()) > 0:
+            await asyncio.sleep(min(early, _POLL_SECONDS))
+
+    async def _newest(self) -> int:
+        """The version of an engine that has started, once it has loaded every version that was published meanwhile:
+        groups are admitted at the live version, so no older one may sample for them."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
-            wanted = published()
+            wanted = self.published
             try:
                 version = (await self.client.health()).version
                 if version < wanted:
@@ -98,49 +238,38 @@ class EngineHandle:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             except WireError:
-                if published() == wanted:
+                if self.published == wanted:
                     raise
-                continue  # while it was asked, newer ones have taken the place of this version
-            if version >= published():
+                continue  # newer versions have taken the place of this one meanwhile
+            if version >= self.published:
                 return version
 
-    async def until_it_serves(self, version: int, seconds: float) -> None:
+    async def reach(self, version: int) -> None:
+        """Return when it serves `version` or a newer one; loads it where needed."""
+        async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
+            while self.version is None or self.version < version:
+                with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
+                    self.version = await self.client.update(version)
+                    break
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def until_it_serves(self, version: int) -> None:
         """Return when it serves `version` or a newer one."""
-        async with deadline("conductor", f"{self.name} to serve version {version}", seconds):
+        async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while self.version is None or self.version < version:
                 await asyncio.sleep(RETRY_SECONDS)
 
-    # ── answers ──────────────────────────────────────────────────────────────────────────────────
-
-    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Its answers; while they are awaited, the requests are `open`.
-
-        Raises:
-            EngineLost: it broke off; it is suspected then, unless it was told to give the requests up.
-        """
-        ids = {request.id for request in requests}
-        self.open |= ids
-        try:
-            async for completion in self.client.generate(*requests):
-                self.deaths.progressed()
-                yield completion
-        except EngineLost:
-            if not ids & self._given_up:
-                self.suspected.set()
-            raise
-        finally:
-            self.open -= ids
-            self._given_up -= ids
+    # ── requests and counters ────────────────────────────────────────────────────────────────────
 
     async def give_up(self) -> None:
-        """Let it give up what it answers; when this returns, it has no request of ours, or does not reply."""
+        """Abort its requests; returns when it has none, or does not reply."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
-            async with asyncio.timeout(_GLIMPSE_SECONDS):
+            async with asyncio.timeout(_GIVE_UP_SECONDS):
                 for id in list(self.open):
-                    self._given_up.add(id)
+                    self.given_up.add(id)
                     await self.client.abort(id)
                 while self.open:
-                    await asyncio.sleep(_GLANCE_SECONDS)
+                    await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What its unfinished completions have beyond their known tokens; nothing if it does not reply within
@@ -152,45 +281,27 @@ class EngineHandle:
                     return await self.client.partials(theirs)
         return {}
 
-    # ── what it has done ─────────────────────────────────────────────────────────────────────────
+    def poll(self) -> asyncio.Task[None]:
+        """Ask for its health (for `counted`) and its spans (for `drain_spans`). While a reply is awaited, from a long
+        step say, the task is the same: a caller that gives up loses nothing."""
+        if self._poll is None or self._poll.done():
+            self._poll = asyncio.create_task(self._fetch_health())
+        return self._poll
 
-    def look(self) -> asyncio.Task[None]:
-        """Ask it how it is (kept for `counted`) and for its spans (kept for `drain_spans`). One that is slow to reply,
-        in a long step say, is not asked again until it has replied: whoever gives up waiting for it loses nothing."""
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._ask_how_it_is())
-        return self._look
-
-    async def _ask_how_it_is(self) -> None:
-        asked = self.buried
+    async def _fetch_health(self) -> None:
+        asked = self._deaths
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
             health = await self.client.health()
-            if asked == self.buried:
+            if asked == self._deaths:
                 self._health = health
             self._spans += await self.client.spans()
 
     def drain_spans(self) -> list[Span]:
-        """The spans that it has told of since the last call."""
+        """The spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
-    def bury(self) -> None:
-        """It has died: what it had begun is wasted."""
-        self.version = None
-        self.buried += 1
-        if (health := self._health) is not None:
-            wasted = health.wasted + health.unfinished
-            self._past.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
-        self._health = None
-
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """A counter summed over it and its predecessors, up to when they were last looked at."""
+        """A counter summed over it and those that it replaced, up to their last poll."""
         present = [self._health] if self._health is not None else []
-        return sum(counter(health) for health in [*present, *self._past])
-
-    async def stop(self, grace: float) -> None:
-        """End it; returns when it is gone."""
-        if self._look is not None:
-            await cancel_and_wait([self._look])
-        await self.client.close()
-        await self.process.stop(grace)
+        return sum(counter(health) for health in [*present, *self._earlier])

@@ -1,34 +1,56 @@
-"""The engines of a run as one: started, routed to, kept at the newest version, replaced when they die.
+"""The engines of a run as one, and the completions that they have in flight.
 
-generate(request)   goes to the engine with the fewest answers in flight
-publish(version)    every engine loads it as soon as it can; `live` is the oldest version still serving
-supervise()         an engine that dies leaves the routing, comes back with the newest version, and joins again
+InFlight.generate(request)   a group; its tokens are journaled, and another engine continues those of a lost one
+EnginePool.generate(...)     requests to the engine with the fewest completions in flight
+EnginePool.publish(version)  every engine loads it as soon as it can; `live` is the oldest version that one serves
+EnginePool.supervise()       an engine that dies is replaced, loads the newest version, and gets requests again
+
+engine ─► completions that have ended ─┐
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
+
+import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
+from stretto.core.errors import EngineLost, RoleDied
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Partials
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.handle import RETRY_SECONDS, EngineHandle
+from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.router import Router
-from stretto.processes.restarts import RESTART_DELAY_SECONDS
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.store.ledger.reading import UnfinishedGroup
 
 ENGINE_ROLE = "stretto.engine.role"
-_GLANCE_SECONDS = 0.005
+#: Engines that requests may lose before they are given up: the requests may be what the engines die of.
+LOSSES = 3
+
+
+def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
+    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised.
+
+    Example::
+
+        for attempt in attempts():
+            with attempt:
+                return await generated()
+    """
+    for _ in range(LOSSES):
+        yield contextlib.suppress(EngineLost)
+    yield contextlib.nullcontext()
 
 
 class EnginePool:
@@ -42,31 +64,40 @@ class EnginePool:
         role: str = ENGINE_ROLE,
         load_interval: float = 0.0,
         router: Router | None = None,
-        starter: Spawner = FRESH,
+        spawner: Spawner = FRESH,
     ) -> None:
         """`role` is the module of an engine's process. `load_interval` is that of the engine's configuration, in
         seconds; `router` chooses among the engines that are up (default: the least loaded)."""
-        self._engines = [EngineHandle.to(spec, logs, deadlines, role, starter) for spec in specs]
-        self._deadlines, self._load_interval = deadlines, load_interval
+        self._engines = {
+            spec.name: EngineHandle.to(spec, logs, deadlines, role, spawner, self._changed, load_interval)
+            for spec in specs
+        }
+        self._deadlines = deadlines
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = router or Router()
-        self._joined = asyncio.Event()
-        self._published = -1
+        self._free = asyncio.Event()
 
     def listen(self, on_load: Callable[[int], None]) -> None:
-        """`on_load` is told the live version whenever it may have changed."""
+        """`on_load` gets the live version whenever it may have changed."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:
-        """`say` is told of every engine that is replaced."""
+        """`say` gets a sentence for every engine that is replaced."""
         self._say = say
 
     @property
     def live(self) -> int:
-        """The oldest version that any engine serves. One that is being replaced serves none, and will have the
-        newest one before it serves again."""
-        return min((engine.version for engine in self._engines if engine.version is not None), default=-1)
+        """The oldest version that any engine serves. One that is being replaced serves none, and has the newest one
+        before it serves again."""
+        return min((engine.version for engine in self._engines.values() if engine.version is not None), default=-1)
+
+    def _changed(self, engine: EngineHandle) -> None:
+        if engine.up != (engine.name in self._router.up):
+            (self._router.join if engine.up else self._router.leave)(engine.name)
+        self._free.set()
+        if engine.version is not None:
+            self._on_load(self.live)
 
     async def start(self, version: int) -> None:
         """Start all engines; each loads the newest publication, `version` or later, before it serves.
@@ -74,206 +105,250 @@ class EnginePool:
         Raises:
             RoleDied: one ended by itself, or was killed more often than `deadlines.engine_restarts`.
         """
-        self._published = version
-        await gather_or_cancel(*(self._start_first(engine) for engine in self._engines))
+        self.publish(version)
+        await gather_or_cancel(*(self._start(engine) for engine in self._engines.values()))
 
-    async def _start_first(self, engine: EngineHandle) -> None:
+    async def _start(self, engine: EngineHandle) -> None:
         try:
-            await self._start(engine)
+            await engine.start()
         except RoleDied as death:
             if not engine.process.killed:
                 raise
-            await self._replace(engine, death.how)
-
-    async def _start(self, engine: EngineHandle) -> None:
-        await engine.start(lambda: self._published, self._deadlines.start)
-        self._join(engine)
-
-    def _join(self, engine: EngineHandle) -> None:
-        self._router.join(engine.name)
-        self._joined.set()
-        self._on_load(self.live)
-        engine.publication.set()  # something may have been published while it started
-
-    def _leave(self, engine: EngineHandle) -> None:
-        """It gets nothing more to do."""
-        if engine.name in self._router.up:
-            self._router.leave(engine.name)
+            await engine.replace(death.how, self._say)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Answers from the least-loaded engine; requests that are given together begin there in the same step.
+        """Completions from the least-loaded engine; requests that are given together begin there in the same step.
 
         Raises:
-            EngineLost: the engine died meanwhile.
+            EngineLost: the engine broke off. It is suspected then, unless it was told to give the requests up.
             RefusedRequest: the engine will not serve them.
         """
-        answers = sum(len(request.seeds) for request in requests)
-        while (name := self._router.start(answers)) is None:
-            self._joined.clear()  # below: a replacement that is not ready in time has another one by then
-            awaited, seconds = (
-                ("free", self._deadlines.answer) if self._router.up else ("up", 2 * self._deadlines.start)
-            )
+        completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
+        while (name := self._router.start(completions)) is None:
+            self._free.clear()  # below: a replacement that is not ready in time has another one by then
+            up, limits = bool(self._router.up), self._deadlines
+            awaited, seconds = ("free", limits.answer) if up else ("up", 2 * limits.start)
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
-                await self._joined.wait()
-        (engine,) = (engine for engine in self._engines if engine.name == name)
+                await self._free.wait()
+        engine = self._engines[name]
         try:
-            # An engine that resumes completions has to serve what sampled their last token: versions never fall.
-            if stamps := [
-                version for request in requests for prefix in request.prefixes for version in prefix.versions
-            ]:
-                await engine.until_it_serves(max(stamps), self._deadlines.start)
-            async for completion in engine.generate(*requests):
+            # An engine that continues completions has to serve what sampled their last token: versions never fall.
+            if stamps := [stamp for request in requests for prefix in request.prefixes for stamp in prefix.versions]:
+                await engine.until_it_serves(max(stamps))
+            engine.open |= ids
+            async for completion in engine.client.generate(*requests):
+                engine.restarts.progressed()
                 yield completion
         except EngineLost:
-            if engine.suspected.is_set():
-                self._leave(engine)
+            if not ids & engine.given_up:
+                engine.leave()
+                engine.suspected.set()
             raise
         finally:
-            self._router.finish(name, answers)
-            self._joined.set()
+            engine.open -= ids
+            engine.given_up -= ids
+            self._router.finish(name, completions)
+            self._free.set()
 
     @property
     def open(self) -> frozenset[str]:
-        """The requests that engines answer now."""
-        return frozenset(id for engine in self._engines for id in engine.open)
+        """The requests that engines have now."""
+        return frozenset(id for engine in self._engines.values() for id in engine.open)
 
     async def give_up(self) -> None:
-        """Let every engine give up what it answers; when this returns, none has a request of ours. An engine that does
-        not reply within a second is left alone."""
-        await gather_or_cancel(*(engine.give_up() for engine in self._engines))
+        """Abort every request; when this returns, no engine has one. An engine that does not reply within a second is
+        left alone."""
+        await gather_or_cancel(*(engine.give_up() for engine in self._engines.values()))
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """What the completions in flight have beyond their known tokens; an engine that does not reply within
-        `patience` seconds (None: `deadlines.answer`) is left out."""
-        found = await asyncio.gather(*(engine.partials(known, patience) for engine in self._engines))
+        """What the completions in flight have beyond their known tokens; without an engine that does not reply within
+        `patience` seconds (None: `deadlines.answer`)."""
+        found = await asyncio.gather(*(engine.partials(known, patience) for engine in self._engines.values()))
         return {request: members for theirs in found for request, members in theirs.items()}
 
-    async def _until_due(self, engine: EngineHandle) -> None:
-        """Leave answers under way alone for `engine.load_interval` seconds after the last load."""
-        due = engine.loaded + self._load_interval
-        while self._router.load(engine.name) and (early := due - time.monotonic()) > 0:
-            await asyncio.sleep(min(early, _GLANCE_SECONDS))
-
     def publish(self, version: int) -> None:
-        """A version is in the mailbox: every engine shall load it."""
-        self._published = version
-        for engine in self._engines:
-            engine.publication.set()
+        """A version is in the mailbox: every engine loads it."""
+        for engine in self._engines.values():
+            engine.publish(version)
 
     async def keep_loaded(self) -> NoReturn:
-        """Let each engine load what is published, one publication after the other, for as long as the run goes on."""
-        await gather_or_cancel(*(self._keep_loaded(engine) for engine in self._engines))
+        """Keep every engine at the newest published version."""
+        await gather_or_cancel(*(engine.keep_loaded() for engine in self._engines.values()))
         raise AssertionError("a loader never ends by itself")
-
-    async def _keep_loaded(self, engine: EngineHandle) -> NoReturn:
-        while True:
-            await engine.publication.wait()
-            await self._until_due(engine)
-            engine.publication.clear()
-            version = self._published
-            if engine.version is None or engine.version >= version or not engine.process.running:
-                continue
-            try:
-                engine.version = await engine.client.update(version)
-            except EngineLost:
-                self._leave(engine)  # dead or not, it comes back with the newest version
-                engine.suspected.set()
-                continue
-            except WireError:
-                if self._published == version:
-                    raise
-                continue  # while it was asked, newer ones have taken the place of this version
-            engine.loaded = time.monotonic()
-            self._on_load(self.live)
 
     async def reach(self, version: int) -> None:
         """Return when every engine serves `version` or a newer one; loads it where needed."""
-        self._published = max(self._published, version)
-        for engine in self._engines:
-            async with deadline("conductor", f"{engine.name} to serve version {version}", self._deadlines.start):
-                while engine.version is None or engine.version < version:
-                    with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
-                        engine.version = await engine.client.update(version)
-                        break
-                    await asyncio.sleep(RETRY_SECONDS)
+        for engine in self._engines.values():
+            engine.published = max(engine.published, version)
+        for engine in self._engines.values():
+            await engine.reach(version)
 
     async def supervise(self) -> NoReturn:
-        """Replace engines that die, for as long as the run goes on.
+        """Replace engines that die.
 
         Raises:
             RoleDied: one engine died more often than `deadlines.engine_restarts`.
         """
-        watchers = [watch(engine) for engine in self._engines for watch in (self._supervise, self._reinstate)]
-        await gather_or_cancel(*watchers)
+        await gather_or_cancel(*(engine.supervise(self._say) for engine in self._engines.values()))
         raise AssertionError("a watcher never ends by itself")
 
-    async def _reinstate(self, engine: EngineHandle) -> NoReturn:
-        """A suspected engine whose process goes on and answers gets work again; one that nobody can reach for
-        `deadlines.hung` seconds, though its process goes on, is as good as dead."""
-        while True:
-            await engine.suspected.wait()
-            engine.suspected.clear()
-            began = time.monotonic()
-            while self._is_astray(engine):
-                await asyncio.sleep(RETRY_SECONDS)
-                try:
-                    await engine.client.health()
-                except (EngineLost, DeadlineExceeded, WireError):
-                    if self._is_astray(engine) and time.monotonic() - began > self._deadlines.hung:
-                        engine.process.kill()
-                else:
-                    if self._is_astray(engine):
-                        self._join(engine)
-
-    def _is_astray(self, engine: EngineHandle) -> bool:
-        """Its process goes on, and it gets no work."""
-        return engine.process.running and not engine.starting and engine.name not in self._router.up
-
-    async def _supervise(self, engine: EngineHandle) -> NoReturn:
-        while True:
-            await self._replace(engine, await engine.process.ended())
-
-    async def _replace(self, engine: EngineHandle, how: str) -> None:
-        """A new process for an engine that has ended in this way."""
-        while True:
-            self._bury(engine, how)
-            try:
-                return await self._start(engine)
-            except RoleDied as death:
-                how = death.how
-            except DeadlineExceeded as late:
-                await engine.process.stop(0.0)
-                how = str(late)
-            await asyncio.sleep(RESTART_DELAY_SECONDS)
-
-    def _bury(self, engine: EngineHandle, how: str) -> None:
-        """
-        Raises:
-            RoleDied: it has died too often.
-        """
-        self._leave(engine)
-        engine.bury()
-        if engine.deaths.one_more():
-            raise RoleDied(engine.name, f"{how}, {len(engine.deaths)} times", str(engine.process.log))
-        self._say(f"{engine.name} {how}: a new one is started")
-        self._joined.set()  # whoever waits for an engine waits anew
-
-    async def look(self, patience: float | None = None) -> list[Span]:
-        """Ask every engine how it is (kept for `counted`), and take the spans that they have told of; one that does not
-        reply in `patience` seconds (None: `deadlines.answer`) stays for now as it was looked at last."""
-        looks = [engine.look() for engine in self._engines if engine.name in self._router.up]
-        if looks:
-            await asyncio.wait(looks, timeout=patience)
-        return [span for engine in self._engines for span in engine.drain_spans()]
+    async def poll(self, patience: float | None = None) -> list[Span]:
+        """Ask every engine for its health (for `counted`) and its spans, which are returned. An engine that does not
+        reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters for now."""
+        polls = [engine.poll() for engine in self._engines.values() if engine.up]
+        if polls:
+            await asyncio.wait(polls, timeout=patience)
+        return [span for engine in self._engines.values() for span in engine.drain_spans()]
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """A counter summed over all engines, those that died included (up to when they were last looked at)."""
-        return sum(engine.counted(counter) for engine in self._engines)
+        """A counter summed over all engines, those that died included, up to their last poll."""
+        return sum(engine.counted(counter) for engine in self._engines.values())
 
     def busy(self) -> dict[str, float]:
-        """Seconds in which each engine had something to do, those that it replaced included."""
-        return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._engines}
+        """Seconds of work by engine, that of those which it replaced included."""
+        return {name: engine.counted(lambda health: health.busy_seconds) for name, engine in self._engines.items()}
 
     async def stop(self, grace: float) -> None:
         """End all engines; returns when they are gone."""
-        await gather_to_the_end(*(engine.stop(grace) for engine in self._engines))
+        await gather_to_the_end(*(engine.stop(grace) for engine in self._engines.values()))
+
+
+class Engines(Protocol):
+    """Satisfied by `loop.engines.pool.EnginePool`."""
+
+    def generate(self, request: GenerateRequest, /) -> AsyncIterator[Completion]: ...
+
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
+
+
+class SegmentJournal(Protocol):
+    """Satisfied by `store.ledger.ledger.Ledger`."""
+
+    def journal(self, id: str, piece: Segment) -> None: ...
+
+
+@dataclass
+class GroupInFlight:
+    """What a group in flight has so far, by member."""
+
+    ended: dict[int, Completion] = field(default_factory=dict)
+    prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
+    journaled: set[int] = field(default_factory=set)  # members whose end is journaled
+    members: tuple[int, ...] = ()  # that the open request asks for, in its order
+    judging: bool = False  # its last completion has come
+    turn: int = 0  # counts requests: what an earlier one brings late is refused
+
+    def request(self, of: GenerateRequest) -> GenerateRequest:
+        """What is missing of the group's request."""
+        self.turn += 1
+        self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
+        prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
+        seeds = tuple(of.seeds[member] for member in self.members)
+        resumed = any(prefix.token_ids for prefix in prefixes)
+        return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
+
+    def known(self, member: int) -> int:
+        """How many tokens of a member are journaled."""
+        return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
+
+
+class InFlight:
+    """Generates for the workflow (satisfies `core.engine.Generate`)."""
+
+    def __init__(self, engines: Engines, journal: SegmentJournal, restored: Mapping[str, GroupInFlight]) -> None:
+        """`restored`: the groups that an earlier process of the run had in flight."""
+        self._engines, self._journal = engines, journal
+        self._groups: dict[str, GroupInFlight] = dict(restored)
+        self._ending = False
+        self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """All completions of the group, when the last of them has ended, in the order of the members.
+
+        Raises:
+            EngineLost: several engines in a row were lost with this group, so it may be the cause.
+            RefusedRequest: an engine will not serve it.
+        """
+        group = self._groups.setdefault(request.id, GroupInFlight())
+        try:
+            for attempt in attempts():
+                with attempt:
+                    missing = group.request(request)
+                    if not missing.seeds:
+                        break
+                    try:
+                        async for completion in self._engines.generate(missing):
+                            member = group.members[completion.member]
+                            group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
+                        if count := len(request.seeds) - len(group.ended):
+                            raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
+                    except EngineLost:
+                        if self._ending:
+                            await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
+                        self._lost(group)
+                        raise
+                    break
+        finally:
+            group.judging = len(group.ended) == len(request.seeds)
+        for _, completion in sorted(group.ended.items()):
+            yield completion
+
+    def _lost(self, group: GroupInFlight) -> None:
+        """An engine was lost with the group: another one continues what is known."""
+
+    def end(self) -> None:
+        """The run ends: engines are about to be told to give completions up."""
+        self._ending = True
+
+    def forget(self, id: str) -> None:
+        """The group is judged or given up, and no longer in flight."""
+        self._groups.pop(id, None)
+
+    @property
+    def unjudged(self) -> int:
+        """Tokens of groups whose completions have all ended and that are not judged yet."""
+        whole = (group for group in self._groups.values() if group.judging)
+        return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
+
+    async def keep(self, patience: float | None = None) -> None:
+        """Journal the new tokens of the groups in flight; a crash costs those that came since the last call.
+
+        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
+        """
+        async with self._keeping:
+            for id, group in self._groups.items():
+                for member in group.ended.keys() - group.journaled:
+                    piece = group.ended[member].segment.after(group.known(member))
+                    self._journal.journal(trajectory_id(id, member), piece)
+                    group.journaled.add(member)
+            turns = {id: group.turn for id, group in self._groups.items()}
+            known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
+            for id, pieces in (await self._engines.partials(known, patience)).items():
+                group_now = self._groups.get(id)
+                if group_now is not None and group_now.turn == turns.get(id):
+                    self._keep_pieces(id, group_now, pieces)
+
+    def _keep_pieces(self, id: str, group: GroupInFlight, pieces: Mapping[int, Segment]) -> None:
+        for place, piece in pieces.items():
+            member = group.members[place]
+            if member not in group.ended:  # else its last tokens have arrived meanwhile
+                group.prefixes[member] = group.prefixes.get(member, Segment()) + piece
+                self._journal.journal(trajectory_id(id, member), piece)
+
+
+def restore(
+    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
+) -> dict[str, GroupInFlight]:
+    """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
+    for group in unfinished:
+        failures = state.failures.get(group.id, 0)
+        controller.restore(group.id, group.admitted_version, group.trajectories, failures)
+    return {
+        group.id: GroupInFlight(
+            ended={completion.member: completion for completion in group.completions},
+            prefixes=dict(group.prefixes),
+            journaled={completion.member for completion in group.completions},
+        )
+        for group in unfinished
+        if not group.trajectories
+    }

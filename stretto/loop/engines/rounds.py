@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
-from stretto.loop.engines.in_flight import Engines, GroupInFlight, InFlight, Journal
+from stretto.loop.engines.pool import Engines, GroupInFlight, InFlight, SegmentJournal
 from stretto.rollout.controller import Ticket
 from stretto.worlds.single_turn import Workflow
 
@@ -148,7 +148,7 @@ class WholeGroups(InFlight):
     """A group that was lost starts again from its first token, after a crash as after the loss of an engine: the
     numbers of a completion depend on nothing that happened on the way."""
 
-    def __init__(self, engines: Engines, journal: Journal) -> None:
+    def __init__(self, engines: Engines, journal: SegmentJournal) -> None:
         super().__init__(engines, journal, {})
 
     def _lost(self, group: GroupInFlight) -> None:

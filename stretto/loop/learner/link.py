@@ -22,8 +22,7 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.listener import TrainerReplies
 from stretto.loop.learner.recovery import Recovery
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.restarts import RESTART_DELAY_SECONDS, RestartBudget
-from stretto.processes.role import RoleProcess
+from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import (
@@ -59,10 +58,10 @@ class TrainerLink:
         deadlines: DeadlinesConfig,
         lineage: Recovery | None = None,
         role: str = TRAINER_ROLE,
-        starter: Spawner = FRESH,
+        spawner: Spawner = FRESH,
     ) -> None:
         """`lineage` None: a trainer that dies is not replaced. `role` is the module that plays one."""
-        self._log, self._role, self._starter = log, role, starter
+        self._log, self._role, self._spawner = log, role, spawner
         self._deadlines, self._lineage = deadlines, lineage
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained and answered for
@@ -79,7 +78,7 @@ class TrainerLink:
         self._new_process()
 
     def _new_process(self) -> None:
-        self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._starter)
+        self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
         self._listener: TrainerReplies | None = None  # from when it is started
         self._abandoned = False  # an order was given up before its answer came
@@ -195,7 +194,7 @@ class TrainerLink:
             RoleDied: it has died too often, or cannot be replaced, or not any more.
         """
         while True:
-            if self._deaths.one_more() or self._lineage is None or self._retired:
+            if self._deaths.exceeded_by_one_more() or self._lineage is None or self._retired:
                 raise death
             self._say(f"trainer {death.how}: a new one is started at version {self._version}")
             self._channel.close()

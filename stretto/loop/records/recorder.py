@@ -1,6 +1,6 @@
 """What a run writes about itself: a line of metrics per step, the spans of all roles, the totals.
 
-All of it is small and none of it is waited for: a run whose logs cannot be written goes on training.
+Nothing waits for it: a run whose logs cannot be written goes on training.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import msgspec
 
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Record, Trajectory, Update
-from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.reporter import Reporter
-from stretto.loop.records.sampled import Sampled
-from stretto.loop.records.slow_reward import SlowReward
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger.ledger import Ledger
@@ -25,8 +23,33 @@ from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
 
 
+class Evaluation(Record, frozen=True):
+    """Held-out accuracy. Undecided completions count as not right, and are counted apart.
+
+    `version` is the newest version that sampled any of the tokens; `tokens` counts those of all completions.
+    """
+
+    version: int
+    prompts: int
+    right: int
+    undecided: int
+    tokens: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.prompts
+
+    def __str__(self) -> str:
+        note = f", {self.undecided} undecided" if self.undecided else ""
+        return f"accuracy {self.accuracy:.4f}: {self.right} of {self.prompts} right{note}"
+
+    def as_json(self) -> str:
+        """One object with every field and the accuracy."""
+        return msgspec.json.encode(msgspec.structs.asdict(self) | {"accuracy": self.accuracy}).decode()
+
+
 class EarlierTotals(Record, frozen=True):
-    """What the run had come to at the checkpoint that it goes on from; all zero for a new run."""
+    """The totals with which a resumed run begins; zero for a new run."""
 
     wall_seconds: float = 0.0
     rl_seconds: float = 0.0
@@ -38,14 +61,14 @@ class EarlierTotals(Record, frozen=True):
 
     @classmethod
     def of(cls, totals: Totals) -> EarlierTotals:
-        """What the totals say, all work counted, that of steps which are to be done again too."""
+        """All work counts, also that of steps which are done again."""
         return cls(**{name: getattr(totals, name) for name in cls.__struct_fields__})
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the roles have done since they were started: tokens sampled, recomputed, sampled for answers that were
-    stopped or that have not ended; seconds of work by role."""
+    """The work of the roles since they were started: tokens sampled, recomputed, sampled for completions that were
+    stopped or have not ended; seconds of work by role."""
 
     generated: int = 0
     recomputed: int = 0
@@ -55,22 +78,22 @@ class Work:
 
 
 class RunClock:
-    """Seconds of the whole run and of its reinforcement part, those of its past included."""
+    """Seconds of the whole run and of its reinforcement learning, those before a resumption included."""
 
-    def __init__(self, past: EarlierTotals, began: float) -> None:
-        """`began`: when this run was started, by `time.monotonic`."""
-        self._past = past
-        self._began = began
-        self._rl_began: float | None = None
-        self._rl_seconds = past.rl_seconds
+    def __init__(self, earlier: EarlierTotals, since: float) -> None:
+        """`since`: when this process started the run, by `time.monotonic`."""
+        self._earlier = earlier
+        self._since = since
+        self._rl_since: float | None = None
+        self._rl_seconds = earlier.rl_seconds
 
     def rl_begins(self) -> None:
-        self._rl_began = time.monotonic()
+        self._rl_since = time.monotonic()
 
     def updated(self) -> None:
         """An update is done."""
-        if self._rl_began is not None:
-            self._rl_seconds = self._past.rl_seconds + time.monotonic() - self._rl_began
+        if self._rl_since is not None:
+            self._rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
 
     @property
     def rl_seconds(self) -> float:
@@ -79,63 +102,63 @@ class RunClock:
 
     @property
     def wall_seconds(self) -> float:
-        return self._past.wall_seconds + time.monotonic() - self._began
+        return self._earlier.wall_seconds + time.monotonic() - self._since
 
 
 class Recorder:
-    """Told by the conductor what happened; asks `work` how busy everybody was."""
+    """Writes what the conductor reports; `work` says how busy the roles were."""
 
     def __init__(
         self,
         folder: RunFolder,
         ledger: Ledger,
-        stage: Reporter,
+        reporter: Reporter,
         work: Callable[[], Work],
         max_staleness: float,
-        past: EarlierTotals,
+        earlier: EarlierTotals,
         clock: RunClock,
         slow_reward: SlowReward | None = None,
         sample_seconds: float = 0.0,
     ) -> None:
         self.clock = clock
-        self._shown = Sampled(folder, stage.say, sample_seconds)
-        self.held_out = self._shown.held_out
+        self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
+        self.held_out = self._samples.held_out
         self._slow_reward = slow_reward
-        self.initial_accuracy = past.initial_accuracy
+        self.initial_accuracy = earlier.initial_accuracy
         self.final_accuracy: float | None = None
-        self._ledger, self._stage, self._work = ledger, stage, work
+        self._ledger, self._reporter, self._work = ledger, reporter, work
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
-        self._max_staleness, self._past = max_staleness, past
+        self._max_staleness, self._earlier = max_staleness, earlier
         self.latest = Totals(
             max_staleness=max_staleness,
-            generated=past.generated,
-            recomputed=past.recomputed,
-            stopped=past.stopped,
-            busy=past.busy,
-            rl_seconds=past.rl_seconds,
-            initial_accuracy=past.initial_accuracy,
+            generated=earlier.generated,
+            recomputed=earlier.recomputed,
+            stopped=earlier.stopped,
+            busy=earlier.busy,
+            rl_seconds=earlier.rl_seconds,
+            initial_accuracy=earlier.initial_accuracy,
         )
         self._before = Work()
-        self._examined = self._not_trained_for = 0  # tokens of evaluations: now, and when the engines were looked at
+        self._evaluation_tokens = self._not_trained_for = 0  # of evaluations: now, and at the last poll
         self._sampled: Counter[Outcome] = Counter()
         self._accuracy = 0.0
         self._queues: Mapping[str, float] = {}
         self._busy: Mapping[str, float] = {}
-        self._busy_then: Mapping[str, float] = {}
-        self._looked = time.monotonic()
+        self._busy_before: Mapping[str, float] = {}
+        self._polled = time.monotonic()
 
     def rl_begins(self) -> None:
         """The first prompt is about to be admitted; what was done before (the first evaluation) does not count."""
         self._before = self._work()
-        self._busy_then, self._looked = self._before.busy or {}, time.monotonic()
-        self._examined = self._not_trained_for = 0
+        self._busy_before, self._polled = self._before.busy or {}, time.monotonic()
+        self._evaluation_tokens = self._not_trained_for = 0
         self.clock.rl_begins()
 
     def rl_ends(self, unjudged: int = 0) -> None:
-        """The roles were looked at for the last time: what they had done by now counts, up to the last update. So many
-        tokens are of answers that had ended and were not judged.
+        """After the last poll: its counters are those of the run, whose clock stands at the last update. `unjudged`
+        tokens are of completions that had ended and were not judged.
         """
-        self._not_trained_for = self._examined
+        self._not_trained_for = self._evaluation_tokens
         totals = self.totals()
         self.latest = msgspec.structs.replace(
             self.latest,
@@ -145,13 +168,13 @@ class Recorder:
             unfinished=self._work().unfinished + unjudged,
         )
 
-    def answered(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+    def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """A group was judged, whether or not it will be trained on."""
-        self._shown.judged(prompt, trajectories)
+        self._samples.judged(prompt, trajectories)
         self._sampled.update(trajectory.verdict.outcome for trajectory in trajectories)
 
     def taken(self, batch: Batch, in_flight: int, buffered: int) -> None:
-        """A batch went to the trainer; so many groups were left behind."""
+        """A batch went to the trainer; `in_flight` and `buffered` groups stay behind."""
         self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
 
     def updated(self, batch: Batch, update: Update) -> None:
@@ -161,10 +184,10 @@ class Recorder:
         self.latest = totals = self.totals()
         self._metrics.append(metrics := self._line(batch, update, totals))
         self._ledger.put(TOTALS, totals)
-        self._stage.step(metrics)
+        self._reporter.step(metrics)
         if update.skipped:
-            found = f"NaN or infinite gradients over {len(update.skipped)} answers, {update.skipped[0]} among them"
-            self._stage.say(f"step {update.step}: {found}; that update was not taken (metrics.jsonl has all of them)")
+            found = f"NaN or infinite gradients over {len(update.skipped)} completions, {update.skipped[0]} among them"
+            self._reporter.say(f"step {update.step}: {found}; the update was skipped (metrics.jsonl lists them)")
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -200,30 +223,27 @@ class Recorder:
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
         )
 
-    def looked(self) -> None:
-        """The engines' counters are fresh: how busy was everybody since they were fresh before?
-
-        This happens once a second: the ledger writes what it holds back.
-        """
+    def polled(self) -> None:
+        """The engines' counters are new: compute how busy the roles were since the last poll, and flush the ledger."""
         now, busy = time.monotonic(), self._work().busy or {}
-        elapsed = now - self._looked
+        elapsed = now - self._polled
         self._busy = {
-            # Work is counted a little later than it is done, so a second may have more or less than all of it.
-            role: min(1.0, max(0.0, (seconds - self._busy_then.get(role, 0.0)) / elapsed))
+            # Work is counted a little after it is done, so the share of a second may seem more than all of it.
+            role: min(1.0, max(0.0, (seconds - self._busy_before.get(role, 0.0)) / elapsed))
             for role, seconds in busy.items()
         }
-        self._looked, self._busy_then, self._not_trained_for = now, busy, self._examined
-        if self._slow_reward is not None and (sentence := self._slow_reward.look(now, busy)) is not None:
-            self._stage.say(sentence)
+        self._polled, self._busy_before, self._not_trained_for = now, busy, self._evaluation_tokens
+        if self._slow_reward is not None and (sentence := self._slow_reward.poll(now, busy)) is not None:
+            self._reporter.say(sentence)
         self._ledger.flush()
 
     def filtered(self, groups: int) -> None:
-        """So many groups were filtered since the last batch: a run that may never come to a batch must say so."""
-        self._stage.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
+        """`groups` were filtered since the last batch: a run that may never have a batch must say so."""
+        self._reporter.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
-    def examined(self, tokens: int) -> None:
-        """An answer of an evaluation has ended; its tokens are not for training."""
-        self._examined += tokens
+    def evaluation_sampled(self, tokens: int) -> None:
+        """A completion of an evaluation has ended; its tokens are not for training."""
+        self._evaluation_tokens += tokens
 
     def evaluated(self, evaluation: Evaluation, step: int) -> None:
         """Held-out accuracy was measured; the first is the initial one, the last the final one."""
@@ -241,23 +261,23 @@ class Recorder:
             undecided=evaluation.undecided,
         )
         self._metrics.append(line)
-        self._stage.evaluated(line)
+        self._reporter.evaluated(line)
 
     def spans(self, spans: Iterable[Span]) -> None:
         self._spans.append(spans)
 
     def totals(self) -> Totals:
-        """Everything up to now; the reinforcement clock stands at the last update."""
-        work, before, past = self._work(), self._before, self._past
+        """Everything up to now; the clock of reinforcement learning stands at the last update."""
+        work, before, earlier = self._work(), self._before, self._earlier
         busy = {
-            role: seconds - (before.busy or {}).get(role, 0.0) + past.busy.get(role, 0.0)
+            role: seconds - (before.busy or {}).get(role, 0.0) + earlier.busy.get(role, 0.0)
             for role, seconds in (work.busy or {}).items()
         }
         return Totals(
             max_staleness=self._max_staleness,
-            generated=work.generated - before.generated + past.generated - self._not_trained_for,
-            recomputed=work.recomputed - before.recomputed + past.recomputed,
-            stopped=work.stopped - before.stopped + past.stopped,
+            generated=work.generated - before.generated + earlier.generated - self._not_trained_for,
+            recomputed=work.recomputed - before.recomputed + earlier.recomputed,
+            stopped=work.stopped - before.stopped + earlier.stopped,
             busy=busy,
             wall_seconds=self.clock.wall_seconds,
             rl_seconds=self.clock.rl_seconds,

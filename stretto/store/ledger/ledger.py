@@ -27,6 +27,7 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Record, Segment, State, Trajectory, Update, trajectory_id
+from stretto.core.states import UNTRAINED
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.rows import (
@@ -171,7 +172,7 @@ class Ledger:
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
         """A trajectory ends untrained: filtered, expired or failed. `trajectory` is None if it has no completion."""
-        if state not in (State.FILTERED, State.EXPIRED, State.FAILED):
+        if state not in UNTRAINED:
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
         self._move(id, state, reason, trajectory)
 

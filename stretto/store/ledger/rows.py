@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
+from stretto.core.states import ALLOWED
 from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
-
-#: The states that may follow a state; states that are no keys are final.
-ALLOWED: Mapping[State, frozenset[State]] = {
-    State.IN_FLIGHT: frozenset({State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED}),
-    State.BUFFERED: frozenset({State.TRAINED, State.FILTERED, State.EXPIRED, State.FAILED}),
-}
 
 
 class Payload(Record, frozen=True, array_like=True):

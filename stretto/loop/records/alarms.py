@@ -1,9 +1,10 @@
-"""What the policy writes and what the reward says of it, for a person who watches: samples, and alarms by name."""
+"""What a person who watches a run should see: samples of completions, and alarms about the reward."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from stretto.core.records import Outcome, Prompt, Trajectory
 from stretto.store.folder.run_folder import RunFolder
@@ -11,14 +12,16 @@ from stretto.store.series.lines import LineWriter
 from stretto.store.series.samples import SampledCompletion
 
 _ALARM_GROUPS = 32  # without a right completion; then at twice as many each time
-_KINDS = 20  # of undecided verdicts that are told
+_KINDS = 20  # of undecided verdicts that are reported
 _SHOWN = 240  # characters of one text on one line
+WINDOW = 10.0  # seconds over which work is counted: a worker reports it when a completion is judged
+_SATURATED = 0.9
 
 
-class Sampled:
-    """Hears of every judged group. Every `seconds` one of them is shown and kept; 0: none is.
+class WatchedSamples:
+    """Shows and keeps one judged group every `seconds`; 0: none.
 
-    Said once for each kind: why a verdict is undecided. Said again at twice as many groups: that none is right.
+    Alarms: each kind of undecided verdict, once; that no completion is right, again at twice as many groups.
     """
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float) -> None:
@@ -32,7 +35,7 @@ class Sampled:
         self._kinds: set[str] = set()
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """One more group has its verdicts."""
+        """A group has its verdicts."""
         self._note_right(trajectories)
         self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:
@@ -90,3 +93,38 @@ def _short(text: str) -> str:
     """Both ends, since the final answer is at the end."""
     half = _SHOWN // 2
     return repr(text if len(text) <= _SHOWN else f"{text[:half]} ... {text[-half:]}")
+
+
+class SlowReward:
+    """Notices a reward that is slower than generation: its workers are always busy, and the engines are not.
+
+    `name` is what the recipe calls the reward.
+    """
+
+    def __init__(self, name: str, workers: int) -> None:
+        self.name, self.workers = name, workers
+        self.found = ""  #: the name, while the reward is what the run waits for
+        self._told = False
+        self._seen: deque[tuple[float, float, float]] = deque()  # when, seconds of the rewards, of the busiest engine
+
+    def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
+        """To be called every second with the `seconds` of work by role; returns a sentence for the log, once.
+
+        Example: rewards 9.8 s and engine-0 4.0 s of work in the last 10 s.
+        """
+        engines = [worked for role, worked in seconds.items() if role.startswith("engine")]
+        self._seen.append((now, seconds.get("rewards", 0.0), max(engines, default=0.0)))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
+            self._seen.popleft()
+        (since, judged_then, generated_then), (_, judged, generated) = self._seen[0], self._seen[-1]
+        if now - since < WINDOW:
+            return None
+        judging, generating = (judged - judged_then) / (now - since), (generated - generated_then) / (now - since)
+        self.found = self.name if judging >= _SATURATED and generating < _SATURATED * judging else ""
+        if not self.found or self._told:
+            return None
+        self._told = True
+        return (
+            f"the reward {self.name!r} is slower than generation: its workers are busy {min(1.0, judging):.0%} of the "
+            f"time, the busiest engine {min(1.0, generating):.0%}; rewards.workers = {self.workers} may be too few"
+        )
