@@ -37,7 +37,7 @@ class Checkpointing:
         self._trainer, self._controller, self._ledger = trainer, controller, ledger
         self._deadlines = deadlines
         self.saved_step = saved_step  # whose checkpoint is on disk
-        self._begun_step = saved_step
+        self._started_step = saved_step
         self._saving: asyncio.Task[None] | None = None
         self._lost = 0  # checkpoints, in a row, with the trainers that should have written them
 
@@ -91,12 +91,12 @@ class Checkpointing:
         """One at a time; returns when the trainer has a copy to write."""
         await self.end()
         step = self._controller.published
-        if step == self._begun_step:
+        if step == self._started_step:
             return
         if self.saved_step and not self._folder.checkpoints.is_dir():
             raise StoreError(f"{self._folder.checkpoints}: is not there any more")
         self._ledger.sync()
-        self._begun_step, copied = step, asyncio.Event()
+        self._started_step, copied = step, asyncio.Event()
         self._saving = asyncio.create_task(self._save(step, copied))
         waiting = asyncio.create_task(copied.wait())
         try:
@@ -121,7 +121,7 @@ class Checkpointing:
                 await asyncio.to_thread(self._checkpoints.save, step, write)
             except CheckpointLost as lost:
                 self._ledger.event("checkpoint", str(lost))
-                self._begun_step, self._lost = self.saved_step, self._lost + 1
+                self._started_step, self._lost = self.saved_step, self._lost + 1
                 if self._lost > self._deadlines.trainer_restarts:
                     raise
                 return

@@ -24,7 +24,7 @@ _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
 _LISTEN_SECONDS = 0.5
 _IMPORT_SECONDS = 10.0
-_LONGEST_LISTENING = 1.0
+_LONGEST_POLL = 1.0
 _READ_BYTES = 4096
 
 
@@ -157,7 +157,7 @@ class Heartbeat:
         self._near, self.far = os.pipe()
         self.heard = self._beat = False
         self._ticks = 0
-        self._stall = StallTimer(_LONGEST_LISTENING)
+        self._stall = StallTimer(_LONGEST_POLL)
         os.set_blocking(self._near, False)
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 

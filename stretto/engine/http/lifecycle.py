@@ -64,18 +64,18 @@ async def run_app(server: uvicorn.Server, sockets: Sequence[socket.socket] | Non
     Raises:
         Exception: whatever ended the engine's loop; open requests have been broken off by then.
     """
-    listening = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
+    serving = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
     steps = asyncio.create_task(generation.run())
     try:
         # Without a deadline: a healthy engine serves for as long as it is wanted.
-        await asyncio.wait((listening, steps), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
         steps.cancel()
-        await asyncio.wait((listening, steps))  # uvicorn has a deadline of its own for what is still open
+        await asyncio.wait((serving, steps))  # uvicorn has a deadline of its own for what is still open
     if not steps.cancelled():
         steps.result()
-    listening.result()
+    serving.result()
 
 
 def bind(host: str, port: int, place: str) -> socket.socket:

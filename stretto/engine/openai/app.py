@@ -51,12 +51,12 @@ class OpenAIApp:
         self._counters = Counters()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, begun = scope["path"], False
+        path, started = scope["path"], False
 
         async def watched(message: Message) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 self._counters.replied(path if path in _KNOWN else "other", message["status"])
             await send(message)
 
@@ -64,7 +64,7 @@ class OpenAIApp:
             await self._dispatch(path, scope, receive, watched)
         except Exception:  # a fault of ours: its traceback goes to the server's log, the client hears that it is one
             traceback.print_exc(file=sys.stderr)
-            if not begun:
+            if not started:
                 await _fail(watched, 500, "the server has made a mistake; its log has more", "server_error")
 
     async def _dispatch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -59,7 +59,7 @@ class EngineHandle:
     _starting: bool = False
     _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
-    _deaths: int = 0
+    _restarts: int = 0
     _health: EngineHealth | None = None
     _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
     _spans: list[Span] = field(default_factory=list)
@@ -151,7 +151,7 @@ class EngineHandle:
             RoleDied: it has died too often.
         """
         self.version = None
-        self._deaths += 1
+        self._restarts += 1
         if (health := self._health) is not None:
             wasted = health.wasted + health.unfinished
             self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
@@ -289,10 +289,10 @@ class EngineHandle:
         return self._poll
 
     async def _fetch_health(self) -> None:
-        asked = self._deaths
+        asked = self._restarts
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
             health = await self.client.health()
-            if asked == self._deaths:
+            if asked == self._restarts:
                 self._health = health
             self._spans += await self.client.spans()
 

@@ -32,7 +32,7 @@ class Portion:
         self._wanted = set(ids)
         self._answers: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of those who have come
         self._asked = False  # and the engine was not lost since
-        self._asking: asyncio.Task[None] | None = None
+        self._generating: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         """The answers of one group; whoever has them whole does not come again.
@@ -53,8 +53,8 @@ class Portion:
             self._wanted.discard(request.id)
         finally:
             del self._answers[request.id]
-            if not self._answers and self._asking is not None:
-                self._asking.cancel()
+            if not self._answers and self._generating is not None:
+                self._generating.cancel()
 
     def leave(self, id: str) -> None:
         """The group does not come again."""
@@ -64,7 +64,7 @@ class Portion:
     def _ask_if_all_are_here(self) -> None:
         if not self._asked and self._answers and self._answers.keys() == self._wanted:
             self._asked = True
-            self._asking = asyncio.create_task(self._ask([r for r in self._requests.values() if r is not None]))
+            self._generating = asyncio.create_task(self._ask([r for r in self._requests.values() if r is not None]))
 
     async def _ask(self, requests: Sequence[GenerateRequest]) -> None:
         try:

@@ -56,16 +56,16 @@ class TrainerLink:
         self,
         log: Path,
         deadlines: DeadlinesConfig,
-        lineage: Recovery | None = None,
+        recovery: Recovery | None = None,
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
     ) -> None:
-        """`lineage` None: a trainer that dies is not replaced. `role` is the module that plays one."""
+        """`recovery` None: a trainer that dies is not replaced. `role` is the module that plays one."""
         self._log, self._role, self._spawner = log, role, spawner
-        self._deadlines, self._lineage = deadlines, lineage
+        self._deadlines, self._recovery = deadlines, recovery
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained and answered for
-        self._deaths = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
+        self._restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
         self._publishes = True
         self._answered = 0  # orders
         self._retired = False
@@ -109,8 +109,8 @@ class TrainerLink:
     async def _reach(self) -> list[Update]:
         """A process at the version of the run: from the last checkpoint over the batches since."""
         assert self._spec is not None, "start() comes first"
-        folder, lineage = self._spec.checkpoint, self._lineage
-        if lineage is not None and (newest := await asyncio.to_thread(lineage.newest, self._version)) is not None:
+        folder, recovery = self._spec.checkpoint, self._recovery
+        if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:
             folder = str(newest.path)
         descriptor = self._channel.far.fileno()
         spec = msgspec.structs.replace(
@@ -123,10 +123,10 @@ class TrainerLink:
         self._listener = TrainerReplies(self._channel)
         ready = await self._receive(Ready, "to be ready", self._deadlines.start)
         updates: list[Update] = []
-        if lineage is None:
+        if recovery is None:
             return updates
         for step in range(ready.version + 1, self._version + 1):
-            order = Train(batch=await asyncio.to_thread(lineage.batch, step), publish=False)
+            order = Train(batch=await asyncio.to_thread(recovery.batch, step), publish=False)
             trained = await self._ask(order, Trained, f"to do step {step} again", self._deadlines.step)
             updates.append(trained.update)
         return updates
@@ -139,7 +139,7 @@ class TrainerLink:
             )
             self._keep(trained.spans)
             self._version = trained.update.version
-            self._deaths.progressed()
+            self._restarts.progressed()
         return trained.update
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
@@ -159,7 +159,7 @@ class TrainerLink:
         on_copied()
         assert listener is not None, "it has answered"
         try:
-            await listener.written(order.folder, seconds)
+            await listener.saved(order.folder, seconds)
         except RoleDied as death:
             raise CheckpointLost(folder.name, str(death)) from None
 
@@ -194,7 +194,7 @@ class TrainerLink:
             RoleDied: it has died too often, or cannot be replaced, or not any more.
         """
         while True:
-            if self._deaths.exceeded_by_one_more() or self._lineage is None or self._retired:
+            if self._restarts.exceeded_by_one_more() or self._recovery is None or self._retired:
                 raise death
             self._say(f"trainer {death.how}: a new one is started at version {self._version}")
             self._channel.close()

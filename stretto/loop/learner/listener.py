@@ -37,7 +37,7 @@ class TrainerReplies:
             raise heard
         return heard
 
-    async def written(self, folder: str, seconds: float) -> None:
+    async def saved(self, folder: str, seconds: float) -> None:
         """Returns when the checkpoint is in its folder.
 
         Raises:

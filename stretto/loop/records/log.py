@@ -13,40 +13,40 @@ from stretto.trainer.messages import SupervisedProgress
 
 
 class RunLog:
-    """A stage that writes everything down and passes it on to another stage.
+    """A reporter that writes everything down and passes it on to another reporter.
 
     A run does not end because nobody looks any more: what cannot be written or shown is left out.
     """
 
-    def __init__(self, path: Path, stage: Reporter) -> None:
-        self._path, self._stage = path, stage
+    def __init__(self, path: Path, reporter: Reporter) -> None:
+        self._path, self._reporter = path, reporter
         self._folder = identity(path.parent)
 
     def say(self, text: str) -> None:
         self.note(text)
-        self._show(lambda stage: stage.say(text))
+        self._show(lambda reporter: reporter.say(text))
 
     def learning(self, progress: SupervisedProgress) -> None:
         self.note(f"warm start {progress.step}/{progress.steps}: loss {progress.loss:.4f}")
-        self._show(lambda stage: stage.learning(progress))
+        self._show(lambda reporter: reporter.learning(progress))
 
     def step(self, metrics: StepMetrics) -> None:
         self.note(
             f"step {metrics.step}: accuracy {metrics.accuracy:.3f}, reward {metrics.reward:.3f}, "
             f"{metrics.trained_tokens} tokens, staleness {metrics.staleness_mean:.2f}"
         )
-        self._show(lambda stage: stage.step(metrics))
+        self._show(lambda reporter: reporter.step(metrics))
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
         self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}{unknown}")
-        self._show(lambda stage: stage.evaluated(evaluation))
+        self._show(lambda reporter: reporter.evaluated(evaluation))
 
     def _show(self, show: Callable[[Reporter], None]) -> None:
         try:
-            show(self._stage)
+            show(self._reporter)
         except (OSError, SystemExit):  # a closed pipe; the terminal's library ends the program for it
-            self._stage = SilentReporter()
+            self._reporter = SilentReporter()
 
     def note(self, text: str) -> None:
         """Write it down without showing it; not in the folder of another run, if ours was moved away."""
