@@ -145,7 +145,7 @@ async def roles(
     )
     trainer.report_to(report)
     fleet.report_to(report)
-    owned = own(mailbox, mailbox_folder)
+    mailbox_owned = own(mailbox, mailbox_folder)
     # Steps that are done again may take longer than an engine waits for its first weights.
     weights = partial(trainer.start, trainer_spec(plan, model, meeting), version)
     engines = partial(fleet.start, version)
@@ -159,7 +159,7 @@ async def roles(
             await end_all(report, fleet.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
         finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
             remove(meeting.mailbox, meeting.mailbox_folder)
-            os.close(owned)
+            os.close(mailbox_owned)
             shutil.rmtree(sockets, ignore_errors=True)
             os.close(owned)
             if folder.is_ours():
