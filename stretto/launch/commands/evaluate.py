@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.specs import Endpoints, engine_specs, socket_folder
 from stretto.launch.preflight.plan import Plan, digest, make_plan
-from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
+from stretto.launch.recipe.recipe import Overrides, Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation
@@ -24,7 +24,7 @@ from stretto.rewards.service.pool import RewardPool
 def evaluate(
     model: Path,
     task: Path,
-    overrides: Sequence[str],
+    overrides: Overrides,
     starter: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
@@ -46,7 +46,7 @@ def evaluate(
     return until_cut_short(_examine(plan, starter))
 
 
-def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
+def _recipe(model: Path, task: Path, overrides: Overrides) -> Recipe:
     if task.suffix == ".jsonl":
         rows = {"kind": "jsonl", "file": str(task.resolve()), "held_out_file": str(task.resolve())}
         tree: dict[str, Any] = {"task": rows, "trainer": {}, "evaluation": {"prompts": sys.maxsize}}

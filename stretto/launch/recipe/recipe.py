@@ -11,11 +11,20 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -55,11 +64,28 @@ _PATHS = (
     "preferences.reference",
 )
 
+#: ``"section.key=value"`` texts, or values by their keys: ``{"trainer.steps": 100, "rollout": {"group_size": 4}}``.
+Overrides = Sequence[str] | Mapping[str, Any]
+
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
-    """A whole run."""
+    """A whole run.
+
+    Example::
+
+        recipe = stretto.Recipe(
+            model=sections.ModelConfig(build=sections.BuildConfig(alphabet="0123456789+-=", context_length=64)),
+            task=sections.ArithmeticTask(kind="arithmetic", operands_max=4),
+            sampling=sections.SamplingConfig(max_tokens=32),
+            rollout=sections.RolloutConfig(batch_size=4, group_size=4),
+            trainer=sections.TrainerConfig(steps=100, learning_rate=1e-3),
+        )
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
 
     seed: int = Field(1, ge=0, lt=2**63, description="of everything that is drawn")
     model: ModelConfig
@@ -68,12 +94,21 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
-    rewards: RewardsConfig = RewardsConfig()
+    rewards: Annotated[RewardsConfig, BeforeValidator(with_named_reward)] = RewardsConfig()
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _mistakes_are_problems(cls, tree: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """A recipe in code is refused as one in a file is; the context of the validation is the name of the file."""
+        try:
+            return build(tree)
+        except ValidationError as error:
+            raise RecipeError(_problems(info.context or cls.__name__, error.errors(), cls)) from None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -127,8 +162,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         return self
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
+def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
+    """Read a recipe file, apply overrides, validate; paths become absolute.
 
     Raises:
         RecipeError: the file cannot be read or parsed, or some of its keys are not what they should be (all of them).
@@ -136,7 +171,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return validate(parse_recipe(path, overrides), str(path))
 
 
-def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     """The tables of a recipe file with the overrides applied and paths absolute, not validated yet.
 
     Raises:
@@ -161,13 +196,17 @@ def _find_reward(tree: dict[str, Any], folder: Path) -> None:
             rewards["path"] = str(folder.resolve())
 
 
-def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Replace values of the tables by ``section.key=value``; paths are relative to the folder one is in.
+def override(tree: dict[str, Any], overrides: Overrides) -> None:
+    """Replace values of the tables; paths are relative to the folder one is in.
 
     Raises:
         RecipeError: an override is not of its form.
     """
-    problems = [problem for text in overrides if (problem := _override(tree, text)) is not None]
+    if isinstance(overrides, Mapping):
+        told = [_put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
+    else:
+        told = [_override(tree, text) for text in overrides]
+    problems = [problem for problem in told if problem is not None]
     if problems:
         raise RecipeError(problems)
     _resolve_paths(tree, Path.cwd())
@@ -189,7 +228,7 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
         RecipeError: with one problem for each key that is not what it should be.
     """
     try:
-        return kind.model_validate(tree, strict=True)
+        return kind.model_validate(tree, strict=True, context=place)
     except ValidationError as error:
         raise RecipeError(_problems(place, error.errors(), kind)) from None
 
@@ -219,13 +258,29 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
-    *sections, last = key.strip().split(".")
+    return _put(tree, key.strip(), _value(text.strip()), f"override {override!r}")
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
+    *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            return Problem(f"override {override!r}", f"{section} is a value, not a section")
-    tree[last] = _merged(tree.get(last), _value(text.strip()))
+            return Problem(place, f"{section} is a value, not a section")
+    tree[last] = _merged(tree.get(last), value)
     return None
+
+
+def as_parsed(value: Any) -> Any:
+    """A value of Python's as a parsed file would hold it; of a section only what was given."""
+    match value:
+        case BaseModel():
+            return value.model_dump(mode="python", exclude_unset=True)
+        case Mapping():
+            return {key: as_parsed(inner) for key, inner in value.items()}
+        case Path():
+            return str(value)
+    return value
 
 
 def _merged(old: Any, new: Any) -> Any:
