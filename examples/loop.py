@@ -4,9 +4,9 @@
                  ▲            ▲ interrupted in mid-completion, and goes on by them   │
                  └────────────┴──────────────────────────────────────────────────────┘
 
-The policy is shown a digit and is to count on from it: after 3 comes 456789012345. At first it knows nothing; it is told
-only which share of its steps were right. Run it: ``python examples/loop.py``. A whole run (`stretto train`) has the
-same parts, each in a process of its own, with a ledger, checkpoints and replacements for what fails.
+The policy is shown a digit and is to count on from it: after 3 comes 456789012345. At first it knows nothing, and the
+only thing it is told is the share of its steps that were right. Run it: ``python examples/loop.py``. A whole run
+(`stretto train`) has the same parts, each in a process of its own, with a ledger, checkpoints and spare parts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Iterable
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -43,15 +44,13 @@ LENGTH = 12
 def judge(prompt: str, completion: str) -> float:
     """The share of digits that are one more than the digit before them."""
     digits = [int(digit) for digit in prompt + completion]
-    return sum((before + 1) % 10 == digit for before, digit in zip(digits, digits[1:], strict=False)) / LENGTH
+    return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
 
 
 class Mailbox:
     """Where the trainer puts a version of the weights, and the engine finds it. Neither knows the other."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.tensors: dict[str, Tensor] = {}
+    version, tensors = 0, dict[str, Tensor]()
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
         self.tensors = {name: gather(name, tensor).detach().clone() for name, tensor in tensors}
@@ -61,8 +60,7 @@ class Mailbox:
 class Counts:
     """The journal: the controller writes each change of state here before it takes effect. A run's is a ledger."""
 
-    def __init__(self) -> None:
-        self.issued = self.trained = 0
+    issued = trained = 0
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         self.issued += members
@@ -78,8 +76,7 @@ class Counts:
 async def generate(engine: NativeEngine, controller: Controller, mailbox: Mailbox, tokenizer: Tokenizer) -> None:
     """Until it is cancelled: load new weights, admit what may start, sample one token of everything, judge."""
     sampling = records.Sampling(max_tokens=LENGTH)
-    tickets: dict[str, Ticket] = {}
-    completions: dict[str, list[Completion]] = {}
+    groups: dict[str, tuple[Ticket, list[Completion]]] = {}
     while True:
         if mailbox.version > engine.version:
             # Completions under way stop here; their next tokens are sampled by the new weights, and say so.
@@ -88,17 +85,15 @@ async def generate(engine: NativeEngine, controller: Controller, mailbox: Mailbo
         # Equation 3: of N groups ever started, floor(N / batch) <= version + staleness. Beyond it, generation waits.
         while (ticket := controller.admit()) is not None:
             prompt = ticket.draw.prompt.token_ids
-            engine.add(
-                records.GenerateRequest(ticket.group_id, prompt_token_ids=prompt, seeds=ticket.seeds, sampling=sampling)
-            )
-            tickets[ticket.group_id], completions[ticket.group_id] = ticket, []
+            engine.add(records.GenerateRequest(ticket.group_id, prompt, ticket.seeds, sampling))
+            groups[ticket.group_id] = ticket, []
         # One token for every completion, in a thread: the trainer computes meanwhile in another.
         for completion in await asyncio.to_thread(engine.step):
-            group = completions[completion.request]
+            ticket, group = groups[completion.request]
             group.append(completion)
             if len(group) == ROLLOUT.group_size:
-                ticket = tickets.pop(completion.request)
-                controller.finish(ticket, judged(ticket, completions.pop(completion.request), tokenizer))
+                controller.finish(ticket, judged(ticket, group, tokenizer))
+                del groups[completion.request]
         if engine.idle:
             await asyncio.sleep(0.001)  # nothing may start before the trainer's next version
 
@@ -111,7 +106,7 @@ def judged(ticket: Ticket, group: list[Completion], tokenizer: Tokenizer) -> lis
         reward = judge(ticket.draw.prompt.text, text)
         verdict = records.Verdict(records.Outcome.RIGHT if reward == 1 else records.Outcome.WRONG, reward)
         name = records.trajectory_id(ticket.group_id, completion.member)
-        trajectories.append(Trajectory(name, segments=(completion.segment,), verdict=verdict, text=text))
+        trajectories.append(Trajectory(name, (completion.segment,), verdict, text))
     return trajectories
 
 
@@ -140,14 +135,14 @@ async def main(steps: int = 150) -> tuple[list[float], Counts]:
         tokenizer = load_tokenizer(folder)
         engine = NativeEngine.load(folder, EngineConfig(slots=128, cache_gib=0.1))
         policy = load_policy(folder, attention=PACKED_ATTENTION)
-    config = TrainerConfig(steps=steps, minibatches=1, learning_rate=5e-3, weight_decay=0.0)
-    trainer = Trainer(policy, config, AlgorithmConfig())
+    trainer = Trainer(policy, TrainerConfig(steps=steps, minibatches=1, learning_rate=5e-3), AlgorithmConfig())
     prompts = [Prompt(id=digit, token_ids=tokenizer.encode(digit), text=digit, answer="") for digit in "0123456789"]
     counts, mailbox = Counts(), Mailbox()
     controller = Controller(ROLLOUT, PromptStream(prompts, seed=1), counts, seed=1)
-    generating = asyncio.create_task(generate(engine, controller, mailbox, tokenizer))
-    rewards = await train(trainer, controller, mailbox, steps)
-    generating.cancel()
+    async with asyncio.TaskGroup() as both:  # what fails in one of them ends the other
+        generating = both.create_task(generate(engine, controller, mailbox, tokenizer))
+        rewards = await train(trainer, controller, mailbox, steps)
+        generating.cancel()
     return rewards, counts
 
 
