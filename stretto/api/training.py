@@ -90,7 +90,8 @@ def evaluate(
         RoleError: an engine or a reward worker failed.
     """
     from stretto.launch.recipe.functions import with_named_reward
-    from stretto.launch.recipe.recipe import Recipe, as_parsed, to_toml
+    from stretto.launch.recipe.overrides import as_parsed
+    from stretto.launch.recipe.recipe import Recipe, to_toml
 
     if reward is not None:
         overrides["rewards"] = {**overrides.get("rewards", {}), "function": reward}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("workshop")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("PYTHONPATH", str(ROOT))  # the processes of a run find this stretto
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the processes of a run find this stretto
         (folder / "recipe.toml").write_text(to_toml(tiny_recipe()))
         build_policy(TINY, folder / "model", seed=1)
         yield folder

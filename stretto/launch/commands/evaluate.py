@@ -12,7 +12,8 @@ from typing import Any
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.specs import Endpoints, engine_specs, socket_folder
 from stretto.launch.preflight.plan import Plan, digest, make_plan
-from stretto.launch.recipe.recipe import Overrides, Recipe, override, parse_recipe, validate
+from stretto.launch.recipe.overrides import Overrides
+from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation

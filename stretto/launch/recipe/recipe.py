@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.functions import with_named_reward
+from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -63,9 +64,6 @@ _PATHS = (
     "preferences.file",
     "preferences.reference",
 )
-
-#: ``"section.key=value"`` texts, or values by their keys: ``{"trainer.steps": 100, "rollout": {"group_size": 4}}``.
-Overrides = Sequence[str] | Mapping[str, Any]
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -203,7 +201,7 @@ def override(tree: dict[str, Any], overrides: Overrides) -> None:
         RecipeError: an override is not of its form.
     """
     if isinstance(overrides, Mapping):
-        told = [_put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
+        told = [put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
     else:
         told = [_override(tree, text) for text in overrides]
     problems = [problem for problem in told if problem is not None]
@@ -258,44 +256,7 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
-    return _put(tree, key.strip(), _value(text.strip()), f"override {override!r}")
-
-
-def _put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
-    *sections, last = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            return Problem(place, f"{section} is a value, not a section")
-    tree[last] = _merged(tree.get(last), value)
-    return None
-
-
-def as_parsed(value: Any) -> Any:
-    """A value of Python's as a parsed file would hold it; of a section only what was given."""
-    match value:
-        case BaseModel():
-            return value.model_dump(mode="python", exclude_unset=True)
-        case Mapping():
-            return {key: as_parsed(inner) for key, inner in value.items()}
-        case Path():
-            return str(value)
-    return value
-
-
-def _merged(old: Any, new: Any) -> Any:
-    """A table changes the keys that it names, unless it is of another kind; all else replaces what was there."""
-    if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
-        return new
-    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
-
-
-def _value(text: str) -> Any:
-    """A TOML value, or the bare text: ``rollout.beyond_bound=wait`` needs no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return put(tree, key.strip(), parsed_value(text.strip()), f"override {override!r}")
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
