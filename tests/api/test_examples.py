@@ -36,7 +36,8 @@ def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str]) -> None
     assert sum(several) > 0  # weights arrived in mid-completion
 
 
-def test_the_notebook_goes_from_nothing_to_a_learning_curve(inside: Path) -> None:
+def test_the_notebook_goes_from_nothing_to_a_learning_curve(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND")  # the kernel chooses its own, which draws into the notebook
     notebook: Any = nbformat.read(EXAMPLES / "first_run.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     place = {"metadata": {"path": str(inside)}}
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
