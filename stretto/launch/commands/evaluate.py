@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.specs import Endpoints, engine_specs, socket_folder
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
@@ -25,7 +26,7 @@ from stretto.rewards.service.pool import RewardPool
 def evaluate(
     model: Path,
     task: Path,
-    overrides: Sequence[str],
+    overrides: Overrides,
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
@@ -47,7 +48,7 @@ def evaluate(
     return until_cut_short(_evaluate(plan, spawner))
 
 
-def _recipe(model: Path, task: Path, overrides: Sequence[str]) -> Recipe:
+def _recipe(model: Path, task: Path, overrides: Overrides) -> Recipe:
     if task.suffix == ".jsonl":
         rows = {"kind": "jsonl", "file": str(task.resolve()), "held_out_file": str(task.resolve())}
         tree: dict[str, Any] = {"task": rows, "trainer": {}, "evaluation": {"prompts": sys.maxsize}}

@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.mistakes import problems_of
+from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -40,7 +50,21 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
-    """A whole run."""
+    """A whole run.
+
+    Example::
+
+        recipe = stretto.Recipe(
+            model=sections.ModelConfig(build=sections.BuildConfig(alphabet="0123456789+-=", context_length=64)),
+            task=sections.ArithmeticTask(kind="arithmetic", operands_max=4),
+            sampling=sections.SamplingConfig(max_tokens=32),
+            rollout=sections.RolloutConfig(batch_size=4, group_size=4),
+            trainer=sections.TrainerConfig(steps=100, learning_rate=1e-3),
+        )
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
 
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     model: ModelConfig
@@ -49,12 +73,21 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
-    rewards: RewardsConfig = RewardsConfig()
+    rewards: Annotated[RewardsConfig, BeforeValidator(with_named_reward)] = RewardsConfig()
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _mistakes_are_problems(cls, tree: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """A recipe in code is refused as one in a file is; the context of the validation is the name of the file."""
+        try:
+            return build(tree)
+        except ValidationError as error:
+            raise RecipeError(problems_of(info.context or cls.__name__, error.errors(), cls)) from None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -108,8 +141,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         return self
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, apply ``section.key=value`` overrides, validate; paths become absolute.
+def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
+    """Read a recipe file, apply overrides, validate; paths become absolute.
 
     Raises:
         RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
@@ -117,7 +150,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return validate(parse_recipe(path, overrides), str(path))
 
 
-def parse_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     """The tables of a recipe file with the overrides applied and paths absolute, not validated yet.
 
     Raises:
@@ -142,13 +175,17 @@ def _find_reward(tree: dict[str, Any], folder: Path) -> None:
             rewards["path"] = str(folder.resolve())
 
 
-def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Replace values of the tables by ``section.key=value``; paths are relative to the working directory.
+def override(tree: dict[str, Any], overrides: Overrides) -> None:
+    """Replace values of the tables; paths are relative to the working directory.
 
     Raises:
         RecipeError: an override is not of its form.
     """
-    problems = [problem for text in overrides if (problem := _override(tree, text)) is not None]
+    if isinstance(overrides, Mapping):
+        told = [put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
+    else:
+        told = [_override(tree, text) for text in overrides]
+    problems = [problem for problem in told if problem is not None]
     if problems:
         raise RecipeError(problems)
     _resolve_paths(tree, Path.cwd())
@@ -170,7 +207,7 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
         RecipeError: with one problem for each wrong key.
     """
     try:
-        return kind.model_validate(tree, strict=True)
+        return kind.model_validate(tree, strict=True, context=place)
     except ValidationError as error:
         raise RecipeError(problems_of(place, error.errors(), kind)) from None
 
@@ -200,28 +237,7 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
-    *sections, last = key.strip().split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            return Problem(f"override {override!r}", f"{section} is a value, not a section")
-    tree[last] = _merged(tree.get(last), _value(text.strip()))
-    return None
-
-
-def _merged(old: Any, new: Any) -> Any:
-    """A table of the same kind replaces the keys that it has; any other value replaces the old one."""
-    if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
-        return new
-    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
-
-
-def _value(text: str) -> Any:
-    """A TOML value, or the bare text: ``rollout.beyond_bound=wait`` needs no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return put(tree, key.strip(), parsed_value(text.strip()), f"override {override!r}")
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,41 @@
+"""The sections of a recipe in code: an editor completes and checks what they hold.
+
+Example::
+
+    from stretto import sections
+
+    trainer = sections.TrainerConfig(steps=100, learning_rate=1e-3)
+    rollout = sections.RolloutConfig(batch_size=4, group_size=8, max_staleness=2)
+"""
+
+from __future__ import annotations
+
+from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.loop.config import DeadlinesConfig
+from stretto.model.hf.config import BuildConfig
+from stretto.rewards.config import RewardsConfig
+from stretto.rollout.config import RolloutConfig
+from stretto.store.ledger.config import StoreConfig
+from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
+from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.synthetic.arithmetic import ArithmeticTask
+from stretto.worlds.synthetic.programs import ProgramsTask
+
+__all__ = [
+    "ArithmeticTask",
+    "BuildConfig",
+    "DeadlinesConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "JsonlTask",
+    "LoraConfig",
+    "ModelConfig",
+    "ProgramsTask",
+    "RewardsConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "StoreConfig",
+    "SupervisedConfig",
+    "TrainerConfig",
+]

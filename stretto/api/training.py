@@ -1,0 +1,123 @@
+"""`stretto.train` and `stretto.evaluate`: what the command line does, for Python code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.api.orders import EvaluationOrder, RunProcess, TrainOrder
+from stretto.api.run import Run
+from stretto.loop.records.recorder import Evaluation
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from stretto.launch.recipe.recipe import Recipe
+
+
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    reward: Callable[..., float | bool] | None = None,
+    on_step: Callable[[StepMetrics], object] | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train a policy by asynchronous reinforcement learning, as ``stretto train`` does.
+
+    Everything is checked before this returns; training goes on beside the caller, in processes of its own.
+
+    Args:
+        recipe: a TOML file, or a `stretto.Recipe`; with `resume` the folder of a run that is to go on.
+        reward: judges the completions (docs/rewards.md); a function that another process can import.
+        on_step: called with each step; this then returns when the run has ended. What it raises stops the run.
+        run_dir: folder of the run, by default ``runs/RECIPE-DATE``.
+        overrides: values that replace those of the recipe: ``trainer={"steps": 100}``, or
+            ``**{"trainer.steps": 100}``.
+
+    Example::
+
+        run = stretto.train("recipe.toml", run_dir="runs/first", trainer={"steps": 3})
+        for step in run:
+            print(step.step, step.accuracy, step.staleness_max)
+        print(run.accuracy)
+
+    Raises:
+        UserError: the recipe, the data, the model, the reward or the folder is not what it should be. The message is
+            that of the command line.
+    """
+    if reward is not None:
+        overrides["rewards.function"] = reward
+    place: str | Path | Recipe = recipe
+    if resume and isinstance(recipe, str | Path):
+        place, run_dir = RunFolder.open(recipe).recipe, recipe
+    found = _recipe(place, overrides)
+    from stretto.launch.recipe.recipe import to_toml
+
+    name = Path(recipe).stem if isinstance(recipe, str | Path) else "recipe"
+    order = TrainOrder(
+        recipe=to_toml(found), name=name, run_dir=None if run_dir is None else str(run_dir), resume=resume
+    )
+    run = Run.of_process(RunProcess(order), found.deadlines.stop)
+    if on_step is not None:
+        for step in run:
+            on_step(step)
+    return run
+
+
+def evaluate(
+    model: str | Path,
+    task: str | Path | Recipe,
+    *,
+    reward: Callable[..., float | bool] | None = None,
+    **overrides: Any,
+) -> Evaluation:
+    """Measure the accuracy of a model folder on the held-out prompts of a task, as ``stretto eval`` does.
+
+    Args:
+        task: a recipe (a TOML file or a `stretto.Recipe`), or a JSONL file all of whose rows are asked.
+        reward, overrides: as for `stretto.train`.
+
+    Example::
+
+        evaluation = stretto.evaluate("model", "recipe.toml", evaluation={"prompts": 8})
+        print(evaluation.accuracy, evaluation.right, evaluation.prompts)
+
+    Raises:
+        UserError: the folder, the task or an override is not what it should be.
+        RoleError: an engine or a reward worker failed.
+    """
+    from stretto.launch.recipe.functions import with_named_reward
+    from stretto.launch.recipe.overrides import as_parsed
+    from stretto.launch.recipe.recipe import Recipe, to_toml
+
+    if reward is not None:
+        overrides["rewards"] = {**overrides.get("rewards", {}), "function": reward}
+    if "rewards" in overrides:
+        overrides["rewards"] = with_named_reward(overrides["rewards"])
+    is_path = not isinstance(task, Recipe)
+    process = RunProcess(
+        EvaluationOrder(
+            model=str(model),
+            task=to_toml(task) if isinstance(task, Recipe) else str(task),
+            is_path=is_path,
+            overrides={key: as_parsed(value) for key, value in overrides.items()},
+        )
+    )
+    try:
+        evaluation: Evaluation = process.reply()
+    finally:
+        process.close()
+    return evaluation
+
+
+def _recipe(recipe: str | Path | Recipe, overrides: dict[str, Any]) -> Recipe:
+    from stretto.launch.recipe.recipe import load_recipe, override, validate
+
+    if isinstance(recipe, str | Path):
+        return load_recipe(Path(recipe), overrides)
+    tree = recipe.model_dump(mode="python", exclude_none=True)
+    override(tree, overrides)
+    return validate(tree, "Recipe")

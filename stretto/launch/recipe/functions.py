@@ -1,0 +1,63 @@
+"""A reward that is given as a function of Python: its worker, another process, imports it by its name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_REMEDY = "write it into a file beside the recipe or the notebook, import it from there, and give that"
+
+
+def with_named_reward(section: Any) -> Any:
+    """The section ``[rewards]`` with its function by name, if it is a function, or is all that was given.
+
+    Raises:
+        ValueError: another process could not import the function.
+    """
+    if callable(section):
+        return named_reward(section)
+    if isinstance(section, Mapping) and callable(section.get("function")):
+        return {**section, **named_reward(section["function"])}
+    return section
+
+
+def named_reward(function: Callable[..., object]) -> dict[str, str]:
+    """The keys `function` and `path` of ``[rewards]`` by which a worker finds a function.
+
+    Raises:
+        ValueError: it could not.
+    """
+    name = getattr(function, "__qualname__", "")
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if not name or module is None:
+        raise ValueError(f"{function!r} has no name by which its worker could import it; {_REMEDY}"[:300])
+    if "<lambda>" in name:
+        raise ValueError(f"a lambda has no name by which its worker could import it; {_REMEDY}")
+    if "<locals>" in name:
+        raise ValueError(f"{name!r} is defined inside of a function, so that its worker cannot import it; {_REMEDY}")
+    if _found(module, name) is not function:
+        raise ValueError(f"{module.__name__}:{name} is another object than the function of that name; {_REMEDY}")
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ValueError(f"{name!r} is defined in no file, so that its worker cannot import it; {_REMEDY}")
+    path = Path(file).resolve()
+    imported = _imported_as(module, path)
+    steps = imported.count(".") + (path.name == "__init__.py")
+    return {"function": f"{imported}:{name}", "path": str(path.parents[steps])}
+
+
+def _imported_as(module: ModuleType, path: Path) -> str:
+    """The name by which another process imports the module; a script's is that of its file."""
+    if module.__name__ != "__main__":
+        return module.__name__
+    return module.__spec__.name if module.__spec__ is not None else path.stem
+
+
+def _found(module: ModuleType, name: str) -> object:
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,52 @@
+"""Values that replace those of a recipe: texts of a command line, or values of Python."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from stretto.core.errors import Problem
+
+#: ``"section.key=value"`` texts, or values by their keys: ``{"trainer.steps": 100, "rollout": {"group_size": 4}}``.
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            return Problem(place, f"{section} is a value, not a section")
+    tree[last] = _merged(tree.get(last), value)
+    return None
+
+
+def as_parsed(value: Any) -> Any:
+    """A value of Python's as a parsed file would hold it; of a section only what was given."""
+    match value:
+        case BaseModel():
+            return value.model_dump(mode="python", exclude_unset=True)
+        case Mapping():
+            return {key: as_parsed(inner) for key, inner in value.items()}
+        case Path():
+            return str(value)
+    return value
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """A table changes the keys that it names, unless it is of another kind; all else replaces what was there."""
+    if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+
+
+def parsed_value(text: str) -> Any:
+    """A TOML value, or the bare text: ``rollout.beyond_bound=wait`` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,46 @@
+"""What a beginner reads first does what it says.
+
+- ``examples/loop.py`` fits on a page and learns; updates interrupt completions, and no token is older than the bound.
+- ``examples/first_run.ipynb`` runs from its first cell to its last in a kernel of its own, and draws a curve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LONGEST_PAGE = 150
+
+
+def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len((EXAMPLES / "loop.py").read_text().splitlines()) <= LONGEST_PAGE
+    page = runpy.run_path(str(EXAMPLES / "loop.py"))
+    assert page["judge"]("3", "456789012345") == 1
+    assert page["judge"]("3", "456789012346") == pytest.approx(11 / 12)
+    assert page["judge"]("3", "4") == pytest.approx(1 / 12)
+    rewards, counts = asyncio.run(page["main"](60))
+    assert len(rewards) == 60
+    assert counts.trained == 60 * 8 * 8  # steps x groups x completions
+    assert counts.trained <= counts.issued <= (60 + 1 + 2) * 8 * 8  # equation 3, at the last version
+    assert max(rewards[:5]) < 0.25  # guessing: one in ten, and the empty tokens
+    assert min(rewards[-5:]) > 0.4
+    several = [int(line.split("; ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(several) == 6
+    assert sum(several) > 0  # weights arrived in mid-completion
+
+
+def test_the_notebook_goes_from_nothing_to_a_learning_curve(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND")  # the kernel chooses its own, which draws into the notebook
+    notebook: Any = nbformat.read(EXAMPLES / "first_run.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    place = {"metadata": {"path": str(inside)}}
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert "held-out accuracy: [" in "".join(output.get("text", "") for output in outputs)

@@ -1,0 +1,80 @@
+"""The public surface.
+
+- It is the list here; each of its names is documented, with an example that runs.
+- `import stretto` loads nothing: no torch, and no other module of stretto.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stretto
+from tests.api.conftest import ROOT, example
+
+PUBLIC = {
+    "train": "function",
+    "evaluate": "function",
+    "open_run": "function",
+    "Recipe": "class",
+    "sections": "module",
+    "Run": "class",
+    "StepMetrics": "class",
+    "EvaluationLine": "class",
+    "Evaluation": "class",
+    "Engine": "class",
+    "TextCompletion": "class",
+    "StrettoError": "error",
+    "UserError": "error",
+    "RecipeError": "error",
+    "DataError": "error",
+    "ModelFolderError": "error",
+    "RewardFunctionError": "error",
+    "RunFolderError": "error",
+}
+#: Records, whose examples say how they look, and are made by the others' examples.
+_SHOWN_BY_OTHERS = {"StepMetrics", "EvaluationLine", "Evaluation"}
+
+
+def kind(value: object) -> str:
+    if inspect.ismodule(value):
+        return "module"
+    if not inspect.isclass(value):
+        return "function"
+    return "error" if issubclass(value, Exception) else "class"
+
+
+def test_the_public_surface_is_this_list() -> None:
+    assert sorted(stretto.__all__) == sorted(PUBLIC)
+    assert {name: kind(getattr(stretto, name)) for name in stretto.__all__} == PUBLIC
+    assert set(PUBLIC) <= set(dir(stretto))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        stretto.trian  # noqa: B018
+
+
+def test_importing_stretto_loads_none_of_its_rooms() -> None:
+    program = "import sys, stretto; print([name for name in sys.modules if name.startswith(('stretto.', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, sort in PUBLIC.items() if sort != "error" and name not in {"train", *_SHOWN_BY_OTHERS}],
+)
+def test_every_public_object_is_documented_with_an_example_that_runs(
+    name: str, inside: Path, first_run: stretto.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of `train` has made `first_run`."""
+    capsys.readouterr()
+    code = example(getattr(stretto, name))
+    exec(compile(code, f"<example of {name}>", "exec"), {"stretto": stretto, "sections": stretto.sections})
+    assert bool(capsys.readouterr().out) == ("print(" in code)
+
+
+def test_every_public_name_is_documented() -> None:
+    assert not [name for name in PUBLIC if len((getattr(stretto, name).__doc__ or "").strip()) < 10]

@@ -1,0 +1,140 @@
+"""A run from Python.
+
+- Its steps come while it goes on; afterwards it is at hand as a run that was opened.
+- Leaving the loop, and whatever is raised in it, stops the run: a checkpoint is there, no process is left.
+- It works where an event loop runs already; a stopped run goes on.
+- A mistake raises the error of the command line with its text, and ends nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import stretto
+from stretto.api.orders import INSIDE
+from tests.api.conftest import tiny_recipe
+from tests.launch.running import children, default_dispositions
+
+
+def assert_nothing_is_left(run: stretto.Run, before: list[int]) -> None:
+    assert not run.running
+    assert children() == before
+
+
+def test_a_run_has_its_steps_its_accuracy_and_its_trajectories(first_run: stretto.Run) -> None:
+    assert not first_run.running
+    assert [step.step for step in first_run.metrics] == [1, 2, 3]
+    assert [line.version for line in first_run.evaluations] == [0, 3]
+    assert first_run.accuracy == first_run.evaluations[-1].accuracy == first_run.summary().final_accuracy
+    rows = list(first_run.trajectories())
+    assert len(rows) == first_run.summary().trajectories.issued >= 3 * 2 * 4
+    trained = [row for row in rows if row["trained_step"] is not None]
+    assert len(trained) == 3 * 2 * 4
+    assert {row["reward"] for row in trained} == {len(row["text"]) % 5 / 4 for row in trained}
+
+
+def test_an_opened_run_reads_the_same(first_run: stretto.Run) -> None:
+    opened = stretto.open_run(first_run.folder)
+    assert [step.step for step in opened] == [1, 2, 3]
+    assert opened.metrics == first_run.metrics
+    assert opened.wait().accuracy == first_run.accuracy
+    opened.stop()
+    with pytest.raises(stretto.RunFolderError, match="does not exist"):
+        stretto.open_run("nowhere")
+
+
+def test_leaving_the_loop_stops_the_run_and_it_can_go_on(inside: Path) -> None:
+    """In a running event loop, as in a notebook."""
+    before = children()
+
+    async def cell() -> stretto.Run:
+        run = stretto.train(tiny_recipe(), run_dir="runs/left", trainer={"steps": 100_000}, store={"sample_seconds": 1})
+        for step in run:
+            assert step.accuracy >= 0
+            watched = stretto.open_run(run.folder)
+            assert watched.running
+            assert watched.metrics[0] == step
+            break
+        return run
+
+    run = asyncio.run(cell())
+    assert_nothing_is_left(run, before)
+    done = run.metrics[-1].step
+    again = stretto.train(run.folder, resume=True, trainer={"steps": done + 1})
+    assert [step.step for step in again] == list(range(1, done + 2))
+    assert again.summary().trajectories.trained == (done + 1) * 2 * 4
+
+
+def test_ctrl_c_stops_the_run_and_is_raised(inside: Path) -> None:
+    before, seen = children(), list[int]()
+
+    def look(step: stretto.StepMetrics) -> None:
+        seen.append(step.step)
+        signal.raise_signal(signal.SIGINT)
+
+    with default_dispositions(), pytest.raises(KeyboardInterrupt):
+        stretto.train("recipe.toml", run_dir="runs/callback", on_step=look, trainer={"steps": 100_000})
+    assert seen == [1]
+    assert_nothing_is_left(stretto.open_run("runs/callback"), before)
+
+
+_SCRIPT = """
+import stretto
+
+def by_length(prompt, completion, answer):
+    return len(completion) % 5 / 4
+
+if __name__ == "__main__":
+    run = stretto.train("recipe.toml", reward=by_length, run_dir="runs/script", **{"trainer.steps": 100_000})
+    for step in run:
+        print(step.step, flush=True)
+"""
+
+
+def test_a_script_s_own_function_judges_and_a_killed_script_leaves_no_run(inside: Path) -> None:
+    (inside / "script.py").write_text(_SCRIPT)
+    with subprocess.Popen([sys.executable, "script.py"], stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "1\n"
+        script.send_signal(signal.SIGKILL)
+    run = stretto.open_run("runs/script")
+    until = time.monotonic() + 60
+    while run.running:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert 'function = "script:by_length"' in (run.folder / "recipe.toml").read_text()
+    assert list((run.folder / "checkpoints").iterdir())  # it has stopped as if asked to
+
+
+def test_mistakes_have_the_text_of_the_command_line(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "stretto.cli.main", "train", "recipe.toml", "trainer.step=5"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    with pytest.raises(stretto.RecipeError) as refused:
+        stretto.train("recipe.toml", trainer={"step": 5})
+    assert told == f"stretto: {refused.value}\n"
+    assert "did you mean 'steps'?" in told
+    with pytest.raises(
+        stretto.RecipeError, match=r"Recipe: rollout\.groupsize: unknown key; did you mean 'group_size'"
+    ):
+        stretto.Recipe(**tiny_recipe().model_dump() | {"rollout": {"groupsize": 3}})
+    with pytest.raises(stretto.RecipeError, match=r"override 'trainer\.steps\.x': steps is a value"):
+        stretto.train("recipe.toml", **{"trainer.steps.x": 1})  # type: ignore[arg-type]
+    monkeypatch.setenv(INSIDE, "1")
+    with pytest.raises(stretto.RecipeError, match='behind if __name__ == "__main__"'):
+        stretto.train("recipe.toml")
+
+
+def test_what_only_the_process_of_the_run_can_find_is_raised_here(inside: Path) -> None:
+    before = children()
+    with pytest.raises(stretto.RewardFunctionError, match="no built-in reward is called 'lenght'"):
+        stretto.train("recipe.toml", rewards={"function": "lenght"})
+    with pytest.raises(stretto.ModelFolderError, match="no such folder"):
+        stretto.evaluate("no-model", tiny_recipe(), evaluation={"prompts": 4})
+    assert children() == before
