@@ -251,7 +251,7 @@ def test_a_planted_violation_is_named_with_its_place(
 
 
 def test_a_room_that_was_drawn_and_is_not_there_is_named(tmp_path: Path) -> None:
-    assert law.undrawn(build(tmp_path, {}), HOUSE)[0] == "audit: drawn but not built"
+    assert law.undrawn(build(tmp_path, {}), HOUSE)[0] == "api: drawn but not built"
 
 
 def test_a_docstring_does_not_count_as_length(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def test_what_the_cache_cannot_hold_is_no_part_of_the_context(byte_folder: Path)
 
 
 def test_a_cache_that_holds_no_answer_ends_the_command_with_a_message(byte_folder: Path) -> None:
-    told = r"engine\.cache_gib: 1e-06, which holds .* no prompt with an answer"
+    told = r"engine\.cache_gib: 1e-06 is too small a KV cache for any prompt with a completion"
     with pytest.raises(AssertionError, match=told), serve_process(byte_folder, "engine.cache_gib=1e-6"):
         pass
 

@@ -39,7 +39,7 @@ def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(laboratory: Lab
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()
     assert "trainer lost rank 1, which was killed by SIGKILL" in said(run_dir)
-    assert "trainer lost rank 1, which gave no sign of life" in said(run_dir)
+    assert "trainer lost rank 1, which sent no heartbeat" in said(run_dir)
     assert assert_the_law(run_dir).steps == 24
     laboratory.trained(run_dir, "trainer.steps=26", "trainer.ranks=1", "trainer.keep_versions=1", "--resume")
     assert assert_the_law(run_dir).steps == 26
@@ -73,7 +73,7 @@ def rank_of(command: Command) -> int:
 @pytest.mark.parametrize(
     ("overrides", "texts"),
     [
-        (("trainer.ranks=8",), ("trainer.ranks = 8", "trainer.minibatches = 2", "16 answers", "is 8")),
+        (("trainer.ranks=8",), ("trainer.ranks = 8", "trainer.minibatches = 2", "16 completions", "is 8")),
         (("trainer.ranks=0",), ("trainer.ranks", "greater than or equal to 1")),
     ],
 )

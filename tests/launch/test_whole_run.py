@@ -43,6 +43,7 @@ TRAJECTORY = [
     "token_ids",
     "behavior_logprobs",
     "versions",
+    "given",
     "reward",
     "verdict",
     "state",
@@ -51,6 +52,9 @@ TRAJECTORY = [
     "trained_step",
     "stop_reason",
     "text",
+    "prompt",
+    "answer",
+    "row",
 ]
 STEPS = 6
 

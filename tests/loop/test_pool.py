@@ -313,5 +313,5 @@ def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -
     async def work(fleet: EnginePool) -> list[Completion]:
         return await answers(fleet, request("0", STAY_SILENT))
 
-    with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next answer to 0"):
+    with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next completion to 0"):
         in_fleet(folder, work, count=1, answer=0.2)

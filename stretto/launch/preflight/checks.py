@@ -73,6 +73,8 @@ def check_reward_function(config: RewardsConfig) -> None:
     try:
         asyncio.run(check_reward(config))
     except RoleError as error:
+        if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+            raise
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
 
 

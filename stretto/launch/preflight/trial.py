@@ -50,6 +50,8 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
     try:
         first, second = asyncio.run(_twice(config, rows, patience))
     except RoleError as error:
+        if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+            raise
         raise RewardFunctionError([Problem(PLACE, str(error))]) from None
     limit, calls = config.seconds_per_completion, [*first, *second]
     if all(_is_lost(call, limit) for call in calls):

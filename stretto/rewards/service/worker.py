@@ -105,7 +105,10 @@ class Worker:
 
 def _moved(descriptor: int) -> int:
     """The same socket under another number, not inherited by what the reward starts."""
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
+    except OSError:  # fewer descriptors are allowed than that
+        return descriptor
     os.close(descriptor)
     return moved
 
