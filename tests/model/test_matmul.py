@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.model.kernels.choice import GENERATION, TRAINING, Kernel, KernelChoice, Name
+from stretto.model.kernels.choice import GENERATION, TRAINING, Kernel, KernelChoice, Name, fits
 from stretto.model.kernels.matmul import OneDnnLinear, use_onednn
 from tests.model.choosing import always
 from tests.tolerances import assert_close
@@ -70,8 +70,7 @@ def test_every_kernel_follows_a_weight_that_is_written_to(kernel: Name, dtype: t
     torch.manual_seed(1)
     plain, ours = (nn.Linear(96, 40).to(dtype).requires_grad_(False) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
-    fits = dtype in ((torch.float32,) if kernel in ("onednn", "columns") else (torch.float32, torch.bfloat16))
-    use_onednn(ours, chooser=always(kernel if fits else "linear", fewest=3))
+    use_onednn(ours, chooser=always(kernel if fits(kernel, dtype) else "linear", fewest=3))
     eps = torch.finfo(dtype).eps
     for _ in range(3):
         for tokens in (1, 2, 3, 70):

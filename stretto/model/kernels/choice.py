@@ -66,7 +66,7 @@ class KernelChoice(Record, frozen=True):
 
 def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
     """The choices of runs that have no record: oneDNN for float32 products of 786,432 multiplications and more."""
-    if not _fits("onednn", dtype):
+    if not fits("onednn", dtype):
         return {}
     return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
 
@@ -123,7 +123,7 @@ def choose(
     shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
 ) -> dict[Shape, KernelChoice]:
     """The choice for each weight [N, K], from the record, else from the user's cache, else measured; kept in both."""
-    offered = [kernel for kernel in kernels if _fits(kernel, dtype)]
+    offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
     names = {shape: f"{place}: {dtype}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
@@ -139,8 +139,11 @@ def choose(
     return chosen
 
 
-def _fits(kernel: str, dtype: torch.dtype) -> bool:
+def fits(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether this processor has the kernel for weights of `dtype`."""
     if kernel in ("onednn", "packed") and not torch.backends.mkldnn.is_available():
+        return False
+    if kernel == "packed" and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     wanted = {"columns": (torch.float32,), "onednn": (torch.float32,), "widened": (torch.bfloat16,)}
     return dtype in wanted.get(kernel, (torch.float32, torch.bfloat16))
