@@ -17,10 +17,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-import msgspec
 import xxhash
 from torch import Tensor
 
@@ -155,20 +155,18 @@ def _versions(run: str, folder: Path) -> list[tuple[int, Path]]:
 
 
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather) -> None:
-    manifest = publication.plan(version, tensors)
-    checksum = xxhash.xxh3_64()
+    manifest, checksums = publication.plan(version, tensors), []
+    start = len(publication.header(manifest))
     with open(path, "wb", buffering=0, opener=_private) as file:
-        file.seek(len(publication.header(manifest)))
-        gathered = (gather(name, tensor) for name, tensor in tensors.items())
-        for chunk in publication.chunks(manifest, gathered):
-            checksum.update(chunk)
-            _write_all(file, chunk)
+        for name, tensor in tensors.items():
+            file.seek(start + manifest.tensors[name].data_offsets[0])
+            checksum = xxhash.xxh3_64()
+            for piece in publication.pieces(gather(name, tensor)):
+                checksum.update(piece)
+                _write_all(file, piece)
+            checksums.append(checksum.hexdigest())
         file.seek(0)
-        _write_all(file, memoryview(publication.header(_sealed(manifest, checksum.digest()))))
-
-
-def _sealed(manifest: publication.WeightsManifest, checksum: bytes) -> publication.WeightsManifest:
-    return msgspec.structs.replace(manifest, checksum=checksum)
+        _write_all(file, memoryview(publication.header(replace(manifest, checksums=tuple(checksums)))))
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:

@@ -10,15 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication, WireError
@@ -114,6 +115,17 @@ def test_what_is_published_is_what_is_loaded(
         assert torch.equal(loaded[name], tensor)
 
 
+def test_a_publication_is_a_safetensors_file_that_any_library_reads(
+    publisher: SharedMemoryPublisher, tmp_path: Path
+) -> None:
+    publisher.publish(7, tensors().items())
+    with safe_open(file_of(tmp_path, 7), "pt") as file:
+        assert file.metadata()["version"] == "7"
+        assert set(file.keys()) == set(tensors())
+        for name, tensor in tensors().items():
+            assert torch.equal(file.get_tensor(name), tensor)
+
+
 def test_tied_parameters_travel_once(publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7, bias=False)})
     model["head"].weight = model["embed"].weight
@@ -174,15 +186,14 @@ def test_a_publication_with_bytes_after_its_end_is_never_loaded(
         subscriber.load(0)
 
 
-def image() -> bytes:
-    """A publication's bytes, made without a file."""
-    manifest = publication.plan(3, tensors())
-    body = b"".join(publication.chunks(manifest, tensors().values()))
-    sealed = publication.WeightsManifest(3, manifest.size, xxhash.xxh3_64_digest(body), manifest.tensors)
-    return publication.header(sealed) + body
+def image(folder: Path) -> bytes:
+    """A publication's bytes."""
+    SharedMemoryPublisher("run", folder).publish(3, tensors().items())
+    return file_of(folder, 3).read_bytes()
 
 
-IMAGE = image()
+with tempfile.TemporaryDirectory() as folder:
+    IMAGE = image(Path(folder))
 
 
 @given(st.integers(0, len(IMAGE) * 8 - 1))
