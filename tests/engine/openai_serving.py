@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
+from stretto.engine.native.backend import NativeBackend
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
 from stretto.engine.openai.app import OpenAIApp
@@ -88,7 +89,7 @@ async def openai_served(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, GracefulServer]]:
     """An HTTP client of a running server, and that server."""
     generation = kind(engine)
-    tokens = EngineApp(generation, mailbox or Mailbox())
+    tokens = EngineApp(NativeBackend(generation, mailbox or Mailbox()))
     app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens)
     server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")

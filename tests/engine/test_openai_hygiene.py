@@ -21,9 +21,10 @@ from starlette.types import Receive, Scope, Send
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import MOST_WAITING, Generation, Stream
+from stretto.engine.native.generation import MOST_WAITING, Generation
 from stretto.engine.openai.app import OpenAIApp
 from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.openai_serving import MODEL, NAME, Serving, openai_served

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -58,14 +59,22 @@ class GracefulServer(uvicorn.Server):
         return True
 
 
-async def run_app(server: uvicorn.Server, sockets: Sequence[socket.socket] | None, generation: Generation) -> None:
+class Runner(Protocol):
+    """The part of an engine that runs beside its server."""
+
+    async def run(self) -> None:
+        """Work until cancelled; an error breaks off all requests and is raised."""
+        ...
+
+
+async def run_app(server: uvicorn.Server, sockets: Sequence[socket.socket] | None, runner: Runner) -> None:
     """Serve and step until the server ends or the engine fails; cancelling it ends both.
 
     Raises:
         Exception: whatever ended the engine's loop; open requests have been broken off by then.
     """
     serving = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
-    steps = asyncio.create_task(generation.run())
+    steps = asyncio.create_task(runner.run())
     try:
         # Without a deadline: a healthy engine serves for as long as it is wanted.
         await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)

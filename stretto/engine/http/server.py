@@ -4,14 +4,14 @@
                                                ▲
     update_weights ───────────────────────────┘ runs between two steps, because both run in this loop
 
-Everything that touches the engine runs in the event loop's thread and does not await while it does, so an update
-cannot happen inside a step. The wire is described in `stretto.engine.wire`.
+Everything that touches the native engine runs in the event loop's thread and does not await while it does, so an
+update cannot happen inside a step. The wire is described in `stretto.engine.wire`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
@@ -23,8 +23,10 @@ from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials
+from stretto.engine.backend import Backend
 from stretto.engine.http.asgi import LARGEST_BODY, read_body, reply, when_gone
-from stretto.engine.http.lifecycle import bind, run_app, server_of
+from stretto.engine.http.lifecycle import Runner, bind, run_app, server_of
+from stretto.engine.native.backend import NativeBackend
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import (
@@ -58,7 +60,7 @@ class _Streaming:
 class _Exchange:
     """An endpoint with one message in and one message, or a refusal, out."""
 
-    def __init__(self, handler: Callable[[bytes], object]) -> None:
+    def __init__(self, handler: Callable[[bytes], Awaitable[object]]) -> None:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +69,7 @@ class _Exchange:
             await _reply(send, *_TOO_LARGE)
             return
         try:
-            status, message = 200, self._handler(body)
+            status, message = 200, await self._handler(body)
         except (WireError, msgspec.DecodeError) as error:
             status, message = _refusal(error)
         await _reply(send, status, message)
@@ -76,9 +78,8 @@ class _Exchange:
 class EngineApp:
     """The ASGI application: a method per endpoint."""
 
-    def __init__(self, generation: Generation, subscriber: Subscriber) -> None:
-        self._generation = generation
-        self._subscriber = subscriber
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
         routes = [
             Route("/generate", _Streaming(self.stream_completions), methods=["POST"]),
@@ -102,7 +103,7 @@ class EngineApp:
             return
         try:
             requests = self._requests.decode(body)
-            stream = self._generation.submit_all(requests)
+            stream = self._backend.submit_all(requests)
         except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
             await _reply(send, *_refusal(error))
             return
@@ -117,32 +118,25 @@ class EngineApp:
         finally:
             watch.cancel()
             for request in requests:
-                self._generation.close(request.id)
+                self._backend.close(request.id)
 
-    def update_weights(self, body: bytes) -> UpdateReply:
-        """Load a version between two steps."""
-        version = _UPDATE.decode(body).version
-        engine = self._generation.engine
-        if version != engine.version or not engine.updates:
-            engine.update(version, self._subscriber.load(version))
-        return UpdateReply(version=engine.version)
+    async def update_weights(self, body: bytes) -> UpdateReply:
+        """Load a version."""
+        return UpdateReply(version=await self._backend.update(_UPDATE.decode(body).version))
 
-    def abort(self, body: bytes) -> EngineHealth:
-        self._generation.close(_ABORT.decode(body).request)
-        return self._generation.engine.health()
+    async def abort(self, body: bytes) -> EngineHealth:
+        self._backend.close(_ABORT.decode(body).request)
+        return await self._backend.health()
 
-    def partials(self, body: bytes) -> Partials:
+    async def partials(self, body: bytes) -> Partials:
         """What unfinished completions have beyond their known tokens."""
-        found: Partials = {}
-        for progress in self._generation.engine.progress(_PARTIALS.decode(body).known):
-            found.setdefault(progress.request, {})[progress.member] = progress.segment
-        return found
+        return self._backend.partials(_PARTIALS.decode(body).known)
 
-    def health(self, _: bytes) -> EngineHealth:
-        return self._generation.engine.health()
+    async def health(self, _: bytes) -> EngineHealth:
+        return await self._backend.health()
 
-    def spans(self, _: bytes) -> list[Span]:
-        return self._generation.engine.drain_spans()
+    async def spans(self, _: bytes) -> list[Span]:
+        return self._backend.drain_spans()
 
 
 def serve(engine: NativeEngine, subscriber: Subscriber, listen: str) -> None:
@@ -164,13 +158,22 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str) 
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine)
-    app = EngineApp(generation, subscriber)
+    await serve_app(EngineApp(NativeBackend(generation, subscriber)), listen, generation)
+
+
+async def serve_app(app: EngineApp, listen: str, runner: Runner) -> None:
+    """Serve at an address, and run the engine, until either ends.
+
+    Raises:
+        RecipeError: the port is in use.
+        Exception: whatever ended the engine.
+    """
     unix_path, host, port = split_address(listen)
     if unix_path is not None:
-        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, generation)
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, runner)
     else:
         bound = bind(host, port, "engine.base_port")
-        await run_app(server_of(app, _KEEP_ALIVE_SECONDS), [bound], generation)
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS), [bound], runner)
 
 
 async def _reply(send: Send, status: int, message: object) -> None:

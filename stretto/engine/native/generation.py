@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from stretto.core.errors import EngineLost, RefusedRequest
-from stretto.core.frames import frame
 from stretto.core.records import MOST_ANSWERS, Completion, GenerateRequest
+from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.completions import Progress
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import BrokenLogits
@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 
 #: Completions that may wait for a row. One request may fill the queue.
 MOST_WAITING = MOST_ANSWERS
-
-#: Why completions break off, if nothing else is known; follows the engine's name.
-ENDED = "ended before the completion did"
 
 #: Turns of the event loop between two steps. Queuing a request takes two or three (reading, starting its handler,
 #: getting the body). Three instead of one halve the time to the first token of 16 streams, at no measurable cost.
@@ -52,37 +49,11 @@ class CompletionListener(Protocol):
         ...
 
 
-class Stream:
-    """The completions of requests that were submitted together, as frames."""
-
-    def __init__(self, completions: int) -> None:
-        self.missing = completions
-        self.broken = False  # the engine failed, or the client went away
-        self._ready = bytearray()
-        self._wake = asyncio.Event()
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._ready)
+class FrameListener(Stream):
+    """A listener that streams whole completions as frames."""
 
     def progressed(self, progress: Progress) -> None:
         """Ignored: frames hold whole completions."""
-
-    def ended(self, completion: Completion) -> None:
-        self._ready += frame(completion)
-        self.missing -= 1
-        self._wake.set()
-
-    def break_off(self, why: str = ENDED) -> None:
-        self.broken = self.missing > 0  # finished completions are delivered all the same
-        self._wake.set()
-
-    async def next(self) -> bytes:
-        """All frames since the last call, at least one unless the stream is broken. The client has the deadline."""
-        await self._wake.wait()
-        self._wake.clear()
-        chunk, self._ready = bytes(self._ready), bytearray()
-        return chunk
 
 
 class Generation:
@@ -106,7 +77,7 @@ class Generation:
             RefusedRequest: the engine will not serve one of them, and so none.
             EngineLost: the server is stopping, or too many completions wait.
         """
-        stream = Stream(sum(len(request.seeds) for request in requests))
+        stream = FrameListener(sum(len(request.seeds) for request in requests))
         submitted: list[str] = []
         try:
             for request in requests:

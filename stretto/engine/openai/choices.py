@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from stretto.core.records import Completion, Likeliest, StopReason
+from stretto.engine.backend import ENDED
 from stretto.engine.native.completions import Progress, rest_of
 from stretto.engine.native.detokenize import Detokenizer, RunningText
-from stretto.engine.native.generation import ENDED
 from stretto.engine.native.stops import StopFinder
 
 Finish = Literal["stop", "length"]

@@ -15,6 +15,7 @@ from stretto.core.errors import Problem, RecipeError, WireError
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
+from stretto.engine.native.backend import NativeBackend
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
 from stretto.engine.openai.app import OpenAIApp
@@ -99,7 +100,7 @@ def serve(
     generation = SharedGeneration(engine)
     context = _context(engine, config)
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
-    app = OpenAIApp(generation, served, tokenizer, EngineApp(generation, NoMailbox()))
+    app = OpenAIApp(generation, served, tokenizer, EngineApp(NativeBackend(generation, NoMailbox())))
     server = GracefulServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
     _allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
