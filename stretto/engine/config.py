@@ -6,10 +6,21 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+Kind = Literal["native", "vllm", "sglang"]
+
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
     """How completions are generated."""
 
+    kind: Kind = Field(
+        "native",
+        description="native: the engine of this package; vllm, sglang: a server that stretto starts and watches",
+    )
+    python: str | None = Field(None, description="interpreter of the environment that has vLLM or SGLang")
+    arguments: tuple[str, ...] = Field((), description="further arguments of the server of vLLM or SGLang")
+    addresses: tuple[str, ...] = Field(
+        (), description="host:port of servers of vLLM or SGLang that run already; stretto starts none then"
+    )
     count: int = Field(1, ge=1, le=1024, description="engine processes")
     threads: int = Field(1, ge=1, le=256, description="torch threads of each engine")
     slots: int = Field(128, ge=1, le=65_536, description="completions decoded together by one engine")

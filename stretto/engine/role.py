@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from stretto.core.errors import DeadlineExceeded
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
@@ -23,21 +21,6 @@ from stretto.model.kernels.matmul import use_onednn
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
-
-_LOOK_SECONDS = 0.02
-
-
-def await_publication(subscriber: SharedMemorySubscriber, owner: str, seconds: float) -> None:
-    """Return once something is published.
-
-    Raises:
-        DeadlineExceeded: nothing was, in `seconds`.
-    """
-    end = time.monotonic() + seconds
-    while subscriber.newest() is None:
-        if time.monotonic() > end:
-            raise DeadlineExceeded(owner, "the first publication", seconds)
-        time.sleep(_LOOK_SECONDS)
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +38,7 @@ def _serve(spec: EngineSpec) -> None:
     engine = NativeEngine(model, config, name=spec.name, detokenizer=partial(load_tokenizer, spec.model))
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:
-        await_publication(subscriber, spec.name, spec.publication_seconds)
+        subscriber.await_first(spec.name, spec.publication_seconds)
     version = subscriber.newest()
     if version is not None:
         engine.update(version, subscriber.load(version))

@@ -10,6 +10,7 @@ class EngineSpec(Record, frozen=True):
 
     `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
     is, as version 0, until something is published. `kernels` is the file that says which kernels the run uses.
+    `server` is the address of a server of vLLM or SGLang that runs already. `scratch` is a folder of the engine's own.
     """
 
     name: str
@@ -21,3 +22,5 @@ class EngineSpec(Record, frozen=True):
     threads: int
     publication_seconds: float
     kernels: str | None = None
+    server: str | None = None
+    scratch: str = ""

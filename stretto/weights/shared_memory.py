@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from io import FileIO
@@ -24,12 +25,13 @@ from pathlib import Path
 import xxhash
 from torch import Tensor
 
-from stretto.core.errors import TornPublication, WireError, naming
+from stretto.core.errors import DeadlineExceeded, TornPublication, WireError, naming
 from stretto.weights import publication
 from stretto.weights.mailbox import Gather, as_it_is
 
 SHARED = Path("/dev/shm")
 _KEPT = 2
+_LOOK_SECONDS = 0.02
 _RUN = re.compile(r"[A-Za-z0-9_.]+")
 _OWNED = "owned"
 
@@ -120,6 +122,19 @@ class SharedMemorySubscriber:
         versions = _versions(self._run, self._folder)
         return versions[-1][0] if versions else None
 
+    def await_first(self, owner: str, seconds: float) -> int:
+        """The newest version, once something is published.
+
+        Raises:
+            DeadlineExceeded: nothing was, in `seconds`.
+        """
+        end = time.monotonic() + seconds
+        while (newest := self.newest()) is None:
+            if time.monotonic() > end:
+                raise DeadlineExceeded(owner, "the first publication", seconds)
+            time.sleep(_LOOK_SECONDS)
+        return newest
+
     def load(self, version: int) -> Mapping[str, Tensor]:
         """The tensors of `version`: views of the mapped file, not copies, which keep it mapped.
 
@@ -129,12 +144,23 @@ class SharedMemorySubscriber:
             TornPublication: size, version or checksum do not fit; nothing was loaded.
             WireError: that version is not there (any more); ask for the newest again.
         """
+        return publication.read(self._mapped(version), version).tensors
+
+    def verified(self, version: int) -> Path:
+        """The file of `version`, a safetensors file, once every byte was checked; it may be gone two versions later.
+
+        Raises:
+            TornPublication, WireError: as for `load`.
+        """
+        publication.verify(self._mapped(version), version)
+        return _path(self._run, self._folder, version)
+
+    def _mapped(self, version: int) -> memoryview:
         try:
-            raw = _map(_path(self._run, self._folder, version))
+            return _map(_path(self._run, self._folder, version))
         except FileNotFoundError:
             found = f"the newest there is {self.newest()}"
             raise WireError(f"{self._folder}: version {version} is not published; {found}") from None
-        return publication.read(raw, version).tensors
 
 
 def _prefix(run: str) -> str:

@@ -46,12 +46,12 @@ class Connection(asyncio.Protocol):
         """The last response is over and the connection stands."""
         return not self._lost and self.complete and bool(self._parser.should_keep_alive())
 
-    def send(self, method: str, path: str, body: bytes) -> None:
-        """Begin an exchange."""
+    def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
+        """Begin an exchange in bodies of the type `media`."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
-        headers = f"host: engine\r\naccept: {MSGPACK}\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._transport.write(f"{method} {path} HTTP/1.1\r\n{headers}".encode() + body)
+        headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: engine\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
         """What has come of the response's body since the last call; empty when it is over.

@@ -19,7 +19,7 @@ import msgspec
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
-from stretto.launch.assemble.specs import Endpoints, engine_specs, in_rounds, socket_folder, trainer_spec
+from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
@@ -126,6 +126,7 @@ async def running_roles(
         engine_specs(plan, model, endpoints),
         folder.logs,
         deadlines,
+        role=engine_role(recipe.engine),
         load_interval=recipe.engine.load_interval,
         router=ExclusiveRouter() if in_rounds(recipe) else Router(),
         spawner=spawner,

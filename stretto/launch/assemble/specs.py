@@ -6,11 +6,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
+from stretto.loop.engines.pool import ENGINE_ROLE
 from stretto.trainer.spec import TrainerSpec
 
+EXTERNAL_ENGINE_ROLE = "stretto.engine.external.role"
 _LONGEST_SOCKET_FOLDER = 70
 
 
@@ -33,7 +36,13 @@ def socket_folder() -> Path:
 def in_rounds(recipe: Recipe) -> bool:
     """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`)."""
     batching = recipe.engine.batching
-    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0)
+    repeatable = recipe.engine.kind == "native"
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0 and repeatable)
+
+
+def engine_role(config: EngineConfig) -> str:
+    """The module of an engine's process."""
+    return ENGINE_ROLE if config.kind == "native" else EXTERNAL_ENGINE_ROLE
 
 
 def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
@@ -54,6 +63,8 @@ def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, pub
         threads=config.threads,
         publication_seconds=plan.recipe.deadlines.start if published else 0.0,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
+        server=config.addresses[number] if config.addresses else None,
+        scratch=str(endpoints.sockets / f"engine-{number}"),
     )
 
 

@@ -1,0 +1,110 @@
+"""JSON and server-sent events to an inference server, over the connections of the engine's own client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
+from stretto.engine.http.connections import Connection, Connections
+
+_JSON = "application/json"
+_OK, _BAD_REQUEST, _UNPROCESSABLE, _SERVER_ERROR = 200, 400, 422, 500
+_SHOWN = 300
+
+
+class JsonServer:
+    """One server. Calls may overlap; each has a connection of its own while it lasts."""
+
+    def __init__(self, name: str, address: str, *, seconds: float, token_seconds: float) -> None:
+        """
+        Args:
+            address: ``host:port``.
+            seconds: the longest wait for a reply.
+            token_seconds: the longest wait for the next tokens of a stream.
+        """
+        self.name = name
+        self._owner = f"the adapter of {name}"
+        self._seconds, self._token_seconds = seconds, token_seconds
+        self._connections = Connections(name, address)
+
+    async def exchange(self, method: str, path: str, message: object = None, seconds: float | None = None) -> Any:
+        """The JSON of a reply, None if it has no body.
+
+        Raises:
+            RefusedRequest, WireError: the server says no; with its own words.
+            EngineLost, DeadlineExceeded: it does not answer.
+        """
+        bound = deadline(self._owner, f"{path} of {self.name}", seconds or self._seconds)
+        async with bound, self._connections.one() as connection:
+            self._send(connection, method, path, message)
+            body = await _rest(connection)
+            if connection.status != _OK:
+                raise refused(self.name, path, connection.status, body)
+        try:
+            return msgspec.json.decode(body) if body else None
+        except msgspec.DecodeError:
+            return body.decode(errors="replace")
+
+    async def status(self, path: str) -> int:
+        """The status of a GET, 0 if nobody answers."""
+        bound = deadline(self._owner, f"{path} of {self.name}", self._seconds)
+        with suppress(EngineLost, DeadlineExceeded):
+            async with bound, self._connections.one() as connection:
+                self._send(connection, "GET", path, None)
+                await _rest(connection)
+                return connection.status
+        return 0
+
+    async def events(self, path: str, message: object) -> AsyncGenerator[bytes]:
+        """The data of each server-sent event, up to ``[DONE]``. Leaving early closes the connection.
+
+        Raises:
+            RefusedRequest, WireError: the server says no; with its own words.
+            EngineLost: it broke off.
+            DeadlineExceeded: no event came for `token_seconds`.
+        """
+        rest = b""
+        async with self._connections.one() as connection:
+            self._send(connection, "POST", path, message)
+            while True:
+                async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):
+                    part = await connection.read()
+                    if connection.status != _OK:
+                        raise refused(self.name, path, connection.status, part + await _rest(connection))
+                *events, rest = (rest + part).split(b"\n\n")
+                for event in events:
+                    data = event.strip().removeprefix(b"data:").strip()
+                    if data and data != b"[DONE]":
+                        yield data
+                if not part:
+                    return
+
+    async def close(self) -> None:
+        self._connections.close()
+
+    @staticmethod
+    def _send(connection: Connection, method: str, path: str, message: object) -> None:
+        connection.send(method, path, b"" if message is None else msgspec.json.encode(message), _JSON)
+
+
+async def _rest(connection: Connection) -> bytes:
+    parts = []
+    while part := await connection.read():
+        parts.append(part)
+    return b"".join(parts)
+
+
+def refused(server: str, path: str, status: int, body: bytes) -> WireError:
+    """The error for a reply that is none, with the server's words."""
+    said = body.decode(errors="replace")[:_SHOWN]
+    with suppress(msgspec.DecodeError, AttributeError, KeyError, TypeError):
+        told = msgspec.json.decode(body)
+        said = str(told["error"]["message"] if isinstance(told.get("error"), dict) else told.get("message") or told)
+    if status in (_BAD_REQUEST, _UNPROCESSABLE):
+        return RefusedRequest(f"{server}{path}", said[:_SHOWN], f"what the server allows (status {status})")
+    return WireError(f"{server} answers {path} with status {status}: {said[:_SHOWN]}")

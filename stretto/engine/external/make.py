@@ -1,0 +1,103 @@
+"""What one make of inference server (vLLM, SGLang) does in its own way; one file per make implements it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from stretto.core.records import Likeliest, Record, Sampling
+from stretto.engine.config import EngineConfig
+
+
+class Delta(Record, frozen=True):
+    """The next tokens of a completion, with their log-probabilities (nats) under the distribution sampled from.
+
+    `ended` is empty while more tokens come; then it says why they ended: ``"stop"``, ``"length"`` or ``"abort"``.
+    `spans`, where the server tells them, are the weight versions of the whole request: ``(version, start, end)``.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Likeliest, ...] = ()
+    ended: str = ""
+    spans: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One completion to generate from all tokens so far, prompt included."""
+
+    id: str
+    token_ids: Sequence[int]
+    sampling: Sampling
+    max_tokens: int  # still to come
+    seed: int
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server says of itself; None where it does not say."""
+
+    release: str
+    model: str
+    context_length: int | None
+    vocab_size: int | None = None
+
+
+class Make(Protocol):
+    """The wire of one server. Every method has a deadline of its own and raises EngineLost when nobody answers."""
+
+    def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        """The tokens of a completion as they come. Leaving the iteration early aborts it on the server.
+
+        Raises:
+            RefusedRequest: the server will not serve it.
+            WireError: a reply that is not as this make documents it.
+        """
+        ...
+
+    async def ready(self) -> bool:
+        """Whether the server can be asked by now."""
+        ...
+
+    async def describe(self) -> Served:
+        """What it serves.
+
+        Raises:
+            WireError: it lacks an endpoint that stretto needs; the error names it and the release that has it.
+        """
+        ...
+
+    async def pause(self, *, keep: bool) -> None:
+        """Let no request sample another token until `resume`. `keep`: they stay as they are, KV cache included; else
+        they end with "abort" and the server's caches are cleared."""
+        ...
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Load the safetensors of a folder as `version`, while the server is paused."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on sampling, with the weights that are loaded."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server of one make is started."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Launcher(Protocol):
+    """The command line of one make."""
+
+    def __call__(self, config: EngineConfig, model: str, port: int) -> Launch: ...

@@ -1,0 +1,107 @@
+"""The process of an engine of another make: ``python -m stretto.engine.external.role SPEC``.
+
+conductor ◄─ engine's wire ─► this process ◄─ the server's own HTTP ─► vLLM or SGLang
+trainer ─► mailbox ─► this process: verified, staged ─► the server loads
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from stretto.engine.config import EngineConfig
+from stretto.engine.external.engine import ExternalEngine, Limits
+from stretto.engine.external.http import JsonServer
+from stretto.engine.external.make import Make
+from stretto.engine.external.makes import MAKES
+from stretto.engine.external.server import GivenServer, Server, ServerProcess, free_port, until_ready
+from stretto.engine.external.staging import StagedWeights
+from stretto.engine.http.server import EngineApp, serve_app
+from stretto.engine.native.stops import StopTexts
+from stretto.engine.spec import EngineSpec
+from stretto.model.hf.inspection import inspect_model_folder
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import run_role
+from stretto.weights.shared_memory import SharedMemorySubscriber
+
+_REPLY_SECONDS = 60.0
+_TOKEN_SECONDS = 300.0
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role until the conductor ends it; see `processes.run_role`. What it fails of is the log's last line."""
+    spec = msgspec.json.decode(arguments[0], type=EngineSpec)
+    begin_role()
+    return run_role(
+        lambda: asyncio.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
+    )
+
+
+async def play(spec: EngineSpec) -> None:
+    """Start or find the server, load the newest version, serve."""
+    config = EngineConfig.model_validate_json(spec.config)
+    make = MAKES[config.kind]
+    address = spec.server or f"127.0.0.1:{free_port()}"
+    http = JsonServer(spec.name, address, seconds=_REPLY_SECONDS, token_seconds=_TOKEN_SECONDS)
+    wire = make.server(http, _TOKEN_SECONDS)
+    port = int(address.rpartition(":")[2])
+    server: Server = (
+        GivenServer(spec.name, address, wire)
+        if spec.server
+        else await ServerProcess.start(spec.name, make.launch(config, spec.model, port))
+    )
+    try:
+        await until_ready(server, wire, spec.publication_seconds)
+        engine = await _engine(spec, config, wire)
+        await serve_app(EngineApp(engine), spec.address, _Life(engine, server))
+    finally:
+        await server.stop()
+
+
+async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> ExternalEngine:
+    folder = inspect_model_folder(Path(spec.model))
+    served = await wire.describe()
+    limits = Limits(folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length))
+    subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
+    staged = StagedWeights(subscriber, Path(spec.model), Path(spec.scratch))
+    stop_texts = StopTexts(partial(load_tokenizer, spec.model))
+    engine = ExternalEngine(spec.name, wire, limits, staged, stop_texts, config.on_update)
+    await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
+    return engine
+
+
+class _Life:
+    """The engine and its server: the end of either ends both."""
+
+    def __init__(self, engine: ExternalEngine, server: Server) -> None:
+        self._engine, self._server = engine, server
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            StrettoError: how the server ended, or why it cannot be trusted.
+        """
+        ended, working = asyncio.create_task(self._server.ended()), asyncio.create_task(self._engine.run())
+        try:
+            await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
+            raise ended.result() if ended.done() else _error_of(working)
+        finally:
+            ended.cancel()
+            working.cancel()
+            await asyncio.wait((ended, working))
+
+
+def _error_of(working: asyncio.Task[None]) -> BaseException:
+    error = working.exception()
+    assert error is not None, "an engine runs until it fails"
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""vLLM's server: token ids in and out by ``/inference/v1/generate``, weights from a folder.
+
+    stream   POST /inference/v1/generate           server-sent events; weight versions with the last one
+    pause    POST /pause?mode=abort|keep           then no request gets a token
+    load     POST /collective_rpc reload_weights   layer by layer, so that packed weights are packed again
+             POST /update_weight_version           stamped on every token from then on
+    resume   POST /resume
+
+Needs vLLM 0.32 or newer with ``--enable-scale-out`` and ``VLLM_SERVER_DEV_MODE=1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import RefusedRequest, WireError
+from stretto.core.records import Likeliest
+from stretto.engine.config import EngineConfig
+from stretto.engine.external.http import JsonServer
+from stretto.engine.external.make import Continuation, Delta, Launch, Served
+
+NEEDED = "vLLM 0.32 or newer, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+_GENERATE = "/inference/v1/generate"
+_NO_PROBABILITY = -9000.0  # what is below was filtered out: vLLM writes -9999
+
+
+class _Top(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Token(_Top):
+    top_logprobs: list[_Top] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class VllmServer:
+    """One server of vLLM (satisfies `engine.external.make.Make`)."""
+
+    def __init__(self, http: JsonServer, load_seconds: float) -> None:
+        self._http, self._load_seconds = http, load_seconds
+
+    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        async with aclosing(self._http.events(_GENERATE, _body(continuation))) as events:
+            async for event in events:
+                yield _delta(self._http.name, event, continuation.top_logprobs)
+
+    async def ready(self) -> bool:
+        return await self._http.status("/health") == 200
+
+    async def describe(self) -> Served:
+        try:
+            release = (await self._http.exchange("GET", "/version"))["version"]
+            (model, *_) = (await self._http.exchange("GET", "/v1/models"))["data"]
+            await self._http.exchange("GET", "/is_paused")
+            await self._http.exchange("GET", "/weight_info")
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            raise WireError(f"{self._http.name} is no server that stretto can train with ({error}); {NEEDED}") from None
+        return Served(f"vLLM {release}", model.get("root") or model["id"], model.get("max_model_len"))
+
+    async def pause(self, *, keep: bool) -> None:
+        mode = "keep&clear_cache=false" if keep else "abort&clear_cache=true"
+        await self._http.exchange("POST", f"/pause?mode={mode}")
+
+    async def load(self, folder: Path, version: int) -> None:
+        order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": self._load_seconds}
+        await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds)
+        await self._http.exchange("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def resume(self) -> None:
+        await self._http.exchange("POST", "/resume")
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+def launch(config: EngineConfig, model: str, port: int) -> Launch:
+    """How a server is started; `engine.arguments` come last, so that they override."""
+    options = {
+        "--model": model,
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": config.dtype,
+        "--max-num-seqs": str(config.slots),
+        "--kv-cache-memory-bytes": str(config.cache_bytes),
+        "--logprobs-mode": "processed_logprobs",
+        "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
+    }
+    words = [word for option in options.items() for word in option]
+    flags = ("--enable-scale-out", *config.arguments)
+    module = ("-m", "vllm.entrypoints.openai.api_server")
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(config.threads),
+    }
+    return Launch((str(config.python), *module, *words, *flags), environment)
+
+
+def _body(wanted: Continuation) -> dict[str, object]:
+    sampling = wanted.sampling
+    return {
+        "token_ids": list(wanted.token_ids),
+        "request_id": wanted.id,
+        "stream": True,
+        "sampling_params": {
+            "max_tokens": wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": wanted.seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the recipe's stop tokens end a completion, whatever the model's config says
+            "logprobs": wanted.top_logprobs,
+            "detokenize": False,
+        },
+    }
+
+
+def _delta(server: str, event: bytes, top: int) -> Delta:
+    try:
+        message = _EVENT.decode(event)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{server} sends an event that vLLM does not document ({error}): {event[:80]!r}") from None
+    if message.error:
+        raise RefusedRequest(f"{server}{_GENERATE}", bytes(message.error).decode()[:300], "what the server allows")
+    if not message.choices:
+        return Delta()
+    choice = message.choices[0]
+    tokens = (choice.logprobs and choice.logprobs.content) or []
+    return Delta(
+        token_ids=tuple(choice.token_ids),
+        logprobs=tuple(token.logprob for token in tokens),
+        top_logprobs=tuple(_likeliest(token.top_logprobs, top) for token in tokens) if top else (),
+        ended=choice.finish_reason or "",
+        spans=tuple((span.version, span.start, span.end) for span in choice.weight_versions or ()),
+    )
+
+
+def _likeliest(found: list[_Top], count: int) -> Likeliest:
+    """The `count` likeliest; the sampled token comes first in vLLM's list, likely or not."""
+    pairs = {token.token_id: token.logprob for token in found if token.logprob > _NO_PROBABILITY}
+    return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[:count])
