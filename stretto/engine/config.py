@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 Kind = Literal["native", "vllm", "sglang"]
+
+#: A list in TOML; a tuple cannot be changed.
+Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
@@ -17,9 +20,11 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         description="native: the engine of this package; vllm, sglang: a server that stretto starts and watches",
     )
     python: str | None = Field(None, description="interpreter of the environment that has vLLM or SGLang")
-    arguments: tuple[str, ...] = Field((), description="further arguments of the server of vLLM or SGLang")
-    addresses: tuple[str, ...] = Field(
-        (), description="host:port of servers of vLLM or SGLang that run already; stretto starts none then"
+    arguments: Words = Field((), description="further arguments of the server of vLLM or SGLang")
+    addresses: Words = Field(
+        (),
+        strict=False,
+        description="host:port of servers of vLLM or SGLang that run already; stretto starts none then",
     )
     count: int = Field(1, ge=1, le=1024, description="engine processes")
     threads: int = Field(1, ge=1, le=256, description="torch threads of each engine")

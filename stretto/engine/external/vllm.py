@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, WireError
+from stretto.core.errors import WireError
 from stretto.core.records import Likeliest
 from stretto.engine.config import EngineConfig
-from stretto.engine.external.http import JsonServer
+from stretto.engine.external.http import JsonServer, refused
 from stretto.engine.external.make import Continuation, Delta, Launch, Served
 
 NEEDED = "vLLM 0.32 or newer, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -54,9 +54,13 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None = None
 
 
+class _Error(msgspec.Struct):
+    code: int = 500
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    error: msgspec.Raw = msgspec.Raw(b"")
+    error: _Error | None = None
 
 
 _EVENT = msgspec.json.Decoder(_Event)
@@ -152,8 +156,8 @@ def _delta(server: str, event: bytes, top: int) -> Delta:
         message = _EVENT.decode(event)
     except msgspec.DecodeError as error:
         raise WireError(f"{server} sends an event that vLLM does not document ({error}): {event[:80]!r}") from None
-    if message.error:
-        raise RefusedRequest(f"{server}{_GENERATE}", bytes(message.error).decode()[:300], "what the server allows")
+    if message.error is not None:
+        raise refused(server, _GENERATE, message.error.code, event)
     if not message.choices:
         return Delta()
     choice = message.choices[0]
