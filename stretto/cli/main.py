@@ -111,7 +111,10 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
+    from stretto.launch.preflight.descriptors import check_descriptors
+
     print(f"checking {recipe}", flush=True)
+    check_descriptors()
     if dry_run:
         with _importing():
             _refuse_mistakes(recipe, overrides or [])

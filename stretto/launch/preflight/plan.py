@@ -19,6 +19,7 @@ from stretto.launch.preflight.checks import (
     check_vocabulary,
     longest_prompt_allowed,
 )
+from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.repeats import repeated
@@ -59,8 +60,16 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         has_policy: version 0 of the policy exists already, so the plan needs no demonstrations.
 
     Raises:
-        ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
+    check_descriptors(
+        descriptors_needed(
+            engines=recipe.engine.count,
+            ranks=recipe.trainer.ranks,
+            reward_workers=recipe.rewards.workers,
+            groups=recipe.rollout.max_in_flight,
+        )
+    )
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
