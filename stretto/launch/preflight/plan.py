@@ -9,7 +9,7 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
-from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_devices,
     check_kind,
@@ -47,6 +47,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # warnings about the data and the reward
     rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
     kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
+    kept_apart_digest: str = ""  # of their texts and gold answers
 
     @property
     def longest_prompt(self) -> int:
@@ -101,6 +102,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
         rows=_further_fields(recipe, (*questions.training, *held_out)),
         kept_apart=len(questions.held_out),
+        kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
             *_unused_template(questions.training, tokenizer),
             *sifted.warnings,

@@ -40,8 +40,13 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     known = set(model.state_dict())
     missing = [name for name in parameters if name not in held]
     if known & held.keys() and not held.keys() <= known:  # some of them may have other names in the folder
-        of_layers = {_LAYER.sub("#", name) for name in held}
-        missing = [name for name in missing if _LAYER.sub("#", name) in of_layers]  # but not in one layer alone
+        of_layers = {_LAYER.sub("#", name) for name in held}  # but not in one layer alone
+        strangers = {tuple(tensor.shape) for name, tensor in held.items() if name not in known}
+        missing = [
+            name
+            for name in missing
+            if (_LAYER.sub("#", name) in of_layers if _LAYER.search(name) else parameters[name] not in strangers)
+        ]
     problems += [Problem(place, f"lacks the weight {name}", "copy or download the folder again") for name in missing]
     if problems:
         more = len(problems) - _SHOWN
