@@ -56,6 +56,14 @@ def child(prompt, completion, answer):
     if not os.fork(): time.sleep(600)
     if completion == "exit": os._exit(3)
     time.sleep(600)
+def orphan(prompt, completion, answer):
+    if not os.fork():
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+        with open(answer, "a") as file: file.write(f" {child}")
+        os._exit(0)
+    os.wait()
+    if completion == "exit": os._exit(3)
+    time.sleep(600)
 def floods(prompt, completion, answer):
     for _ in range(64): os.write(1, b"x" * (1 << 20))
     print("last", time.sleep(1))
@@ -222,16 +230,19 @@ def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(conf
         return await pool.score(items("ok", "no"))
 
     assert outcomes(scored(config(), work, hung=1.5, on_change=said.append)) == ["right", "wrong"]
-    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 gave no sign of life"] * 2
+    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 sent no heartbeat"] * 2
 
 
 HOW_THEY_END = [("hang", "timeout after 0.3 s"), ("exit", "worker died: exit status 3")]
 
 
+@pytest.mark.parametrize("reward", ["child", "orphan"])  # of the orphan, in a session of its own, the parent has exited
 @pytest.mark.parametrize(("completion", "how"), HOW_THEY_END)
-def test_what_a_reward_started_ends_with_its_worker(config: Make, tmp_path: Path, completion: str, how: str) -> None:
+def test_what_a_reward_started_ends_with_its_worker(
+    config: Make, tmp_path: Path, completion: str, how: str, reward: str
+) -> None:
     mark = tmp_path / "mark"
-    [verdict] = scored(config("pool_rewards:child"), lambda pool: pool.score(items(completion, answer=str(mark))))
+    [verdict] = scored(config(f"pool_rewards:{reward}"), lambda pool: pool.score(items(completion, answer=str(mark))))
     assert verdict.reason == how
     started = mark.read_text().split()
     assert [runs(int(pid)) for pid in started] == [False] * len(started) != []
