@@ -35,7 +35,15 @@ from pathlib import Path
 
 
 class StrettoError(Exception):
-    """Root of the tree."""
+    """Root of the tree.
+
+    Example::
+
+        try:
+            stretto.open_run("nowhere")
+        except stretto.StrettoError as error:
+            print(error, error.exit_code)
+    """
 
     exit_code = 1
 
@@ -56,7 +64,16 @@ class Problem:
 
 
 class UserError(StrettoError):
-    """Something the user can put right. `problems` holds every mistake that was found, not only the first."""
+    """Something the user can put right. `problems` holds every mistake that was found, not only the first.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", trainer={"step": 3}, rollout={"group_size": 0})
+        except stretto.UserError as error:
+            for problem in error.problems:
+                print(problem.place, problem.found, problem.remedy)
+    """
 
     exit_code = 2
 
@@ -69,23 +86,63 @@ class UserError(StrettoError):
 
 
 class RecipeError(UserError):
-    """A recipe file or a command-line override."""
+    """A recipe, in a file or in code, or an override of its values.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", trainer={"step": 3})
+        except stretto.RecipeError as error:
+            print(error)  # recipe.toml: trainer.step: unknown key; did you mean 'steps'?
+    """
 
 
 class DataError(UserError):
-    """A dataset file or one of its rows."""
+    """A dataset file or one of its rows, or a prompt.
+
+    Example::
+
+        try:
+            stretto.Engine.load("model").generate("3 times 4")
+        except stretto.DataError as error:
+            print(error)
+    """
 
 
 class ModelFolderError(UserError):
-    """A model folder that cannot be loaded."""
+    """A model folder that cannot be loaded.
+
+    Example::
+
+        try:
+            stretto.Engine.load("nowhere")
+        except stretto.ModelFolderError as error:
+            print(error)
+    """
 
 
 class RewardFunctionError(UserError):
-    """A reward that cannot be called, or that answers with something that is no reward."""
+    """A reward that cannot be called, or that answers with something that is no reward.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", rewards={"function": "final_anser"})
+        except stretto.RewardFunctionError as error:
+            print(error)
+    """
 
 
 class RunFolderError(UserError):
-    """A run folder that is missing, in use by another run, or not writable."""
+    """A run folder that is missing, in use by another run, or not writable.
+
+    Example::
+
+        try:
+            stretto.open_run("nowhere")
+        except stretto.RunFolderError as error:
+            print(error)
+    """
 
 
 class RoleError(StrettoError):
