@@ -17,7 +17,7 @@ def _whole_or_infinite(value: float) -> float:
 
 
 class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="strings"):
-    """How prompts become batches. All counts are of groups (one prompt with its completions) unless they say otherwise."""
+    """How prompts become batches. Counts are of groups (one prompt with its completions), if not said otherwise."""
 
     batch_size: int = Field(32, ge=1, description="groups that one training step consumes (B)")
     group_size: int = Field(8, ge=1, description="completions sampled for one prompt (G)")
@@ -25,12 +25,14 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     max_staleness: Annotated[float, Field(ge=0), AfterValidator(_whole_or_infinite)] = Field(
         4, description="versions allowed between sampling and training (eta); 0 is synchronous, inf is no bound"
     )
-    beyond_bound: BeyondBound = Field("mask", description="what happens to tokens that would be older than max_staleness")
+    beyond_bound: BeyondBound = Field("mask", description="what happens to tokens beyond max_staleness")
     filter: Literal["none", "zero_variance"] = Field(
         "none", description="groups that are not trained on; zero_variance: all rewards of the group are equal"
     )
-    success_rate_min: float = Field(0.0, ge=0, le=1, description="groups with a smaller share of right completions are not trained on")
-    success_rate_max: float = Field(1.0, ge=0, le=1, description="groups with a larger share of right completions are not trained on")
+    success_rate_min: float = Field(0.0, ge=0, le=1, description="least share of right completions to train on a group")
+    success_rate_max: float = Field(
+        1.0, ge=0, le=1, description="largest share of right completions to train on a group"
+    )
     truncated: Literal["train", "filter"] = Field(
         "train", description="completions cut off at sampling.max_tokens; filter: they are not trained on"
     )

@@ -54,7 +54,7 @@ class Journal(Protocol):
         """The group's trajectories are finished and wait for a batch."""
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its record, if its completion ended."""
+        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its record, if it has one."""
 
     def commit_batch(self, batch: Batch) -> None:
         """The batch is about to be trained on. Durable when this returns."""
@@ -177,8 +177,8 @@ class Controller:
     def restore(
         self, group_id: str, admitted_version: int, trajectories: Sequence[Trajectory], failures: int = 0
     ) -> Ticket:
-        """Restore a group that an earlier run has admitted and not trained; the journal holds it already. Call it in the
-        order of admission, before anything is admitted.
+        """Restore a group that an earlier run has admitted and not trained; the journal holds it already. Call it in
+        the order of admission, before anything is admitted.
 
         Returns its ticket. A group without `trajectories` is in flight, and the caller requests its completions again;
         a group with them is back in the buffer.

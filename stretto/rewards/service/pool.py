@@ -192,7 +192,7 @@ class RewardPool:
                     slot.condemned = slot.seen
                     slot.process.kill()
                 elif not slot.is_judging and still >= self._hung:
-                    silent = "did not reply" if slot.ready and slot.outstanding else "gave no sign of life"
+                    silent = "did not reply" if slot.ready and slot.outstanding else "sent no heartbeat"
                     slot.process.give_up(how := f"{silent} for {still:.0f} s")
                     self._on_change(f"{slot.name} {how}: a new one is started")
             self._cut_log()

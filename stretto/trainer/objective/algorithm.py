@@ -143,7 +143,7 @@ class KPop(_Section):
 
 
 class SequenceMask(_Section):
-    """Answers whose geometric mean weight is outside the bounds get weight 0."""
+    """Completions whose geometric mean weight is outside the bounds get weight 0."""
 
     kind: Literal["sequence_mask"] = "sequence_mask"
     low: float = Field(0.99, ge=0, lt=1, description="smallest geometric mean of anchor / behavior")

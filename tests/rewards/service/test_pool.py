@@ -222,7 +222,7 @@ def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(conf
         return await pool.score(items("ok", "no"))
 
     assert outcomes(scored(config(), work, hung=1.5, on_change=said.append)) == ["right", "wrong"]
-    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 gave no sign of life"] * 2
+    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 sent no heartbeat"] * 2
 
 
 HOW_THEY_END = [("hang", "timeout after 0.3 s"), ("exit", "worker died: exit status 3")]
