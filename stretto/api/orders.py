@@ -99,7 +99,7 @@ class RunProcess:
             self._process.wait()
 
     def stop(self, patience: float) -> None:
-        """Ask it to stop; after `seconds`, or Ctrl-C, to stop at once; then kill it. Its roles end with it."""
+        """Ask it to stop; after `patience` seconds, or Ctrl-C, to stop at once; then kill it. Its roles end with it."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:

@@ -196,7 +196,7 @@ class TrainingDiverged(StrettoError):
         over = f" (the last over {', '.join(self.answers[:8])}{more})" if self.answers else ""
         return (
             f"training step {self.step}: {self.in_a_row} optimizer steps in a row had NaN or infinite gradients{over}; "
-            "lower trainer.learning_rate, or go on from an earlier checkpoint"
+            "lower trainer.learning_rate, or resume from an earlier checkpoint"
         )
 
 

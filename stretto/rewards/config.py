@@ -60,7 +60,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     recycle_after: int = Field(
         default=10_000,
         ge=1,
-        description="Completions after which a worker is replaced: what the reward leaks ends with it.",
+        description="Completions after which a worker is replaced, which ends leaks of the reward.",
     )
     patience: float = Field(
         default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."

@@ -174,8 +174,8 @@ class LengthBuckets:
         return [self._buckets[length] for length in sorted(self._buckets) if self._buckets[length].owners]
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Rows of these numbers of tokens come next: each bucket is made long enough once, and not copied from doubling to
-        doubling while they come one by one."""
+        """Rows of these lengths come next: each bucket is lengthened once, instead of doubled repeatedly
+        while they come one by one."""
         for length, rows in Counter(map(self._layout.slot, tokens)).items():
             bucket = self._bucket(length)
             slots = len(bucket.owners) - len(bucket.free_slots) + rows

@@ -1,8 +1,8 @@
 """Attention of a decode step on the processor: rows of any length in one call, each read as far as it is long.
 
-A step asks one query per row and head. Dense kernels take the rows of a length bucket as a rectangle, up to its longest row,
-and start anew for each row and head, which costs more than the little that there is to compute; what bounds the work is
-reading the KV cache once. This loop does only that. KV entries in float32 or bfloat16, sums in
+A step asks one query per row and head. Dense kernels take the rows of a length bucket as a rectangle, up to
+its longest row, and start anew for each row and head, which costs more than the arithmetic; reading the KV cache once
+bounds the work. This loop does only that. KV entries in float32 or bfloat16, sums in
 float32 (numba compiles it when it is first called).
 
 Axes: R row, S slot, H query heads, K key/value heads, L tokens of a slot, D width of a head.
