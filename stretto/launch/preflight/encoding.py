@@ -43,7 +43,7 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Prompts and demonstrated answers as token ids, together at most `context`; answers end with the end-of-sequence
+    """Prompts and demonstrations as token ids, together at most `context`; demonstrations end with the end-of-sequence
     token.
 
     Raises:
@@ -69,7 +69,7 @@ def encode_demonstrations(
 
 
 def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
-    """Pairs as token ids; a prompt with either of its answers has at most `context`.
+    """Pairs as token ids; a prompt with either of its completions has at most `context`.
 
     Raises:
         DataError: as for `encode_prompts`.

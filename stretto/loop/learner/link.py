@@ -81,7 +81,7 @@ class TrainerLink:
         self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
         self._listener: TrainerReplies | None = None  # from when it is started
-        self._abandoned = False  # an order was given up before its answer came
+        self._abandoned = False  # an order was given up before its reply came
 
     def report_to(self, say: Callable[[str], None]) -> None:
         """`say` gets a line for every trainer that is replaced."""
