@@ -1,4 +1,4 @@
-"""Do the weights of a folder fit the model that its config describes? Asked of a model without memory."""
+"""The check that the weights of a folder fit its config, made on a model without memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 5
 
 
 def check_fit(folder: ModelFolder) -> PreTrainedConfig:
-    """The folder's config, of a model that transformers can make and whose weights the folder holds.
+    """Check the weights of a folder against its config, and return the config.
 
-    Names that transformers translates when it loads a folder are not judged here.
+    Names that transformers translates when it loads a folder are not checked.
 
     Raises:
         ModelFolderError: transformers cannot make the model; weights are missing, have another shape, or are no
