@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from stretto.core.errors import DeadlineExceeded, RoleDied
 from stretto.engine.external.make import Launch, Make
@@ -17,8 +15,8 @@ from stretto.processes.spawn import describe_exit
 _LOOK_SECONDS = 0.2
 _WATCH_SECONDS = 2.0
 _SILENT_SECONDS = 20.0
-_STOP_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 10.0
+_GUARD = "stretto.engine.external.guard"
 
 
 def free_port() -> int:
@@ -30,39 +28,32 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server that this process has started. It ends with this process, whatever ends that."""
+    """A server that this process has started, through a guard (`engine.external.guard`): whatever ends this process,
+    no process of the server is left."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name, self._process = name, process
+    def __init__(self, name: str, guard: asyncio.subprocess.Process) -> None:
+        self.name, self._guard = name, guard
 
     @classmethod
     async def start(cls, name: str, launch: Launch) -> ServerProcess:
-        """Start it, with its output in this process' own.
-
-        Raises:
-            OSError: the interpreter is not there.
-        """
-        process = await asyncio.create_subprocess_exec(
-            *launch.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            env=_without_ours(os.environ) | launch.environment,
-            preexec_fn=_ending_with(os.getpid()),
+        """Start it, with its output in this process' own."""
+        guard = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *launch.command),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
-        return cls(name, process)
+        return cls(name, guard)
 
     async def ended(self) -> RoleDied:
         """How it ended."""
-        return RoleDied(f"the server of {self.name}", describe_exit(await self._process.wait()))
+        code = await self._guard.wait()
+        return RoleDied(f"the server of {self.name}", describe_exit(128 - code if code > 128 else code))
 
     async def stop(self) -> None:
-        """End it."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+        """End it, and every process that it has started."""
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        await asyncio.wait_for(self._guard.wait(), _STOP_SECONDS)
 
 
 class GivenServer:
@@ -107,20 +98,7 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
         ended.cancel()
 
 
-def _ending_with(parent: int) -> Callable[[], None]:
-    """To be called in the child: the kernel ends it when the parent ends."""
-    libc = ctypes.CDLL(None)  # loaded here: the child of a process with threads may not
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
-
-    return ask
-
-
-def _without_ours(environment: os._Environ[str]) -> dict[str, str]:
-    """Another interpreter finds its own packages."""
-    return {
-        name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
+def _changed(environment: Mapping[str, str]) -> list[str]:
+    """The words of ``env`` for a server's environment, without what would give another interpreter our packages."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return [word for name in ours for word in ("-u", name)] + [f"{name}={value}" for name, value in environment.items()]

@@ -2,11 +2,11 @@
 
     stream   POST /inference/v1/generate           server-sent events; weight versions with the last one
     pause    POST /pause?mode=abort|keep           then no request gets a token
-    load     POST /collective_rpc reload_weights   layer by layer, so that packed weights are packed again
+    load     POST /collective_rpc stretto_load     every worker reads the folder (`worker/vllm_extension.py`)
              POST /update_weight_version           stamped on every token from then on
     resume   POST /resume
 
-Needs vLLM 0.32 or newer with ``--enable-scale-out`` and ``VLLM_SERVER_DEV_MODE=1``.
+Needs vLLM 0.32 or newer with ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from stretto.core.errors import WireError
 from stretto.core.records import Likeliest
 from stretto.engine.config import EngineConfig
+from stretto.engine.external import worker
 from stretto.engine.external.http import JsonServer, refused
 from stretto.engine.external.make import Continuation, Delta, Launch, Served
 
@@ -95,7 +96,7 @@ class VllmServer:
         await self._http.exchange("POST", f"/pause?mode={mode}")
 
     async def load(self, folder: Path, version: int) -> None:
-        order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": self._load_seconds}
+        order = {"method": "stretto_load", "args": [str(folder)], "timeout": self._load_seconds}
         await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds)
         await self._http.exchange("POST", "/update_weight_version", {"new_version": str(version)})
 
@@ -116,6 +117,7 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "--max-num-seqs": str(config.slots),
         "--kv-cache-memory-bytes": str(config.cache_bytes),
         "--logprobs-mode": "processed_logprobs",
+        "--worker-extension-cls": "vllm_extension.Loader",
         "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
     }
     words = [word for option in options.items() for word in option]
@@ -126,6 +128,7 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(config.threads),
+        "PYTHONPATH": str(Path(worker.__file__).parent),
     }
     return Launch((str(config.python), *module, *words, *flags), environment)
 

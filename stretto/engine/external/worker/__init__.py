@@ -1,0 +1,1 @@
+"""Runs inside the workers of a server, in its environment; nothing of stretto is imported there."""
