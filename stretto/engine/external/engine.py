@@ -215,7 +215,7 @@ class ExternalEngine:
                 self._mark_running()
             else:
                 await self._drain()
-            await self._make.load(folder, version)
+            await self._make.load(folder, version, keep=self._keep)
             self.version = version
             await self._make.resume()
         except StrettoError as error:  # nobody knows which weights it has now

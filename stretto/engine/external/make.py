@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +77,8 @@ class Make(Protocol):
         they end with "abort" and the server's caches are cleared."""
         ...
 
-    async def load(self, folder: Path, version: int) -> None:
-        """Load the safetensors of a folder as `version`, while the server is paused."""
+    async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+        """Load the safetensors of a folder as `version`, while the server is paused; `keep`: the KV cache stays."""
         ...
 
     async def resume(self) -> None:
@@ -95,6 +96,11 @@ class Launch:
 
     command: tuple[str, ...]
     environment: dict[str, str]
+
+
+def on_cpu(config: EngineConfig) -> bool:
+    """Whether the server is to compute on the processor."""
+    return config.device == "cpu" or (config.device == "auto" and shutil.which("nvidia-smi") is None)
 
 
 class Launcher(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from stretto.engine.external import vllm
+from stretto.engine.external import sglang, vllm
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Launcher, Make
 
@@ -20,4 +20,5 @@ class MakeOfServer:
 
 MAKES: Mapping[str, MakeOfServer] = {
     "vllm": MakeOfServer(vllm.launch, vllm.VllmServer),
+    "sglang": MakeOfServer(sglang.launch, sglang.SglangServer),
 }

@@ -22,7 +22,7 @@ from stretto.core.records import Likeliest
 from stretto.engine.config import EngineConfig
 from stretto.engine.external import worker
 from stretto.engine.external.http import JsonServer, refused
-from stretto.engine.external.make import Continuation, Delta, Launch, Served
+from stretto.engine.external.make import Continuation, Delta, Launch, Served, on_cpu
 
 NEEDED = "vLLM 0.32 or newer, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
@@ -95,7 +95,7 @@ class VllmServer:
         mode = "keep&clear_cache=false" if keep else "abort&clear_cache=true"
         await self._http.exchange("POST", f"/pause?mode={mode}")
 
-    async def load(self, folder: Path, version: int) -> None:
+    async def load(self, folder: Path, version: int, *, keep: bool) -> None:
         order = {"method": "stretto_load", "args": [str(folder)], "timeout": self._load_seconds}
         await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds)
         await self._http.exchange("POST", "/update_weight_version", {"new_version": str(version)})
@@ -121,7 +121,7 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
     }
     words = [word for option in options.items() for word in option]
-    flags = ("--enable-scale-out", *config.arguments)
+    flags: tuple[str, ...] = ("--enable-scale-out", "--disable-uvicorn-access-log")
     module = ("-m", "vllm.entrypoints.openai.api_server")
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -130,7 +130,10 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "OMP_NUM_THREADS": str(config.threads),
         "PYTHONPATH": str(Path(worker.__file__).parent),
     }
-    return Launch((str(config.python), *module, *words, *flags), environment)
+    if on_cpu(config):  # compiling takes minutes, and threads that are bound to cores share them with other engines
+        flags += ("--enforce-eager",)
+        environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
 
 
 def _body(wanted: Continuation) -> dict[str, object]:
