@@ -2,6 +2,7 @@
 
     GET  /v1/models  /v1/models/NAME
     POST /v1/completions  /v1/chat/completions      whole, or streamed as server-sent events
+    POST /inference/v1/generate                     vLLM's: token ids in, token ids with weight versions out
     GET  /health  /metrics  /openapi.json
     else the token interface
 
@@ -24,9 +25,11 @@ from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.engine.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
 from stretto.engine.http.prometheus import CONTENT_TYPE, Counters
 from stretto.engine.native.generation import Generation
+from stretto.engine.openai import token_ids
 from stretto.engine.openai.choices import Choice, Choices, PromptListener
 from stretto.engine.openai.replies import LAST_EVENT, ModelCard, ModelList, Part, Reply, Usage, error, event
 from stretto.engine.openai.schema import openapi
+from stretto.engine.openai.token_ids import TokenBody, TokenChoice, TokenInterface, TokenListener, merged
 from stretto.engine.openai.translate import ServedModel, TranslatedRequest, Translator
 from stretto.model.hf.tokenizer import Tokenizer
 
@@ -35,7 +38,7 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 _RETRY = (b"retry-after", b"1")
 _MODELS, _COMPLETIONS, _CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
-_KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
+_KNOWN = _TOKEN_PATHS | {_MODELS, token_ids.PATH, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
 
 Understand = Callable[[bytes, str], Awaitable[TranslatedRequest]]
 
@@ -47,6 +50,7 @@ class OpenAIApp:
         """`tokens` is the token interface on the same generation."""
         self._generation, self._tokenizer, self._tokens = generation, tokenizer, tokens
         self._translator = Translator(model, tokenizer)
+        self._by_id = TokenInterface(model, tokenizer.eos_token_ids)
         self._card = ModelCard(id=model.name, created=int(time.time()), max_model_len=model.context_length)
         self._counters = Counters()
 
@@ -72,7 +76,7 @@ class OpenAIApp:
         if path in _TOKEN_PATHS or (path == "/health" and msgpack):
             await self._tokens(scope, receive, send)
             return
-        allowed = "POST" if path in (_COMPLETIONS, _CHAT) else "GET"
+        allowed = "POST" if path in (_COMPLETIONS, _CHAT, token_ids.PATH) else "GET"
         if path not in _KNOWN and not path.startswith(f"{_MODELS}/"):
             await _fail(send, 404, f"{scope['method']} {path[:80]}: no such path", _INVALID)
         elif scope["method"] != allowed:
@@ -82,6 +86,8 @@ class OpenAIApp:
             await self._complete(self._translator.completion, scope, receive, send)
         elif path == _CHAT:
             await self._complete(self._translator.chat, scope, receive, send)
+        elif path == token_ids.PATH:
+            await self._complete_ids(scope, receive, send)
         else:
             await self._tell(path, send)
 
@@ -131,6 +137,59 @@ class OpenAIApp:
         if not choices.missing:
             first = choices.first_token - start if translated.body.stream and choices.first_token is not None else None
             self._counters.answered(translated.prompt_tokens, choices.sampled, first, time.monotonic() - start)
+
+    async def _complete_ids(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start, name = time.monotonic(), uuid.uuid4().hex
+        raw = await read_body(scope, receive)
+        if raw is None:
+            message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
+            await _fail(send, 413, message, _INVALID, "body", "body_too_large")
+            return
+        try:
+            body, request = self._by_id.understand(raw, name)
+            listener = TokenListener(body)
+            self._generation.submit(request, listener, every_token=body.stream)
+        except RefusedRequest as refused:
+            await _refuse(send, refused)
+            return
+        except EngineLost as lost:
+            await _unavailable(send, lost)
+            return
+        watch = asyncio.create_task(when_gone(receive, listener.leave))
+        try:
+            await self._send_ids(body, name, listener, len(request.prompt_token_ids), send)
+        finally:
+            watch.cancel()
+            self._generation.close(name)
+        if not listener.missing:
+            self._counters.answered(len(body.token_ids), listener.sampled, None, time.monotonic() - start)
+
+    async def _send_ids(self, body: TokenBody, name: str, listener: TokenListener, prompt: int, send: Send) -> None:
+        """The completion as events, or whole."""
+        pieces: list[TokenChoice] = []
+        if body.stream:
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        while not pieces or pieces[-1].finish_reason is None:
+            piece = await listener.next()
+            if listener.gone:
+                return
+            if listener.broken is not None:
+                lost = EngineLost(self._generation.engine.name, listener.broken)
+                if body.stream:
+                    last = b"data: " + error(str(lost), "server_error") + b"\n\n"
+                    await send({"type": "http.response.body", "body": last})
+                else:
+                    await _unavailable(send, lost)
+                return
+            pieces.append(piece)
+            if body.stream:
+                data = b"data: " + self._by_id.reply(body, name, piece, None) + b"\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        if body.stream:
+            await send({"type": "http.response.body", "body": LAST_EVENT})
+            return
+        usage = Usage(prompt_tokens=prompt, completion_tokens=listener.sampled, total_tokens=prompt + listener.sampled)
+        await reply(send, 200, _JSON, self._by_id.reply(body, name, merged(pieces), usage))
 
     def _open(self, translated: TranslatedRequest) -> Choices:
         """Submit all prompts to the engine, or none.
