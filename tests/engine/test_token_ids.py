@@ -74,7 +74,8 @@ async def test_a_whole_reply_has_the_engines_tokens(byte_folder: Path) -> None:
         reply = (await client.post(PATH, json=body())).json()
     (choice,) = reply["choices"]
     tokens, logprobs = told([choice])
-    assert (tuple(tokens), logprobs) == (completion.token_ids, pytest.approx(completion.behavior_logprobs))
+    assert tuple(tokens) == completion.token_ids
+    assert logprobs == pytest.approx(completion.behavior_logprobs)
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": TOKENS}]
     assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", TOKENS)
 

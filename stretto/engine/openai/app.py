@@ -167,6 +167,7 @@ class OpenAIApp:
     async def _send_ids(self, body: TokenBody, name: str, listener: TokenListener, prompt: int, send: Send) -> None:
         """The completion as events, or whole."""
         pieces: list[TokenChoice] = []
+        created = int(time.time())
         if body.stream:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         while not pieces or pieces[-1].finish_reason is None:
@@ -183,13 +184,13 @@ class OpenAIApp:
                 return
             pieces.append(piece)
             if body.stream:
-                data = b"data: " + self._by_id.reply(body, name, piece, None) + b"\n\n"
+                data = b"data: " + self._by_id.reply(body, name, created, piece, None) + b"\n\n"
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         if body.stream:
             await send({"type": "http.response.body", "body": LAST_EVENT})
             return
         usage = Usage(prompt_tokens=prompt, completion_tokens=listener.sampled, total_tokens=prompt + listener.sampled)
-        await reply(send, 200, _JSON, self._by_id.reply(body, name, merged(pieces), usage))
+        await reply(send, 200, _JSON, self._by_id.reply(body, name, created, merged(pieces), usage))
 
     def _open(self, translated: TranslatedRequest) -> Choices:
         """Submit all prompts to the engine, or none.

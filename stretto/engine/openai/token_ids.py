@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -224,12 +223,12 @@ class TokenInterface:
             top_logprobs=wanted.logprobs or 0,
         )
 
-    def reply(self, body: TokenBody, name: str, choice: TokenChoice, usage: Usage | None) -> bytes:
+    def reply(self, body: TokenBody, name: str, created: int, choice: TokenChoice, usage: Usage | None) -> bytes:
         """A reply, or an event of one, as JSON."""
         told = TokenReply(
             request_id=body.request_id or name,
             model=self._model.name,
-            created=int(time.time()),
+            created=created,
             choices=[choice],
             usage=usage,
         )
