@@ -34,11 +34,13 @@ from stretto.rewards.service.wire import (
 )
 from stretto.sandbox.cgroups import remove_groups_of
 
+FORGED = "something wrote into its replies"
 _REAP_SECONDS = 5.0
 
 
 class WorkerProcess:
-    """A running worker. `on_reply` is called with each reply, `on_lost` once when its end of the wire closes.
+    """A running worker. `on_reply` is called with each reply, and a WireError that it raises ends the worker; `on_lost`
+    is called once, when the worker's end of the wire closes.
 
     Raises (from `start`):
         RewardFunctionError: the worker cannot use the reward function.
@@ -73,6 +75,7 @@ class WorkerProcess:
             self._process = _spawn(settings, log)
         except OSError:
             ours.close()
+            await self.end()
             raise
         finally:
             theirs.close()
@@ -228,7 +231,7 @@ class _Wire(asyncio.Protocol):
             for body in self._unframer.feed(data):
                 self._received(self._decoder.decode(body))
         except (WireError, msgspec.DecodeError):
-            self._distrust("something wrote into its replies")  # user code, to a descriptor that is not its own
+            self._distrust(FORGED)  # user code, to a descriptor that is not its own
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()

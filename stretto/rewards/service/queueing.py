@@ -85,6 +85,6 @@ def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
             rest = [Chunk(chunk.call, others)] if others else []
             return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
         at -= len(chunk.indices)
-    # The worker was between two items, or a reward has written over the counter.
-    again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]
+    # The worker was between two items, or a reward has written over the counter: each is judged alone to find out.
+    again = [Chunk(chunk.call, (index,), chunk.losses + 1) for chunk in outstanding[:1] for index in chunk.indices]
     return Blame(None, (*again, *outstanding[1:]))
