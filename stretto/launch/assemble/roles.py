@@ -109,8 +109,7 @@ async def running_roles(
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
-    sockets = socket_folder()
-    held = lock.acquire(sockets)  # until this process ends: no other run removes them
+    sockets, held = locked_socket_folder()
     folder.write(_SOCKETS, f"{sockets}\n")
     recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
     endpoints = Endpoints(
@@ -152,6 +151,22 @@ async def running_roles(
             os.close(held)
             if folder.is_ours():
                 (folder.path / _SOCKETS).unlink(missing_ok=True)
+
+
+def locked_socket_folder() -> tuple[Path, int]:
+    """A new folder for sockets, and the descriptor that keeps other runs from removing it as long as this process
+    lives.
+
+    Raises:
+        RunFolderError: it cannot be locked; it is gone then.
+    """
+    sockets = socket_folder()
+    try:
+        return sockets, lock.acquire(sockets)
+    except BaseException:
+        (sockets / lock.NAME).unlink(missing_ok=True)
+        sockets.rmdir()  # unlike `rmtree`, this needs no descriptor
+        raise
 
 
 def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -> RewardPool:
