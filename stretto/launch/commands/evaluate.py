@@ -55,7 +55,7 @@ def _recipe(model: Path, task: Path, overrides: Overrides) -> Recipe:
         override(tree, overrides)
     else:
         tree = parse_recipe(task, overrides)
-    tree["model"] = {"path": str(model)}
+    tree["model"] = {"path": str(model.expanduser())}
     tree.pop("warm_start", None)
     if isinstance(tree.get("trainer"), dict):
         tree["trainer"].pop("device", None)  # nothing is trained
