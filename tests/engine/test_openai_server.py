@@ -286,7 +286,7 @@ def test_without_its_key_a_server_serves_its_health_alone(byte_folder: Path) -> 
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/health", headers={"accept": "application/msgpack"})).status_code == 200
             for key in ("", "Bearer", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer \xe9"):
-                given = {"authorization": key.encode("latin-1")} if key else {}
+                given = [(b"authorization", key.encode("latin-1"))] if key else []
                 refused = await client.post(COMPLETIONS, json=asked(), headers=given)
                 assert_error(refused, 401)
                 assert refused.json()["error"]["code"] == "invalid_api_key"
