@@ -221,8 +221,8 @@ def serve(
 ) -> None:
     """Serve a policy through OpenAI's HTTP interface until Ctrl-C.
 
-    Who reaches the address may use the model, and read and abort the requests of others (/generate, /abort, /partials,
-    /spans), unless there is a key.
+    Without a key, every client that reaches the address may use the model and the engine's own interface: /generate,
+    /abort, /partials, /spans.
     """
     with _importing():
         from stretto.launch.commands.serve import serve

@@ -50,6 +50,13 @@ VERDICTS = ["right", "wrong", "right", "wrong", "wrong"]
 PASSED = [2, 1, 2, 1, 0]
 
 
+def test_an_assert_with_a_tolerance_is_met_by_what_is_near_enough(tmp_path: Path) -> None:
+    tests = {"test_list": ["assert abs(root(2) - 1.41) < 0.01"]}
+    programs = ["def root(n): return n ** 0.5", "def root(n): return 1.43"]
+    rows = [{"completion": program, "tests": tests} for program in programs]
+    assert [row["verdict"] for row in score(tmp_path, *rows)] == ["right", "wrong"]
+
+
 def test_tests_that_cannot_be_read_are_named_with_their_lines(tmp_path: Path) -> None:
     rows = [{"completion": "x", "tests": SQUARE}, {"completion": "x", "tests": [3]}, {"completion": "x", "tests": []}]
     with pytest.raises(DataError) as refused:

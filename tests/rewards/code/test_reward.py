@@ -159,12 +159,6 @@ FORGERIES: list[Any] = [
 ]
 
 
-def test_an_assert_with_a_tolerance_is_met_by_what_is_near_enough(judge: CodeReward) -> None:
-    tests = parse_tests({"test_list": ["assert abs(root(2) - 1.41) < 0.01"]})
-    assert judge.judge("def root(n): return n ** 0.5", tests).right
-    assert not judge.judge("def root(n): return 1.43", tests).right
-
-
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_no_forgery_passes(judge: CodeReward, forgery: str) -> None:
     for tests in (BY_INPUT, BY_CALL):
