@@ -28,7 +28,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Segment,
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.handle import EngineHandle, EngineState
 from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.controller import Controller, ControllerState
@@ -79,7 +79,7 @@ class EnginePool:
         self._free = asyncio.Event()
 
     def listen(self, on_load: Callable[[int], None]) -> None:
-        """`on_load` gets the live version whenever it may have changed."""
+        """`on_load` gets the live version whenever it may have changed, and -1 while no engine serves one."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:
@@ -93,11 +93,11 @@ class EnginePool:
         return min((engine.version for engine in self._engines.values() if engine.version is not None), default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
-        if engine.up != (engine.name in self._router.up):
-            (self._router.join if engine.up else self._router.leave)(engine.name)
+        up = engine.state is EngineState.UP
+        if up != (engine.name in self._router.up):
+            (self._router.join if up else self._router.leave)(engine.name)
         self._free.set()
-        if engine.version is not None:
-            self._on_load(self.live)
+        self._on_load(self.live)  # grows also when the one that served the oldest version dies
 
     async def start(self, version: int) -> None:
         """Start all engines; each loads the newest publication, `version` or later, before it serves.
@@ -110,11 +110,11 @@ class EnginePool:
 
     async def _start(self, engine: EngineHandle) -> None:
         try:
-            await engine.start()
+            await engine.start(engine.spec.publication_seconds)
         except RoleDied as death:
             if not engine.process.killed:
                 raise
-            await engine.replace(death.how, self._say)
+            await engine.replace(death.how, self._say, engine.spec.publication_seconds)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions from the least-loaded engine; requests that are given together begin there in the same step.
@@ -141,8 +141,7 @@ class EnginePool:
                 yield completion
         except EngineLost:
             if not ids & engine.given_up:
-                engine.leave()
-                engine.suspected.set()
+                engine.suspect()
             raise
         finally:
             engine.open -= ids
@@ -195,7 +194,7 @@ class EnginePool:
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Ask every engine for its health (for `counted`) and its spans, which are returned. An engine that does not
         reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters for now."""
-        polls = [engine.poll() for engine in self._engines.values() if engine.up]
+        polls = [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]
         if polls:
             await asyncio.wait(polls, timeout=patience)
         return [span for engine in self._engines.values() for span in engine.drain_spans()]
