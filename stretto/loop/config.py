@@ -16,7 +16,7 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     batch: float = Field(1800.0, gt=0, description="the next batch to be complete")
     save: float = Field(600.0, gt=0, description="the trainer to write a checkpoint or a policy")
     stop: float = Field(6.0, gt=0, le=60, description="a clean stop to finish the step in progress")
-    hung: float = Field(10.0, gt=0, description="a process of a role to give a sign of life; it is killed then")
+    hung: float = Field(10.0, gt=0, description="a process of a role to send a heartbeat; it is killed then")
     still: float = Field(300.0, gt=0, description="a run to go on in which nobody gets anything done")
     trainer_restarts: int = Field(3, ge=0, description="times that the trainer is replaced within `restart_window`")
     engine_restarts: int = Field(5, ge=0, description="times that one engine is replaced within `restart_window`")

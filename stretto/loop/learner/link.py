@@ -271,7 +271,7 @@ class TrainerLink:
     @property
     def progress(self) -> tuple[int, int]:
         """Orders that were answered, and whole seconds for which its process has computed: a step that hangs changes
-        neither, a long one does. (Its sign of life alone takes some hours to a second.)"""
+        neither, a long one does. (Its heartbeats alone take some hours to a second.)"""
         return self._answered, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
