@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import peft
@@ -27,10 +27,11 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
 
 
-def save_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks, folder: Path) -> None:
-    """Write the adapters alone as peft writes them; every rank calls it, the first one writes."""
+def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Callable[[Path], None]:
+    """What writes the adapters alone into a new folder, as peft does; every rank calls it, one of them writes."""
     layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
-    if ranks.rank == 0:
+
+    def write(folder: Path) -> None:
         tensors = {
             f"base_model.model.{name}.{kind}.weight": matrix.cpu()
             for name, both in layers.items()
@@ -39,6 +40,8 @@ def save_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks, folder: Pa
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _peft_config(config, layers).save_pretrained(str(folder))
+
+    return write
 
 
 def _peft_config(config: LoraConfig, names: Iterable[str]) -> peft.LoraConfig:
