@@ -318,6 +318,13 @@ def test_ports_end(plan_for: Planner) -> None:
     assert told == "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535"
 
 
+def test_more_completions_in_flight_than_an_engine_queues(plan_for: Planner) -> None:
+    plan_for(rollout={"batch_size": 2, "group_size": 8, "max_in_flight": 8192})  # 65,536 completions
+    assert message(plan_for, rollout={"batch_size": 2, "group_size": 8, "max_in_flight": 8193}) == (
+        "rollout.max_in_flight: 8,193 groups of 8 (group_size) are 65,544 completions; an engine queues at most 65,536"
+    )
+
+
 def test_the_memory_estimate_grows_with_what_needs_memory(plan_for: Planner) -> None:
     small = estimate_memory(plan_for())
     assert small.total == small.trainer + small.engines + small.others
