@@ -246,6 +246,14 @@ class GroupInFlight:
         resumed = any(prefix.token_ids for prefix in prefixes)
         return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
 
+    def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
+        """Add new tokens to what the open request has, by its order; gives those of each member."""
+        for place, piece in pieces.items():
+            member = self.members[place]
+            if member not in self.ended:  # else its last tokens have arrived meanwhile
+                self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
+                yield member, piece
+
     def known(self, member: int) -> int:
         """How many tokens of a member are journaled."""
         return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
@@ -254,10 +262,13 @@ class GroupInFlight:
 class InFlight:
     """Generates for the workflow (satisfies `core.engine.Generate`)."""
 
-    def __init__(self, engines: Engines, journal: SegmentJournal, restored: Mapping[str, GroupInFlight]) -> None:
-        """`restored`: the groups that an earlier process of the run had in flight."""
+    def __init__(
+        self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
+    ) -> None:
+        """`journal` None: nothing is kept, and a group that was lost starts again from its first token. `restored`: the
+        groups that an earlier process of the run had in flight."""
         self._engines, self._journal = engines, journal
-        self._groups: dict[str, GroupInFlight] = dict(restored)
+        self._groups: dict[str, GroupInFlight] = dict(restored or {})
         self._ending = False
         self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
@@ -284,16 +295,14 @@ class InFlight:
                     except EngineLost:
                         if self._ending:
                             await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
-                        self._lost(group)
-                        raise
+                        if self._journal is None:
+                            group.ended.clear()
+                        raise  # another engine continues what is known
                     break
         finally:
             group.judging = len(group.ended) == len(request.seeds)
         for _, completion in sorted(group.ended.items()):
             yield completion
-
-    def _lost(self, group: GroupInFlight) -> None:
-        """An engine was lost with the group: another one continues what is known."""
 
     def end(self) -> None:
         """The run ends: engines are about to be told to give completions up."""
@@ -314,25 +323,21 @@ class InFlight:
 
         `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
         """
+        if (journal := self._journal) is None:
+            return
         async with self._keeping:
             for id, group in self._groups.items():
                 for member in group.ended.keys() - group.journaled:
                     piece = group.ended[member].segment.after(group.known(member))
-                    self._journal.journal(trajectory_id(id, member), piece)
+                    journal.journal(trajectory_id(id, member), piece)
                     group.journaled.add(member)
             turns = {id: group.turn for id, group in self._groups.items()}
             known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
             for id, pieces in (await self._engines.partials(known, patience)).items():
                 group_now = self._groups.get(id)
                 if group_now is not None and group_now.turn == turns.get(id):
-                    self._keep_pieces(id, group_now, pieces)
-
-    def _keep_pieces(self, id: str, group: GroupInFlight, pieces: Mapping[int, Segment]) -> None:
-        for place, piece in pieces.items():
-            member = group.members[place]
-            if member not in group.ended:  # else its last tokens have arrived meanwhile
-                group.prefixes[member] = group.prefixes.get(member, Segment()) + piece
-                self._journal.journal(trajectory_id(id, member), piece)
+                    for member, piece in group_now.extend(pieces):
+                        journal.journal(trajectory_id(id, member), piece)
 
 
 def restore(
