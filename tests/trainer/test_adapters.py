@@ -117,7 +117,7 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Pat
 def test_peft_reads_what_is_saved_of_them(build: Build, tmp_path: Path) -> None:
     trainer = adapted(build)
     trainer.train(batch(0))
-    gather_adapters(trainer.learner.model, LORA, ALONE)(tmp_path / "adapter")
+    gather_adapters(trainer.learner.model, LORA, ALONE)(tmp_path)
     theirs = peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").merge_and_unload()
     found: dict[str, Tensor] = dict(theirs.named_parameters())
     for name, parameter in trainer.full_parameters():

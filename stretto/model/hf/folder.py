@@ -87,7 +87,7 @@ def save_policy(
     tokenizer_folder: Path | str,
     path: Path | str,
     parameters: Mapping[str, Tensor] | None = None,
-    add: Callable[[Path], None] = lambda folder: None,
+    add: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder; an older one there is replaced.
 
@@ -107,7 +107,8 @@ def save_policy(
                 model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
         except SafetensorError as error:  # what it makes of what the system says
             raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
-        add(folder)
+        if add is not None:
+            add(folder)
 
 
 @contextmanager

@@ -28,15 +28,16 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Callable[[Path], None]:
-    """What writes the adapters alone into a new folder, as peft does; every rank calls it, one of them writes."""
+    """What writes the adapters alone into a policy's folder, as peft does; every rank calls it, one of them writes."""
     layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
 
-    def write(folder: Path) -> None:
+    def write(policy: Path) -> None:
         tensors = {
             f"base_model.model.{name}.{kind}.weight": matrix.cpu()
             for name, both in layers.items()
             for kind, matrix in zip(("lora_A", "lora_B"), both, strict=True)
         }
+        folder = policy / "adapter"
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _peft_config(config, layers).save_pretrained(str(folder))

@@ -156,13 +156,8 @@ class TrainerRole:
         parameters = {name: tensor.cpu() for name, tensor in self._trainer.full_parameters() if ours}
         model, lora = self._trainer.learner.model, self._config.lora
         write_adapters = gather_adapters(model, lora, self._ranks) if lora is not None else None
-
-        def add(whole: Path) -> None:
-            if write_adapters is not None:
-                write_adapters(whole / "adapter")
-
         if ours:
-            save_policy(model, Path(self._spec.model), Path(folder), parameters, add)
+            save_policy(model, Path(self._spec.model), Path(folder), parameters, write_adapters)
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
         return PolicySaved(folder=folder, span=span)
 
