@@ -89,9 +89,9 @@ def composed(row: Row) -> str:
         case "Rewards":
             (shaping,) = shapings(config.shaping)
             return shaping
-        case "What is added" if config.reference is not None:
+        case "Added terms" if config.reference is not None:
             return called(config.divergence(config.reference.into))
-        case "What is added" if objective(config).entropy_bonus:
+        case "Added terms" if objective(config).entropy_bonus:
             return called(evaluate)
     raise AssertionError(f"no way to tell what the lines of chapter {row.chapter} compose")
 
@@ -123,7 +123,7 @@ def shapings(shaping: Shaping) -> list[str]:
 
 def test_there_is_a_table_for_every_part() -> None:
     expected = ["Losses", "Anchors", "Off-policy corrections", "Aggregation", "Advantages", "Rewards"]
-    assert list(dict.fromkeys(row.chapter for row in ROWS)) == [*expected, "What is added", "Filters"]
+    assert list(dict.fromkeys(row.chapter for row in ROWS)) == [*expected, "Added terms", "Filters"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.chapter}, {row.function}")

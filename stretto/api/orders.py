@@ -70,7 +70,7 @@ class RunProcess:
         return self._process.pid
 
     def heard(self, seconds: float) -> bool:
-        """Whether it has said something, or ended, within so many seconds."""
+        """Whether it sends a message, or ends, within `seconds`."""
         return self._near.poll(seconds)
 
     def reply(self) -> Any:
@@ -99,7 +99,7 @@ class RunProcess:
             self._process.wait()
 
     def stop(self, patience: float) -> None:
-        """Ask it to stop; after so many seconds, or Ctrl-C, to stop at once; then kill it. Its roles end with it."""
+        """Ask it to stop; after `patience` seconds, or Ctrl-C, to stop at once; then kill it. Its roles end with it."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:

@@ -170,7 +170,7 @@ class Run:
             self._has_ended(_POLL_SECONDS)
 
     def _has_ended(self, seconds: float) -> bool:
-        """Whether our process ends within so many seconds; how it ended is kept."""
+        """Whether our process ends within `seconds`; keeps how it ended."""
         if self._process is None:
             return True
         if not self._process.heard(seconds):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from stretto.api.orders import EvaluationOrder, TrainOrder
 from stretto.core.errors import StrettoError
+from stretto.launch.preflight.descriptors import check_descriptors
 from stretto.processes.fork_server import fork_server
 from stretto.processes.spawn import Spawner
 
@@ -29,6 +30,7 @@ def main() -> None:
     threading.Thread(target=_stop_with_the_caller, args=(wire,), daemon=True).start()
     end: object
     try:
+        check_descriptors()
         with fork_server() as spawner, tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             end = _trained(order, Path(folder), wire, spawner) if isinstance(order, TrainOrder) else None
             end = _evaluated(order, Path(folder), spawner) if isinstance(order, EvaluationOrder) else end

@@ -6,6 +6,11 @@ Example::
 
     trainer = sections.TrainerConfig(steps=100, learning_rate=1e-3)
     rollout = sections.RolloutConfig(batch_size=4, group_size=8, max_staleness=2)
+
+A section that is made alone is checked by pydantic, and a mistake in it is pydantic's ``ValidationError`` with the name
+of the key. It is not a `stretto.RecipeError`: a recipe collects the mistakes of all of its sections, which a section
+that raised one would break off. Give a section as a dict, as in ``stretto.Recipe(trainer={"steps": 100}, ...)``, and
+the recipe says what is allowed and which key is near.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.api.orders import EvaluationOrder, RunProcess, TrainOrder
 from stretto.api.run import Run
+from stretto.core.errors import Problem, RecipeError
 from stretto.loop.records.recorder import Evaluation
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics
@@ -95,9 +96,13 @@ def evaluate(
 
     if reward is not None:
         overrides["rewards"] = {**overrides.get("rewards", {}), "function": reward}
-    if "rewards" in overrides:
-        overrides["rewards"] = with_named_reward(overrides["rewards"])
     is_path = not isinstance(task, Recipe)
+    if "rewards" in overrides:
+        try:
+            overrides["rewards"] = with_named_reward(overrides["rewards"])
+        except ValueError as error:
+            place = f"{task if is_path else 'Recipe'}: rewards"
+            raise RecipeError([Problem(place, str(error))]) from None
     process = RunProcess(
         EvaluationOrder(
             model=str(model),

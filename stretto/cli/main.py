@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, NoReturn, Optional
 
 import typer
+from typer.core import TyperGroup
 
 from stretto import __version__
 from stretto.cli.score import score
 from stretto.core.errors import StrettoError, described
 
+_STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
+
+
+class _Commands(TyperGroup):
+    """Ctrl-C before a run listens to it, or in another command, ends with one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print(_STOPPED, file=sys.stderr)
+            raise typer.Exit(_STOPPED_CODE) from None
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Ctrl-C ends the process at once, and the kernel its fork server: a library that is interrupted while it is
+    imported may raise an error of its own, or go on."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        os.write(2, f"{_STOPPED}\n".encode())
+        os._exit(_STOPPED_CODE)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 app = typer.Typer(
     name="stretto",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,19 +111,22 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
-    print(f"checking {recipe}", flush=True)
-    if dry_run:
-        _refuse_mistakes(recipe, overrides or [])
-        from stretto.launch.commands.train import check
+    from stretto.launch.preflight.descriptors import check_descriptors
 
+    print(f"checking {recipe}", flush=True)
+    check_descriptors()
+    if dry_run:
+        with _importing():
+            _refuse_mistakes(recipe, overrides or [])
+            from stretto.launch.commands.train import check
         check(recipe, overrides or [], resume, run_dir)
         return
     from stretto.processes.fork_server import fork_server
 
     with fork_server() as spawner:  # first: it imports the libraries of the roles while the recipe is checked
-        _refuse_mistakes(recipe, overrides or [])
-        from stretto.launch.commands.train import prepare
-
+        with _importing():
+            _refuse_mistakes(recipe, overrides or [])
+            from stretto.launch.commands.train import prepare
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto.dashboard.terminal.progress import open_display
 
@@ -112,9 +153,10 @@ def sft(
     from stretto.processes.fork_server import fork_server
 
     with fork_server() as spawner:
-        _refuse_mistakes(recipe, overrides or [])
-        from stretto.dashboard.terminal.progress import open_display
-        from stretto.launch.assemble.warm_start import sft
+        with _importing():
+            _refuse_mistakes(recipe, overrides or [])
+            from stretto.dashboard.terminal.progress import open_display
+            from stretto.launch.assemble.warm_start import sft
 
         with open_display(0) as display:
             sft(recipe, overrides or [], out, display.learning, spawner)
@@ -131,8 +173,9 @@ def dpo(
     from stretto.processes.fork_server import fork_server
 
     with fork_server() as spawner:
-        from stretto.dashboard.terminal.progress import open_display
-        from stretto.launch.commands.dpo import dpo
+        with _importing():
+            from stretto.dashboard.terminal.progress import open_display
+            from stretto.launch.commands.dpo import dpo
 
         with open_display(0) as display:
             dpo(recipe, overrides or [], out, display.learning, display.say, spawner)
@@ -155,7 +198,8 @@ def evaluate(
     from stretto.processes.fork_server import fork_server
 
     with fork_server() as spawner:
-        from stretto.launch.commands.evaluate import evaluate
+        with _importing():
+            from stretto.launch.commands.evaluate import evaluate
 
         evaluation = evaluate(model, task, overrides or [], spawner, lambda text: print(text, file=sys.stderr))
     print(evaluation.as_json() if json else evaluation)
@@ -172,7 +216,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a policy through OpenAI's HTTP interface until Ctrl-C."""
-    from stretto.launch.commands.serve import serve
+    with _importing():
+        from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, overrides=overrides or [])
 
@@ -216,7 +261,8 @@ def replay(
     from stretto.processes.fork_server import fork_server
 
     with fork_server() as spawner:
-        from stretto.launch.commands.replay import replay
+        with _importing():
+            from stretto.launch.commands.replay import replay
 
         replayed = replay(run, first, settings or [], out, spawner=spawner)
     print(replayed)

@@ -1,7 +1,7 @@
 """The staleness rule: which version may start what, and until when it may be trained on.
 
 A *version* counts published policies: version 0 is the policy at the start, and the step that trains at version b
-publishes version b + 1. Everything here counts *groups* (one prompt with its answers), because a batch is B groups.
+publishes version b + 1. Everything here counts *groups* (one prompt with its completions), because a batch is B groups.
 
 Two facts carry the bound (AReaL, arXiv 2505.24298, equation 3, and its consequence):
 

@@ -1,6 +1,6 @@
-"""What the loop asks of an engine, whichever make it is.
+"""The Protocol of an engine, as the loop uses it.
 
-Satisfied by the HTTP client of the native engine (`engine.http.client`), and by the client of any other make.
+The HTTP client of the native engine (`engine.http.client`) satisfies it; clients of other engines can.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Record
 
 
 class EngineHealth(Record, frozen=True):
-    """How an engine is. Counters count from its start.
+    """The state of an engine. Counters count from its start.
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
     """
 
     version: int  # policy version of the weights in the model
-    running: int  # answers in a slot
-    waiting: int  # answers that wait for a slot
+    running: int  # completions in a slot
+    waiting: int  # completions that wait for a slot
     generated: int  # tokens sampled
     prefilled: int  # prompt tokens computed, once per group that enters together
-    recomputed: int  # tokens computed again because an update, or a full cache, dropped their keys and values
-    interrupted: int  # answers stopped in mid-sentence by an update, counted at each update
-    preempted: int  # answers that lost their keys and values because the cache was full, counted each time
-    wasted: int  # tokens sampled for requests that were aborted, those of answers that had ended included
+    recomputed: int  # tokens computed again because an update or a full KV cache dropped their entries
+    interrupted: int  # completions interrupted by an update, counted at each update
+    preempted: int  # completions that lost their KV entries because the cache was full, counted each time
+    wasted: int  # tokens sampled for aborted requests, those of ended completions included
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading
-    unfinished: int = 0  # tokens sampled for requests that are open, those of answers that have ended included
+    unfinished: int = 0  # tokens sampled for open requests, those of ended completions included
 
 
 class Generate(Protocol):
@@ -56,13 +56,13 @@ class Engine(Protocol):
         """Load a published version; returns the version that samples the next token.
 
         Raises:
-            TornPublication: the publication is not whole, or not of this model; the engine goes on as it was.
+            TornPublication: the publication is not whole, or not of this model; the engine keeps its version.
             EngineLost, DeadlineExceeded: as for `generate`.
         """
         ...
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """What unfinished completions have beyond their known tokens, counted by request for each member."""
+        """The new tokens of unfinished completions, after the `known` number of each member by request."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     async def spans(self) -> list[Span]:
-        """What it did since the last call."""
+        """The engine's spans since the last call."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """The one tree of errors.
 
     StrettoError
-    ├── UserError                what the user can put right; exit code 2, one message, no traceback
+    ├── UserError                a mistake of the user; exit code 2, one message, no traceback
     │   ├── RecipeError          a recipe file or an override; lists every problem of the file at once
     │   ├── DataError            a dataset file or one of its rows
     │   ├── ModelFolderError     a Hugging Face folder that cannot be loaded
@@ -9,11 +9,11 @@
     │   └── RunFolderError       a run folder that is missing, in use, or of another run
     ├── RoleError                a process of the run
     │   ├── RoleDied             it ended without being asked to
-    │   ├── RoleFailed           it reported an error that it cannot go on from
+    │   ├── RoleFailed           it reported an error from which it cannot continue
     │   ├── CheckpointLost       the trainer ended before a checkpoint was written
-    │   ├── EngineLost           an engine that cannot be reached, or that broke off in mid-answer
+    │   ├── EngineLost           an engine that cannot be reached, or that broke off a completion
     │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
-    │   └── NothingMoves         nobody gets anything done; names who waits for what
+    │   └── NothingMoves         no process makes progress; names who waits for what
     ├── WireError                a message or a publication that is not whole
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   └── RefusedRequest       a request the engine will not serve; names the field
@@ -35,7 +35,15 @@ from pathlib import Path
 
 
 class StrettoError(Exception):
-    """Root of the tree."""
+    """Root of the tree.
+
+    Example::
+
+        try:
+            stretto.open_run("nowhere")
+        except stretto.StrettoError as error:
+            print(error, error.exit_code)
+    """
 
     exit_code = 1
 
@@ -56,7 +64,16 @@ class Problem:
 
 
 class UserError(StrettoError):
-    """Something the user can put right. `problems` holds every mistake that was found, not only the first."""
+    """A mistake that the user can correct. `problems` holds every mistake found, not only the first.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", trainer={"step": 3}, rollout={"group_size": 0})
+        except stretto.UserError as error:
+            for problem in error.problems:
+                print(problem.place, problem.found, problem.remedy)
+    """
 
     exit_code = 2
 
@@ -69,23 +86,63 @@ class UserError(StrettoError):
 
 
 class RecipeError(UserError):
-    """A recipe file or a command-line override."""
+    """A recipe, in a file or in code, or an override of its values.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", trainer={"step": 3})
+        except stretto.RecipeError as error:
+            print(error)  # recipe.toml: trainer.step: unknown key; did you mean 'steps'?
+    """
 
 
 class DataError(UserError):
-    """A dataset file or one of its rows."""
+    """A dataset file or one of its rows, or a prompt.
+
+    Example::
+
+        try:
+            stretto.Engine.load("model").generate("3 times 4")
+        except stretto.DataError as error:
+            print(error)
+    """
 
 
 class ModelFolderError(UserError):
-    """A model folder that cannot be loaded."""
+    """A model folder that cannot be loaded.
+
+    Example::
+
+        try:
+            stretto.Engine.load("nowhere")
+        except stretto.ModelFolderError as error:
+            print(error)
+    """
 
 
 class RewardFunctionError(UserError):
-    """A reward that cannot be called, or that answers with something that is no reward."""
+    """A reward that cannot be called, or whose return value is no reward.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", rewards={"function": "final_anser"})
+        except stretto.RewardFunctionError as error:
+            print(error)
+    """
 
 
 class RunFolderError(UserError):
-    """A run folder that is missing, in use by another run, or not writable."""
+    """A run folder that is missing, in use by another run, or not writable.
+
+    Example::
+
+        try:
+            stretto.open_run("nowhere")
+        except stretto.RunFolderError as error:
+            print(error)
+    """
 
 
 class RoleError(StrettoError):
@@ -104,7 +161,7 @@ class RoleDied(RoleError):
 
 
 class RoleFailed(RoleError):
-    """A role reported an error it cannot go on from; `exit_code` is the one of that error."""
+    """A role reported an error from which it cannot continue; `exit_code` is that of the error."""
 
     def __init__(self, role: str, problem: str, exit_code: int) -> None:
         self.role, self.problem, self.exit_code = role, problem, exit_code
@@ -115,7 +172,7 @@ class RoleFailed(RoleError):
 
 
 class CheckpointLost(RoleError):
-    """The trainer ended, in the way that `death` tells, before it had written a checkpoint."""
+    """The trainer ended before it had written a checkpoint; `death` says how."""
 
     def __init__(self, checkpoint: str, death: str) -> None:
         self.checkpoint, self.death = checkpoint, death
@@ -126,7 +183,7 @@ class CheckpointLost(RoleError):
 
 
 class EngineLost(RoleError):
-    """An engine cannot be reached, or broke off an answer: its requests go to another one."""
+    """An engine cannot be reached, or broke off a completion: its requests go to another engine."""
 
     def __init__(self, engine: str, how: str) -> None:
         self.engine, self.how = engine, how
@@ -148,7 +205,7 @@ class DeadlineExceeded(RoleError):
 
 
 class NothingMoves(RoleError):
-    """Nobody did anything for so long that nobody ever will; `waits` says who waits for what."""
+    """The run made no progress within `deadlines.still`; `waits` says who waits for what."""
 
     def __init__(self, seconds: float, waits: Iterable[str]) -> None:
         self.seconds, self.waits = seconds, tuple(waits)
@@ -196,7 +253,7 @@ class TrainingDiverged(StrettoError):
         over = f" (the last over {', '.join(self.answers[:8])}{more})" if self.answers else ""
         return (
             f"training step {self.step}: {self.in_a_row} optimizer steps in a row had NaN or infinite gradients{over}; "
-            "lower trainer.learning_rate, or go on from an earlier checkpoint"
+            "lower trainer.learning_rate, or resume from an earlier checkpoint"
         )
 
 

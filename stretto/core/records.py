@@ -1,4 +1,4 @@
-"""What flows through the stream, one frozen record per stage.
+"""The records of the stream, one frozen type per stage.
 
     Prompt ─► GenerateRequest ─► Completion ─► Trajectory (segments + Verdict) ─► Group ─► Batch ─► Update
 
@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 
 MOST_STOPS = 64  #: stop texts of one request
-MOST_STOP_TOKENS = 256  #: stop tokens of one request; every row of an engine has room for as many as any one has had
-MOST_ANSWERS = 65_536  #: answers to one request
-MOST_INTERRUPTIONS = 2**31 - 1  #: of one answer
+MOST_STOP_TOKENS = (
+    256  #: stop tokens of one request; every row of an engine has room for the most that any request has had
+)
+MOST_ANSWERS = 65_536  #: completions of one request
+MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
-MOST_LIKELIEST = 20  #: tokens that are told of each place of an answer
+MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
 
 #: Tokens with their log-probabilities, the likeliest first.
 Likeliest = tuple[tuple[int, float], ...]
@@ -32,22 +34,22 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StopReason(enum.StrEnum):
-    """Why an answer ended."""
+    """Why a completion ended."""
 
     STOP = "stop"  #: the model sampled an end-of-sequence token, or completed a stop text
     LENGTH = "length"  #: the token budget or the context was used up
 
 
 class Outcome(enum.StrEnum):
-    """What a reward could say about an answer."""
+    """The outcome of judging a completion."""
 
     RIGHT = "right"
     WRONG = "wrong"
-    UNDECIDED = "undecided"  #: timeout, crash, or an answer that cannot be judged: no reward, never a zero
+    UNDECIDED = "undecided"  #: timeout, crash, or a completion that cannot be judged: no reward, never a zero
 
 
 class State(enum.StrEnum):
-    """Where a trajectory stands; the last four are final, and every trajectory ends in exactly one of them."""
+    """The state of a trajectory; the last four are final, and every trajectory ends in exactly one of them."""
 
     IN_FLIGHT = "in_flight"
     BUFFERED = "buffered"
@@ -58,7 +60,7 @@ class State(enum.StrEnum):
 
 
 class Prompt(Record, frozen=True):
-    """A question with what is needed to judge an answer to it.
+    """A question, with the gold answer that the reward compares with.
 
     Example: ``Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")``
     """
@@ -70,10 +72,10 @@ class Prompt(Record, frozen=True):
 
 
 class Sampling(Record, frozen=True):
-    """How answers are drawn. One setting for the engine and the trainer: both evaluate the same distribution.
+    """How completions are sampled. Engine and trainer have the same setting and evaluate the same distribution.
 
-    `temperature` 0 means the likeliest token (evaluation only), whatever the filters say. `stop_token_ids` end an
-    answer and belong to it.
+    `temperature` 0 takes the likeliest token (evaluation only), with any filters. `stop_token_ids` end a completion
+    and belong to it.
 
     The filters work after the temperature and in the order `top_k`, `top_p`, `min_p`, each on what the one before has
     left; what is left in the end is renormalised. A token exactly as likely as the last one that a filter keeps is
@@ -86,7 +88,7 @@ class Sampling(Record, frozen=True):
     top_p: float = 1.0  # smallest set of likeliest tokens whose probability reaches this
     top_k: int = 0  # this many likeliest tokens; 0: all
     min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
-    stop: tuple[str, ...] = ()  # texts that end the answer; its tokens include those that completed the stop text
+    stop: tuple[str, ...] = ()  # texts that end the completion, whose tokens include those of the stop text
 
     @property
     def filtered(self) -> bool:
@@ -134,7 +136,7 @@ Partials = dict[str, dict[int, Segment]]
 
 
 class GenerateRequest(Record, frozen=True):
-    """One prompt, `len(seeds)` answers wanted; member k draws its randomness from ``seeds[k]`` alone.
+    """One prompt and a seed per completion; member k draws its randomness from ``seeds[k]`` alone.
 
     `prefixes` is empty, or holds for each member the segment that it continues.
 
@@ -146,11 +148,11 @@ class GenerateRequest(Record, frozen=True):
     seeds: tuple[int, ...]
     sampling: Sampling
     prefixes: tuple[Segment, ...] = ()
-    top_logprobs: int = 0  # likeliest tokens wanted for each place of the answers
+    top_logprobs: int = 0  # likeliest tokens to return for each token of the completions
 
 
 class Completion(Record, frozen=True):
-    """One whole answer as it leaves an engine.
+    """One whole completion, as an engine returns it.
 
     `versions[t]` is the policy version whose weights sampled token t, `behavior_logprobs[t]` its log-probability
     under exactly that version (AReaL, section 4.1: the behaviour policy is what was logged, token by token).
@@ -167,8 +169,8 @@ class Completion(Record, frozen=True):
     behavior_logprobs: tuple[float, ...]  # [L], nats
     versions: tuple[int, ...]  # [L], never decreasing
     stop_reason: StopReason
-    interrupted: int = 0  # weight updates that stopped this answer in mid-sentence
-    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the distributions that were sampled from; empty if not wanted
+    interrupted: int = 0  # weight updates that interrupted this completion
+    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the distributions that were sampled from; empty if not requested
 
     @property
     def segment(self) -> Segment:
@@ -196,7 +198,7 @@ class Completion(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """What a reward says about one answer. `reward` is None exactly when the outcome is undecided."""
+    """The judgement of one completion. `reward` is None exactly when the outcome is undecided."""
 
     outcome: Outcome
     reward: float | None
@@ -283,7 +285,7 @@ class Trajectory(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """The decided answers to one prompt, admitted together at one version.
+    """The decided completions of one prompt, admitted together at one version.
 
     Example: ``Group(id="0.17.0", prompt=..., admitted_version=6, trajectories=(<8 of them>))``
     """
@@ -328,7 +330,7 @@ class Update(Record, frozen=True):
 
 
 def trajectory_id(group: str, member: int) -> str:
-    """``"0.17.0/3"``: epoch 0, row 17, first attempt, fourth answer."""
+    """``"0.17.0/3"``: epoch 0, row 17, first attempt, fourth completion."""
     return f"{group}/{member}"
 
 

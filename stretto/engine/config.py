@@ -33,9 +33,8 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     )
     batching: Literal["auto", "shared", "rounds"] = Field(
         "auto",
-        description="shared: groups begin and end as they come; rounds: all that may start begin together and end "
-        "together, so that what is computed together depends on the weights and the questions alone; auto: rounds in "
-        "synchronous runs (rollout.max_staleness = 0)",
+        description="shared: groups start and end independently; rounds: groups start and end together, so that "
+        "batches depend on weights and prompts alone; auto: rounds in synchronous runs (rollout.max_staleness = 0)",
     )
     max_prefill_tokens: int = Field(
         4096, ge=1, description="tokens of prompts, or of interrupted completions, computed per step; whole sequences"

@@ -53,7 +53,7 @@ class Checkpointing:
             await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
-        """``policy/v...``; the oldest leave if only the newest so many are to be kept (the start always stays).
+        """``policy/v...``; the oldest are removed beyond the number to keep (the start always stays).
 
         Raises:
             StoreError: the folder of the policies has vanished.

@@ -108,7 +108,7 @@ class ConductorEnd(Generic[Received]):
             return await self.next()
 
     async def next(self) -> Received:
-        """As `receive`, for whoever listens as long as the role lives."""
+        """As `receive`, for readers without a deadline, as long as the role lives."""
         assert self._reader is not None, "open() comes first"
         while not self._bodies:
             try:

@@ -1,4 +1,4 @@
-"""How a role's process ends: well, without its conductor, or with an error that the conductor is told."""
+"""How a role's process ends: well, without its conductor, or with an error that it reports to the conductor."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         description="Folder in which the module of `function` is looked for first, before the folder that stretto is "
         "started from; left out: the recipe's folder, if the module is there.",
     )
-    workers: int = Field(default=1, ge=1, le=256, description="Processes that score answers.")
+    workers: int = Field(default=1, ge=1, le=256, description="Processes that judge completions.")
     timeout: float | None = Field(
         default=None,
         gt=0,
@@ -46,9 +46,11 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         default=1.0,
         ge=-LARGEST_REWARD,
         le=LARGEST_REWARD,
-        description="Reward of a right answer. A reward beyond ±1e6 is no verdict: the answer is undecided.",
+        description="Reward of a right completion. A reward beyond ±1e6 is no verdict: the completion is undecided.",
     )
-    wrong: float = Field(default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="Reward of a wrong answer.")
+    wrong: float = Field(
+        default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="Reward of a wrong completion."
+    )
     max_consecutive_undecided: int = Field(
         default=256, ge=1, description="Undecided completions in a row that end the run: the reward is broken."
     )
@@ -58,7 +60,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     recycle_after: int = Field(
         default=10_000,
         ge=1,
-        description="Completions after which a worker is replaced: what the reward leaks ends with it.",
+        description="Completions after which a worker is replaced, which ends leaks of the reward.",
     )
     patience: float = Field(
         default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."

@@ -1,12 +1,12 @@
-"""Which finished groups make the next batch, and what becomes of tokens beyond the staleness bound.
+"""Batch formation: which finished groups make the next batch, and what happens to tokens beyond the staleness bound.
 
-The paper admits by equation 3 and then trains on whatever is finished, oldest first; a straggler is overtaken and
-trained on far past eta. The four policies of ``rollout.beyond_bound`` are four pure functions of the same facts:
+The paper admits by equation 3 and then trains on the finished groups, oldest first; a straggler is overtaken, and
+trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of the same facts:
 
     train    the paper's rule
-    wait     batches are formed so that it never happens
+    wait     no batch leaves a group that would pass the bound
     mask     as train; tokens beyond the bound are context only
-    expire   groups beyond the bound leave, their prompts are asked again
+    expire   groups beyond the bound leave, their prompts are tried again
 
 **Why "wait" is always possible.** At version b, call a group due by d if it was admitted at version d - eta. The
 invariant is: for every d >= b - 1, at most (d - b + 1) * B untrained groups are due by d (so none is overdue).
@@ -29,7 +29,7 @@ from stretto.rollout.config import BeyondBound
 
 @dataclass(frozen=True)
 class QueueState:
-    """What a batch is decided from.
+    """The facts from which a batch is formed.
 
     `finished` is in the order of admission (oldest first); `in_flight` holds the admitted versions of the groups that
     are not finished; `version` is the version that will train the batch.
@@ -44,7 +44,7 @@ class QueueState:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The groups to train on now (none if the batch must wait), and those that have to leave."""
+    """The groups to train on now (none if the batch must wait), and the groups that expire."""
 
     groups: tuple[Group, ...] = ()
     expired: tuple[Group, ...] = ()
@@ -57,14 +57,14 @@ def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
 
 
 def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
-    """The paper: oldest finished first, no second look (section 5.1)."""
+    """The paper's rule: the oldest finished groups, whatever the age of their tokens (section 5.1)."""
     if len(facts.finished) < facts.batch_size:
         return BatchChoice()
     return BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
 
 
 def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
-    """Oldest finished first, unless that would leave more due by some version than the batches until then can take."""
+    """The oldest finished groups, unless more groups would then be due by some version than its batches can take."""
     choice = train_whatever_is_finished(facts)
     left = [group.admitted_version for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
@@ -73,14 +73,14 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
-    """Oldest finished first; tokens that are too old for this version stay out of the loss."""
+    """The oldest finished groups; tokens that are too old for this version stay out of the loss."""
     choice = train_whatever_is_finished(facts)
     oldest = max(0, facts.version - facts.max_staleness)
     return BatchChoice(groups=choice.groups, oldest_trainable=int(oldest))
 
 
 def expire_what_is_stale(facts: QueueState) -> BatchChoice:
-    """Groups with a token that is too old leave; the batch is made of the others."""
+    """The oldest finished groups without a token that is too old; groups with one expire."""
     fresh: list[Group] = []
     expired: list[Group] = []
     for group in facts.finished:
@@ -103,10 +103,10 @@ def is_fresh(group: Group, facts: QueueState) -> bool:
 
 
 def can_all_be_trained_in_time(left: Iterable[int], facts: QueueState) -> bool:
-    """With a batch at `facts.version` just taken, is there for every group left a batch that is not too late?
+    """Whether every group left can be trained in time, after a batch at `facts.version`.
 
-    `left` holds admitted versions. For each version d, those due by d need places in the ``d - version`` batches that
-    follow: there may be at most ``(d - version) * B`` of them.
+    `left` holds admitted versions. For each version d, the groups due by d must fit into the ``d - version`` batches
+    that follow: there may be at most ``(d - version) * B`` of them.
     """
     due_by = 0
     for admitted, groups in sorted(Counter(left).items()):

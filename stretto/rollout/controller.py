@@ -1,17 +1,17 @@
-"""The rollout controller (AReaL, section 4.1): what starts, what is kept, what is trained on next.
+"""The rollout controller (AReaL, section 4.1): it decides which group starts, which is kept, which is trained on next.
 
-It decides and remembers; it owns no task, no socket and no clock, so a simulation drives this very class. Its story,
-with batches of two groups and ``max_staleness = 1``::
+The controller owns no task, no socket and no clock, so a simulation drives the same class. An example, with batches of
+two groups and ``max_staleness = 1``::
 
     admit, admit, admit, admit     four groups start: (0 + 1 + 1) * 2 = 4
     admit -> None                  the fifth has to wait (equation 3)
-    finish, finish                 two of them are answered and judged
+    finish, finish                 the completions of two groups are there and judged
     take -> Batch(version=0)       the trainer has work
     publish(1); load(1)            version 1 is published, then every engine has it
     admit, admit                   room for two more
 
-Every state change is written to the journal before it takes effect. What the journal does not hold (`standing`) and
-the groups that it knows as unfinished bring a controller back to where it stood (`restore`).
+The journal gets every state change before it takes effect. A controller is restored from the journal's unfinished
+groups (`restore`) and from its own state, which the journal does not hold (`state`).
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ from stretto.rollout.prompts import Draw, Position, PromptStream
 
 
 class TooManyFailures(StrettoError):
-    """So many groups failed in a row that going on would train on nothing."""
+    """More groups failed in a row than `rollout.max_failures_in_a_row` allows."""
 
 
 class Journal(Protocol):
-    """Where state changes are written before they take effect: the ledger, or the accounts of a simulation."""
+    """The record that gets each state change before it takes effect: the ledger, or the accounts of a simulation."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """`members` trajectories of the group are in flight."""
 
     def buffer(self, group: Group) -> None:
-        """The group's trajectories are finished and wait to be trained on."""
+        """The group's trajectories are finished and wait for a batch."""
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """A trajectory has left for good: filtered, expired or failed. `trajectory` is what it has, if it has ended."""
+        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its record, if it has one."""
 
     def commit_batch(self, batch: Batch) -> None:
         """The batch is about to be trained on. Durable when this returns."""
 
 
 class Pacing(Protocol):
-    """When groups start, within what equation 3 and the number in flight allow."""
+    """The policy that decides when groups start, within equation 3 and `max_in_flight`."""
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
-        """Whether a group starts now. `may_start`: equation 3 and the number in flight allow it."""
+        """Whether a group starts now. `may_start`: equation 3 and `max_in_flight` allow it."""
 
 
 class Continuous:
-    """As soon as one may."""
+    """Each group starts as soon as it may."""
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
         return may_start
 
 
 class InRounds:
-    """Together: as many as may when none is in flight, and then none until all of these have left."""
+    """Groups start together: all that may, once none is in flight; the next ones after all of these have left."""
 
     def __init__(self) -> None:
-        self._opening = True  # the round has not got all its groups yet
+        self._opening = True  # the round still takes groups
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
         self._opening = may_start and (self._opening or not in_flight)
@@ -86,8 +86,8 @@ class InRounds:
 
 
 class ControllerState(Record, frozen=True):
-    """Where a controller stands, beside the states of its trajectories: the prompts, and how often those of unfinished
-    groups have failed before (groups that have not are left out)."""
+    """The state of a controller beside its trajectories' states: the position in the prompts, and the failed attempts
+    before each unfinished group (groups without any are left out)."""
 
     position: Position = Position()
     failures: Mapping[str, int] = {}
@@ -108,7 +108,7 @@ class Ticket(Record, frozen=True):
 
 
 class Controller:
-    """Admission, filter, buffer and batches; see the module's story.
+    """Admission, filters, buffer and batches; the module shows an example.
 
     `published` is the newest version of the trainer, `live` the newest version that every engine has loaded: new
     groups are admitted at `live`, batches are trained at `published`.
@@ -137,7 +137,7 @@ class Controller:
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
         self.filtered = 0  # groups, since the last batch was taken
-        self.refused = 0  # answers that came for a group that was not in flight any more
+        self.refused = 0  # results of groups that were no longer in flight
 
     @property
     def in_flight(self) -> int:
@@ -145,7 +145,7 @@ class Controller:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Those of the groups in flight."""
+        """The tickets of the groups in flight."""
         return list(self._in_flight.values())
 
     @property
@@ -154,11 +154,11 @@ class Controller:
 
     @property
     def counted(self) -> int:
-        """N of equation 3: groups ever started that did not drop out."""
+        """N of equation 3: groups ever started, without those that dropped out."""
         return self._taken + len(self._buffer) + len(self._in_flight)
 
     def admit(self) -> Ticket | None:
-        """Start one more group, if equation 3 and the number in flight allow it."""
+        """Start one more group, if equation 3 and `max_in_flight` allow it."""
         if not self._pacing.opens(self._may_start(), self.in_flight):
             return None
         config = self.config
@@ -177,11 +177,11 @@ class Controller:
     def restore(
         self, group_id: str, admitted_version: int, trajectories: Sequence[Trajectory], failures: int = 0
     ) -> Ticket:
-        """Take up a group that a run which ended had not trained; the journal knows it already. To be called in the
-        order of admission, before anything is admitted.
+        """Restore a group that an earlier run has admitted and not trained; the journal holds it already. Call it in
+        the order of admission, before anything is admitted.
 
-        Returns its ticket: of a group in flight (no `trajectories`) the caller asks again; one with trajectories is
-        back in the buffer.
+        Returns its ticket. A group without `trajectories` is in flight, and the caller requests its completions again;
+        a group with them is back in the buffer.
         """
         draw = self._prompts.named(group_id, failures)
         ticket = self._ticket(draw, admitted_version)
@@ -195,7 +195,7 @@ class Controller:
         return ticket
 
     def state(self) -> ControllerState:
-        """What a later `restore` needs beside the journal."""
+        """The state that a later `restore` needs beside the journal."""
         draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
         return ControllerState(position=self._prompts.position(), failures=failures)
@@ -208,10 +208,10 @@ class Controller:
         return ticket
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
-        """The group's answers are judged: buffer it, or filter it, or fail it when too few could be decided.
+        """Buffer a group whose completions are judged, or filter it, or fail it when too few of them are decided.
 
-        Answers are kept in the order of their members, in whichever order they came. Answers to a group that is not in
-        flight (they came twice, or too late) are refused and counted: its state is settled.
+        Trajectories are kept in the order of their members. Those of a group that is not in flight (they came twice, or
+        too late) are refused and counted: its state is settled.
 
         Returns the group when it was decided (buffered or filtered), None when it failed or was refused.
         """
@@ -225,7 +225,7 @@ class Controller:
                 self._settle([trajectory], State.FAILED, trajectory.verdict.reason)
         if len(decided) < self.config.min_group_size:
             if decided:
-                reason = f"only {len(decided)} of {len(trajectories)} answers could be decided"
+                reason = f"only {len(decided)} of {len(trajectories)} completions were decided"
                 self._settle(decided, State.FAILED, reason)
             self._leave_for_another_attempt(ticket)
             return None
@@ -250,13 +250,13 @@ class Controller:
         return Group(ticket.group_id, prompt, version, tuple(trajectories))
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """The group's engine was lost, which says nothing about the prompt: it is asked again, however often."""
+        """Fail a group whose engine was lost. Its prompt is not to blame: it is tried again, any number of times."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         del self._in_flight[ticket.group_id]
         self._prompts.give_back(ticket.draw)
 
     def fail(self, ticket: Ticket, reason: str) -> None:
-        """The group could not be answered (a refused request); its prompt is asked again, but not for ever."""
+        """Fail a group whose request was refused. Its prompt is tried again, `max_attempts` times in all."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)
 
@@ -272,7 +272,7 @@ class Controller:
             )
 
     def take(self) -> Batch | None:
-        """The next batch, trained at `published`, or None while it must wait. Committed to the journal."""
+        """The next batch, trained at `published` and committed to the journal; None while it must wait."""
         choice = choose(self.config.beyond_bound, self._facts())
         self._expire_finished(choice.expired)
         if not choice.groups:
@@ -306,7 +306,7 @@ class Controller:
             self._prompts.give_back(ticket.draw)
 
     def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
-        """The tickets of the groups, which are in the buffer no more."""
+        """Remove the groups from the buffer, and return their tickets."""
         if not groups:
             return []
         ids = {group.id for group in groups}
@@ -315,14 +315,14 @@ class Controller:
         return tickets
 
     def overdue(self) -> list[Ticket]:
-        """Groups in flight that could only expire: the caller stops them and then calls `expire`."""
+        """Groups in flight that are certain to expire: the caller aborts them and then calls `expire`."""
         if self.config.beyond_bound != "expire":
             return []
         eta = self.config.max_staleness
         return [ticket for ticket in self._in_flight.values() if due(ticket.admitted_version, eta) < self.published]
 
     def expire(self, ticket: Ticket) -> None:
-        """The group was stopped in flight because it is overdue; its prompt is asked again."""
+        """Settle an overdue group that was aborted in flight; its prompt is tried again."""
         reason = f"admitted at version {ticket.admitted_version}, still in flight at {self.published}"
         self._settle_unanswered(ticket, State.EXPIRED, reason)
         del self._in_flight[ticket.group_id]
@@ -337,7 +337,7 @@ class Controller:
             self._journal.settle(trajectory_id(ticket.group_id, member), state, reason)
 
     def publish(self, version: int) -> None:
-        """The trainer has published `version`; the next batch is trained by it."""
+        """The trainer has published `version`, which trains the next batch."""
         self.published = version
 
     def load(self, version: int) -> None:

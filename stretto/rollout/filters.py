@@ -1,7 +1,7 @@
-"""Answers that are not worth a training step. A filter names those of a group that it refuses, each with its reason.
+"""Filters: a filter names the trajectories of a group that are not trained on, each with its reason.
 
-What a filter looks at is the group as the filters before it have left it. A group of which too little is left is
-replaced: its place is free, and the next admission draws another prompt.
+A filter sees the group as the filters before it have left it. A group with too few trajectories left is replaced: its
+place is free, and the next admission draws another prompt.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Filter = Callable[[Group], Mapping[str, str]]
 
 
 def truncated(group: Group) -> Mapping[str, str]:
-    """Answers that were cut off at their length: what they were worth is not known (DAPO, arXiv 2503.14476,
+    """Completions that were cut off at `sampling.max_tokens`: their reward would be noise (DAPO, arXiv 2503.14476,
     section 3.4, overlong filtering)."""
     cut = (t.id for t in group.trajectories if t.stop_reason is StopReason.LENGTH)
     return dict.fromkeys(cut, "cut off at its length")
 
 
 def success_rate(group: Group, low: float, high: float) -> Mapping[str, str]:
-    """Groups of which less than `low` or more than `high` is right: too hard, or too easy to teach much."""
+    """Groups whose share of right completions is below `low` or above `high`: too hard, or too easy."""
     right = sum(t.verdict.outcome is Outcome.RIGHT for t in group.trajectories)
     rate = right / len(group.trajectories)
-    return {} if low <= rate <= high else _all(group, f"{right} of {len(group.trajectories)} answers are right")
+    return {} if low <= rate <= high else _all(group, f"{right} of {len(group.trajectories)} completions are right")
 
 
 def zero_variance(group: Group) -> Mapping[str, str]:
@@ -37,7 +37,7 @@ def zero_variance(group: Group) -> Mapping[str, str]:
 
 
 def filters(config: RolloutConfig) -> tuple[Filter, ...]:
-    """Those that the recipe asks for, in their order: answers first, then groups."""
+    """The filters of the recipe, in their order: those of single completions first, then those of whole groups."""
     chosen: list[Filter] = []
     if config.truncated == "filter":
         chosen.append(truncated)
@@ -49,8 +49,8 @@ def filters(config: RolloutConfig) -> tuple[Filter, ...]:
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:
-    """The reason for each trajectory of the group that is not trained on; all of them, when fewer than `fewest` would
-    be left."""
+    """The trajectories of the group that are not trained on, each with its reason: all of them, if fewer than `fewest`
+    would be left."""
     reasons: dict[str, str] = {}
     for refuses in chosen:
         left = tuple(t for t in group.trajectories if t.id not in reasons)
@@ -59,7 +59,7 @@ def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, 
         reasons |= refuses(_of(group, left))
     left = tuple(t for t in group.trajectories if t.id not in reasons)
     if reasons and len(left) < fewest:
-        reasons |= _all(_of(group, left), f"only {len(left)} answers of the group are left")
+        reasons |= _all(_of(group, left), f"only {len(left)} completions of the group are left")
     return reasons
 
 

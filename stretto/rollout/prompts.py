@@ -1,4 +1,4 @@
-"""The order in which prompts are asked: seeded, endless, resumable, and nothing that was given back is forgotten."""
+"""The order of the prompts: seeded, endless, resumable; a prompt that was given back comes again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from stretto.core.records import Prompt, Record, derive_seed
 
 
 class Draw(Record, frozen=True):
-    """One asking of a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``.
+    """One attempt at a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``.
 
-    `failures` of the attempts before it could not be answered or judged; the others were lost, expired or filtered.
+    `failures` counts the earlier attempts that could not be generated or judged; the others were lost, expired or
+    filtered.
     """
 
     prompt: Prompt
@@ -26,7 +27,7 @@ class Draw(Record, frozen=True):
 
 
 class Again(Record, frozen=True):
-    """A `Draw` that is to be asked before anything new, its prompt by name."""
+    """A `Draw` that comes before any new one, with its prompt by id."""
 
     epoch: int
     prompt_id: str
@@ -35,7 +36,7 @@ class Again(Record, frozen=True):
 
 
 class Position(Record, frozen=True):
-    """Where the stream of prompts stands; with the dataset and the seed it determines all that follows."""
+    """The position in the stream of prompts; with the dataset and the seed it determines all later draws."""
 
     epoch: int = 0
     index: int = 0
@@ -43,7 +44,7 @@ class Position(Record, frozen=True):
 
 
 class PromptStream:
-    """Each epoch asks every prompt once, in an order of its own; prompts that were given back come first.
+    """Every prompt once in each epoch, in an order of the epoch's own; prompts that were given back come first.
 
     >>> stream = PromptStream([Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(3)], seed=1)
     >>> first, second = stream.take(), stream.take()
@@ -72,7 +73,7 @@ class PromptStream:
         return order
 
     def take(self) -> Draw:
-        """The next prompt to ask."""
+        """The next draw."""
         if self._given_back:
             return self._given_back.popleft()
         if self._index == len(self._order):
@@ -83,7 +84,7 @@ class PromptStream:
         return draw
 
     def named(self, group_id: str, failures: int = 0) -> Draw:
-        """The draw whose group has this name; `failures` of the attempts before it.
+        """The draw of the group with this name; `failures` of the attempts before it failed.
 
         >>> stream = PromptStream([Prompt(id="a.b", token_ids=(1,), text="", answer="")], seed=1)
         >>> stream.named("3.a.b.2").attempt
@@ -94,11 +95,11 @@ class PromptStream:
         return Draw(prompt=self._by_id[prompt], epoch=int(epoch), attempt=int(attempt), failures=failures)
 
     def give_back(self, draw: Draw, failures: int = 0) -> None:
-        """Ask this prompt again before any new one, under the next attempt's name; `failures` more have failed."""
+        """Try this prompt again before any new one, as the next attempt, with `failures` more that failed."""
         self._given_back.append(_next_attempt(draw, failures))
 
     def position(self) -> Position:
-        """Where the stream stands; what was taken and not given back is not in it."""
+        """The position of the stream; draws that were taken and not given back are not in it."""
         again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
         return Position(epoch=self._epoch, index=self._index, given_back=again)
 

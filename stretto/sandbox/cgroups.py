@@ -66,7 +66,7 @@ class ProgramGroup:
     def add(self, process: int) -> None:
         """Put a process into the group; what it starts from now on is in it too.
 
-        The kernel takes some milliseconds for it, which is why programs are born in the group instead of moved there.
+        The kernel takes some milliseconds for it, so programs are forked into the group, not moved there.
         """
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(process))

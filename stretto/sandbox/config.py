@@ -17,11 +17,11 @@ class SandboxConfig(BaseModel, extra="forbid", frozen=True):
     memory_mib: int = Field(512, ge=64, le=1 << 20, description="address space of a process, and memory of them all")
     processes: int = Field(16, ge=1, le=4096, description="processes and threads; level D allows threads only")
     open_files: int = Field(64, ge=16, le=4096, description="files that one program may have open")
-    files_mib: int = Field(16, ge=1, le=1 << 16, description="what can be written to /tmp, and the size of a file")
+    files_mib: int = Field(16, ge=1, le=1 << 16, description="size of /tmp, and of the largest file")
     output_mib: int = Field(4, ge=1, le=256, description="more output, or more errors, ends the program")
     warm: bool = Field(True, description="fork programs from a warm interpreter; false: a new sandbox for each")
-    lowest_level: LevelName = Field("D", description="refuse to begin where the sandbox would be weaker than this")
-    unsafe: bool = Field(False, description="allow level E, which protects from nothing hostile; never as root")
+    lowest_level: LevelName = Field("D", description="refuse to start with a weaker sandbox")
+    unsafe: bool = Field(False, description="allow level E, which has no protection; never as root")
 
     @model_validator(mode="before")
     @classmethod

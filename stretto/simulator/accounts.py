@@ -1,4 +1,4 @@
-"""A journal in memory: every trajectory's state, and the law that they must keep."""
+"""A journal in memory: the state of every trajectory, and the law that the states keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.core.states import ALLOWED
 class Accounts:
     """The accounting law: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
 
-    `expired` holds the answers that expired when they were whole; those that were stopped in flight have none.
+    `expired` holds the trajectories that expired after they had ended; those aborted in flight have no record.
     """
 
     def __init__(self) -> None:

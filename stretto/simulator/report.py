@@ -1,4 +1,4 @@
-"""What a simulated run realised, counted answer by answer. No clock and no decision in here."""
+"""The counts of a simulated run, completion by completion; no clock and no decision."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from stretto.core.records import Batch
 
 @dataclass
 class SimulationReport:
-    """Counts of answers and of their tokens; prompts count nothing.
+    """Counts of completions and of their tokens; prompts are not counted.
 
-    `staleness` counts the tokens that were learned from, by their age in versions. The counters named "by length" have
-    the answer's whole length as their key, for an answer that was stopped the length that it would have had.
+    `staleness` counts the loss tokens by their age in versions. Counters "by length" have a completion's whole length
+    as their key; for a completion that was aborted, the length it would have had.
     """
 
     steps: int = 0
     seconds: float = 0.0
-    waiting: float = 0.0  # seconds in which the trainer had nothing to do
+    waiting: float = 0.0  # seconds in which the trainer was idle
     staleness: Counter[int] = field(default_factory=Counter)
-    answers: Counter[int] = field(default_factory=Counter)  # trained on, by length
-    masked: Counter[int] = field(default_factory=Counter)  # tokens of those that were context only, by length
-    touched: int = 0  # answers with a masked token
-    expired: Counter[int] = field(default_factory=Counter)  # answers that expired, by length
-    dropped: Counter[int] = field(default_factory=Counter)  # tokens that those had when they expired, by length
+    answers: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
+    masked: Counter[int] = field(default_factory=Counter)  # their tokens that were context only, by length
+    touched: int = 0  # completions with a masked token
+    expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
+    dropped: Counter[int] = field(default_factory=Counter)  # their tokens at that moment, by length
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens of all answers that were trained on, masked ones included."""
+        """Tokens of all completions that were trained on, masked ones included."""
         return sum(length * answers for length, answers in self.answers.items())
 
     @property
@@ -41,21 +41,21 @@ class SimulationReport:
 
     @property
     def masked_share(self) -> float:
-        """Of the trained answers' tokens."""
+        """Share of the trained completions' tokens."""
         return self.masked.total() / max(1, self.trained_tokens)
 
     @property
     def dropped_share(self) -> float:
-        """Of all tokens that were sampled for answers which ended trained or expired."""
+        """Share of the tokens sampled for completions that ended trained or expired."""
         return self.dropped.total() / max(1, self.trained_tokens + self.dropped.total())
 
     @property
     def expired_share(self) -> float:
-        """Of the answers that ended trained or expired."""
+        """Share of the completions that ended trained or expired."""
         return self.expired.total() / max(1, self.answers.total() + self.expired.total())
 
     def train(self, batch: Batch) -> None:
-        """The batch was trained on."""
+        """Count a batch that was trained on."""
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
             versions, length = trajectory.versions, len(trajectory.versions)
             self.answers[length] += 1
@@ -67,6 +67,6 @@ class SimulationReport:
             self.touched += versions[0] < batch.oldest_trainable
 
     def expire(self, length: int, sampled: int) -> None:
-        """An answer of so many tokens expired when `sampled` of them were there."""
+        """Count a completion of `length` tokens that expired when `sampled` of them existed."""
         self.expired[length] += 1
         self.dropped[length] += sampled

@@ -1,7 +1,7 @@
 """A whole run on a virtual clock: the real controller, simulated engines and trainer.
 
-Every decision (admit, filter, take, expire) is made by `rollout.controller`; only durations are made up. A token's
-version is the one that was live at the moment at which it was sampled.
+`rollout.controller` makes every decision (admit, filter, take, expire); only durations are simulated. A token's
+version is the one that was live when it was sampled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stretto.simulator.workload import Workload
 
 @dataclass(frozen=True)
 class Flight:
-    """A group that is being answered: when it started, and how long its answers will become."""
+    """A group in flight: when it started, and the final lengths of its completions."""
 
     ticket: Ticket
     start: float
@@ -50,12 +50,12 @@ class SimulatedRun:
         self._chance = random.Random(seed)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(997)], seed)
         self.controller = Controller(config, prompts, self.accounts, seed)
-        self._switches: list[float] = []  # when version 1, 2, ... became live
+        self._switches: list[float] = []  # times at which version 1, 2, ... became live
         self._flights: dict[str, Flight] = {}
         self._idle_since: float | None = 0.0
 
     def run(self) -> SimulationReport:
-        """Raises RuntimeError when nothing can happen any more before the last step: the run would be stuck."""
+        """Run to the last step. Raises RuntimeError when no event is left before it: the run is stuck."""
         self._admit()
         while self.report.steps < self._steps:
             if not self.clock.advance():
@@ -78,7 +78,7 @@ class SimulatedRun:
     def _finish(self, flight: Flight) -> None:
         ticket = flight.ticket
         if self._flights.pop(ticket.group_id, None) is None:
-            return  # it was stopped
+            return  # aborted
         if self._chance.random() < self._workload.failure_rate:
             self.controller.fail(ticket, "simulated failure")
         else:
@@ -101,7 +101,7 @@ class SimulatedRun:
         return Trajectory(id=trajectory_id(ticket.group_id, member), segments=(segment,), verdict=verdict, text="")
 
     def _versions(self, start: float, length: int) -> tuple[int, ...]:
-        """The live version at ``start + t * seconds_per_token`` for each token t."""
+        """The version that is live at ``start + t * seconds_per_token``, for each token t."""
         rate = self._workload.seconds_per_token
         version = bisect.bisect_right(self._switches, start)
         versions: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What a simulated run is made of: how long answers and training steps take, and what goes wrong."""
+"""The workload of a simulated run: lengths, durations, and rates of failure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """Answers have log-normal lengths and come at a constant rate; a training step takes the same time each.
+    """Completions have log-normal lengths, tokens come at a constant rate, every training step takes the same time.
 
-    Times are in any one unit. The longest answer is cut at `max_tokens`. `failure_rate` and `filter_rate` are
-    shares of groups.
+    Times are in any one unit. Completions are cut off at `max_tokens`. `failure_rate` and `filter_rate` are shares of
+    groups.
     """
 
     median_tokens: float = 16.0
@@ -24,5 +24,5 @@ class Workload:
     filter_rate: float = 0.0
 
     def answer_tokens(self, chance: random.Random) -> int:
-        """Length of one answer, at least one token."""
+        """The length of one completion, at least one token."""
         return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))

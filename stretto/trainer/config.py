@@ -45,7 +45,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """`[trainer.lora]`: adapters of low rank are trained, the policy stays as it is."""
 
     rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
-    alpha: PositiveInt = Field(32, description="what the adapters weigh")
+    alpha: PositiveInt = Field(32, description="scale of the adapters")
     target_modules: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         (), description='linear layers by the last part of their name, such as "q_proj"; none: all of them'
     )
@@ -74,7 +74,7 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     learning_rate: float = Field(1e-4, gt=0, description="the highest learning rate; schedule as the policy's")
     clip: float = Field(0.2, gt=0, description="bound on the change of a value from the one before the step")
     truncated: Literal["end", "bootstrap"] = Field(
-        "end", description="value behind a completion that was cut off: 0, or the critic's value of its last state"
+        "end", description="value after a truncated completion: 0, or the critic's value of its last state"
     )
 
 

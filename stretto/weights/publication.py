@@ -110,7 +110,7 @@ def verify(raw: memoryview, version: int) -> tuple[WeightsManifest, int]:
     """
     manifest, start = _read_header(raw)
     if manifest.version != version:
-        raise TornPublication(f"publication of version {manifest.version} stands where version {version} should")
+        raise TornPublication(f"publication of version {manifest.version} was found in place of version {version}")
     if len(raw) != start + manifest.size:
         raise TornPublication(f"version {version} has {len(raw)} bytes, its manifest says {start + manifest.size}")
     if xxhash.xxh3_64_digest(raw[start:]) != manifest.checksum:

@@ -64,6 +64,13 @@ def first_run(workshop: Path) -> stretto.Run:
 
 def example(documented: object) -> str:
     """The code of a docstring's example."""
-    found = re.search(r"\n( *)Example::\n\n((?:\1 {4}.*\n|\n)+)", f"{documented.__doc__}\n")
-    assert found is not None, f"{documented} has no example"
-    return textwrap.dedent(found[2])
+    found = example_in(documented)
+    assert found, f"{documented} has no example"
+    return found
+
+
+def example_in(documented: object) -> str:
+    """The code of the example in a docstring of its own; empty if there is none."""
+    text = vars(documented).get("__doc__") if isinstance(documented, type) else documented.__doc__
+    found = re.search(r"\n( *)Example::\n\n((?:\1 {4}.*\n|\n)+)", f"{text}\n")
+    return textwrap.dedent(found[2]) if found is not None else ""

@@ -2,11 +2,13 @@
 
 - A disk on which every fsync takes a third of a second slows a run down, and that is all.
 - A disk that fills during a checkpoint, the one with the logs, ends the run at once, with the path.
-- Too few file descriptors, at whatever moment they run out: one message, no traceback, nothing is left behind.
+- Too few file descriptors are refused before anything starts, with both numbers; if they run out in mid-run there is
+  one message, no traceback, and nothing is left behind.
 """
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,10 +61,32 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: 
         command.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("descriptors", [8, 11, 17])
-def test_too_few_file_descriptors_are_named(laboratory: Laboratory, tmp_path: Path, descriptors: int) -> None:
-    limited = ("prlimit", f"--nofile={descriptors}")
-    with laboratory.train(tmp_path / "run", before=limited) as command:
+NEEDED = 32 + 6 + 4 + 2 + 8  # of the conductor, an engine, the trainer, a reward worker and 8 groups in flight
+
+
+@pytest.mark.parametrize("descriptors", [8, 11, 14, 17, 20, NEEDED - 1])
+def test_too_few_file_descriptors_are_refused_with_both_numbers(
+    laboratory: Laboratory, tmp_path: Path, descriptors: int
+) -> None:
+    with laboratory.train(tmp_path / "run", before=("prlimit", f"--nofile={descriptors}")) as command:
+        command.end().refused(f"file descriptors: {descriptors} may be open at once, and the run needs", "ulimit -n")
+        command.assert_nothing_is_left()
+    assert not (tmp_path / "run").exists()
+
+
+def test_as_many_file_descriptors_as_are_asked_for_suffice(laboratory: Laboratory, tmp_path: Path) -> None:
+    with laboratory.train(tmp_path / "run", before=("prlimit", f"--nofile={NEEDED}")) as command:
+        ended = command.end()
+        assert ended.code == 0, ended.out + ended.err
+        command.assert_nothing_is_left()
+    assert_the_law(tmp_path / "run")
+
+
+def test_file_descriptors_that_run_out_in_mid_run_are_named(laboratory: Laboratory, tmp_path: Path) -> None:
+    """Another process of the user may take the limit down."""
+    with laboratory.train(tmp_path / "run", "trainer.steps=100000") as command:
+        wait_until((tmp_path / "run" / "machine.json").exists, "the run folder", command)
+        resource.prlimit(command.process.pid, resource.RLIMIT_NOFILE, (20, 20))
         ended = command.end()
         assert ended.code == 1, ended.out + ended.err
         ended.says("Too many open files")

@@ -112,7 +112,7 @@ def test_a_character_that_the_model_does_not_know_is_named_with_its_line(plan_fo
 
 def test_a_demonstration_beyond_the_context_is_named_with_its_line(plan_for: Planner, tmp_path: Path) -> None:
     told = message(plan_for, [GOOD | {"demonstration": "1" * 28}, GOOD], warm_start={})
-    assert told == f"{tmp_path}/rows.jsonl:1: prompt and answer of 33 tokens; 32 fit"
+    assert told == f"{tmp_path}/rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit"
 
 
 def test_more_than_twenty_mistakes_are_counted(plan_for: Planner) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -15,12 +16,12 @@ from typing import Any, cast
 
 import pytest
 
-from stretto.core.errors import DeadlineExceeded
+from stretto.core.errors import DeadlineExceeded, RunFolderError
 from stretto.core.events import Span
 from stretto.launch.assemble.roles import _endpoints as endpoints
 from stretto.launch.assemble.roles import _in_turn as in_turn
 from stretto.launch.assemble.roles import _sweep as sweep
-from stretto.launch.assemble.roles import end_all, mailbox_name
+from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
@@ -126,3 +127,19 @@ def test_who_comes_second_is_not_begun_when_the_first_fails() -> None:
     with pytest.raises(DeadlineExceeded):
         asyncio.run(in_turn(fails, make_second))
     assert begun == []
+
+
+def test_a_socket_folder_that_cannot_be_locked_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since no further descriptor is allowed, say."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    try:
+        with pytest.raises(RunFolderError, match="Too many open files"):
+            locked_socket_folder()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    assert list(tmp_path.iterdir()) == []
+    sockets, held = locked_socket_folder()
+    os.close(held)
+    assert list(tmp_path.iterdir()) == [sockets]

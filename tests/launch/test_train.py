@@ -32,7 +32,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
-from tests.store.conftest import Make
+from tests.store.make import Make
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 
@@ -252,6 +252,20 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
     assert "moved/other' holds another model" in refusal(recipe, run_dir, f"model.path={moved / 'other'}", there[1])
     rows(moved, 7)
     assert "the training questions are not those of the run" in refusal(recipe, run_dir, *there)
+
+
+def test_held_out_rows_in_another_file_are_compared(recipe: Path) -> None:
+    folder = recipe.parent
+    apart = [row + "\n" for row in (folder / "rows.jsonl").read_text().splitlines()]
+    (folder / "apart.jsonl").write_text("".join(apart[:2]))
+    (folder / "same.jsonl").write_text("".join(apart[:2]))
+    (folder / "other.jsonl").write_text("".join(apart[1:3]))
+    recipe.write_text(recipe.read_text().replace("held_out = 1\n", 'held_out_file = "apart.jsonl"\n'))
+    run_dir = begin(recipe)
+    go_on(recipe, run_dir, f"task.held_out_file={folder / 'same.jsonl'}")
+    go_on(recipe, run_dir, f"task.held_out_file={folder / 'same.jsonl'}", "evaluation.prompts=1")
+    told = refusal(recipe, run_dir, f"task.held_out_file={folder / 'other.jsonl'}")
+    assert f"{run_dir}: the held-out questions are not those of the run" in told
 
 
 def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:

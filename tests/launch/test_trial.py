@@ -2,7 +2,7 @@
 
 Promises: one that never comes to a verdict (it raises, returns nothing, dies, takes too long) is refused with what was
 seen, file and line or seconds and the key that allows more; a built-in that finds no gold answer right is refused, and
-one of the user's own is told; one that judges the same answer in two ways is told by name, with the question and both
+one of the user's own is told; one that judges one completion in two ways is named, with the question and both
 verdicts; one that keeps to its word causes no sentence.
 """
 
@@ -125,7 +125,7 @@ def test_a_built_in_that_does_not_fit_the_gold_answers_is_refused() -> None:
 
 def test_a_reward_that_changes_its_mind_is_told_by_name(module: str) -> None:
     assert try_reward(RewardsConfig(function=f"{module}:fickle"), QUESTIONS) == [
-        "the reward 'tried_rewards:fickle' judges the same answer to rows.jsonl:2 in two ways: "
+        "the reward 'tried_rewards:fickle' judges one completion of rows.jsonl:2 in two ways: "
         "right (1), then wrong (0.5)"
     ]
     [sentence] = try_reward(RewardsConfig(function=f"{module}:sometimes"), QUESTIONS)

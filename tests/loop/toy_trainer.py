@@ -72,7 +72,7 @@ def main() -> None:
     if part == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if part == "hangs":
-        time.sleep(0.1)  # it gives a sign of life first
+        time.sleep(0.1)  # it sends a heartbeat first
         os.kill(os.getpid(), signal.SIGSTOP)
     if part == "lingers":
         time.sleep(0.3)

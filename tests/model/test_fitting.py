@@ -56,6 +56,12 @@ def renamed(weights: dict[str, Tensor]) -> None:
         weights[f"other.{name}"] = weights.pop(name)
 
 
+def without_norm_beside_another(weights: dict[str, Tensor]) -> None:
+    """No translation of names makes a norm of what has another shape."""
+    del weights["model.norm.weight"]
+    weights["extra.weight"] = torch.zeros(3)
+
+
 def whole_numbers(weights: dict[str, Tensor]) -> None:
     weights[Q] = weights[Q].to(torch.int8)
 
@@ -76,6 +82,7 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (weighed(lambda weights: weights.update({Q: weights[Q][:-1].clone()})), f"{Q} is of the shape (15, 16)"),
     (weighed(whole_numbers), f"{Q} holds I8; weights are one of F64, F32, F16, BF16"),
     (weighed(renamed), "lacks the weight model.embed_tokens.weight"),
+    (weighed(without_norm_beside_another), "lacks the weight model.norm.weight"),
     (weighed(one_for_another), f"lacks the weight {Q}"),
     (weighed(renamed), "more like these"),
 ]

@@ -100,7 +100,7 @@ def test_a_role_in_a_session_of_its_own_hears_no_ctrl_c_of_the_terminal(tmp_path
 
 def test_a_role_that_hangs_is_killed_whether_or_not_anybody_waits_for_its_end(tmp_path: Path) -> None:
     async def hang(role: RoleProcess) -> str:
-        await asyncio.sleep(0.5)  # its first sign of life has come
+        await asyncio.sleep(0.5)  # its first heartbeat has come
         os.kill(role.pid, signal.SIGSTOP)
         while role.running:
             await asyncio.sleep(0.05)

@@ -48,7 +48,7 @@ def test_answers_that_were_cut_off_by_hand() -> None:
 def test_success_rates_by_hand() -> None:
     one_in_four = group([0.0, 1.0, 0.0, 0.0])
     assert success_rate(one_in_four, low=0.25, high=0.25) == {}
-    assert success_rate(one_in_four, low=0.26, high=1.0) == {f"g/{m}": "1 of 4 answers are right" for m in range(4)}
+    assert success_rate(one_in_four, low=0.26, high=1.0) == {f"g/{m}": "1 of 4 completions are right" for m in range(4)}
     assert len(success_rate(one_in_four, low=0.0, high=0.24)) == 4
 
 
@@ -75,7 +75,7 @@ def test_a_group_needs_enough_answers_after_its_filters_too() -> None:
     chosen = filters(RolloutConfig(truncated="filter"))
     assert refused(group([1.0, 0.0, 0.0], cut=[0]), chosen, fewest=2).keys() == {"g/0"}
     reasons = refused(group([1.0, 0.0, 0.0], cut=[0]), chosen, fewest=3)
-    assert reasons["g/1"] == "only 2 answers of the group are left"
+    assert reasons["g/1"] == "only 2 completions of the group are left"
     assert len(reasons) == 3
 
 

@@ -207,7 +207,7 @@ def test_another_version_under_this_name_is_never_loaded(
 ) -> None:
     publisher.publish(4, tensors().items())
     file_of(tmp_path, 4).rename(file_of(tmp_path, 6))
-    with pytest.raises(TornPublication, match="version 4 stands where version 6 should"):
+    with pytest.raises(TornPublication, match="version 4 was found in place of version 6"):
         subscriber.load(6)
 
 

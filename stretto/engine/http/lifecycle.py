@@ -106,7 +106,7 @@ def _config(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None) -> uvi
         http="httptools",
         ws="none",
         lifespan="off",
-        log_level="critical",  # what goes wrong in a request is told to its client; what ends the loop is raised
+        log_level="critical",  # errors of a request go to its client; errors that end the loop are raised
         access_log=False,
         backlog=_BACKLOG,
         timeout_keep_alive=keep_alive_seconds,

@@ -23,7 +23,7 @@ _MEANING = {
     "prefilled": "prompt tokens computed, once for all completions to a prompt",
     "recomputed": "tokens computed again after an update of the weights or a preemption",
     "interrupted": "completions stopped in mid-sentence by an update",
-    "preempted": "completions that lost their keys and values because the cache was full",
+    "preempted": "completions that lost their KV entries because the cache was full",
     "unfinished": "tokens sampled for requests that are open",
     "wasted": "tokens sampled for completions that were aborted",
     "updates": "versions loaded",
@@ -60,9 +60,9 @@ class Counters:
         yield from _head("stretto_http_requests_total", "counter", "replies by path and status")
         for (path, status), count in sorted(self._requests.items()):
             yield f'stretto_http_requests_total{{path="{path}",status="{status}"}} {count}'
-        yield from _head("stretto_prompt_tokens_total", "counter", "prompt tokens of answered requests")
+        yield from _head("stretto_prompt_tokens_total", "counter", "prompt tokens of completed requests")
         yield f"stretto_prompt_tokens_total {self._prompt_tokens}"
-        yield from _head("stretto_completion_tokens_total", "counter", "answer tokens of answered requests")
+        yield from _head("stretto_completion_tokens_total", "counter", "sampled tokens of completed requests")
         yield f"stretto_completion_tokens_total {self._completion_tokens}"
         for name, (count, total) in self._seconds.items():
             yield from _head(

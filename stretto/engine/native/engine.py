@@ -282,7 +282,7 @@ class NativeEngine:
         return self._sampled(row) > 0
 
     def _sampled(self, row: int) -> int:
-        """Tokens of the row's answer."""
+        """Tokens of the row's completion."""
         return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:

@@ -199,7 +199,7 @@ class Scheduler:
         return self._members[row]
 
     def check_integrity(self) -> None:
-        """Every row is free, pending or running, and exactly one of them; every open answer is counted once; the
+        """Every row is free, pending or running, and exactly one of them; every open completion is counted once; the
         cache holds what runs, and no more than it may.
 
         Raises:

@@ -44,7 +44,7 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
         found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
         raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each completion")
     if not 0 <= request.top_logprobs <= MOST_LIKELIEST:
-        raise RefusedRequest("top_logprobs", str(request.top_logprobs), f"0 to {MOST_LIKELIEST}; 0 tells of none")
+        raise RefusedRequest("top_logprobs", str(request.top_logprobs), f"0 to {MOST_LIKELIEST}; 0 for none")
     _check_sampling(sampling, vocab_size)
 
 

@@ -1,11 +1,11 @@
-"""OpenAI's HTTP interface on an engine, beside the token interface (`stretto.engine.wire`).
+"""OpenAI's HTTP interface to an engine, beside the token interface (`stretto.engine.wire`).
 
     GET  /v1/models  /v1/models/NAME
-    POST /v1/completions  /v1/chat/completions      whole, or as server-sent events while the tokens come
+    POST /v1/completions  /v1/chat/completions      whole, or streamed as server-sent events
     GET  /health  /metrics  /openapi.json
     else the token interface
 
-An error is OpenAI's: ``{"error": {"message", "type", "param", "code"}}``, with the field that is wrong as ``param``.
+Errors have OpenAI's form, ``{"error": {"message", "type", "param", "code"}}``; ``param`` is the wrong field.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class OpenAIApp:
 
         try:
             await self._dispatch(path, scope, receive, watched)
-        except Exception:  # a fault of ours: its traceback goes to the server's log, the client hears that it is one
+        except Exception:  # a bug: its traceback goes to the server's log, the client gets a 500
             traceback.print_exc(file=sys.stderr)
             if not started:
-                await _fail(watched, 500, "the server has made a mistake; its log has more", "server_error")
+                await _fail(watched, 500, "internal error of the server; its log has the traceback", "server_error")
 
     async def _dispatch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         msgpack = b"msgpack" in (header(scope, b"accept") or b"")
@@ -74,9 +74,9 @@ class OpenAIApp:
             return
         allowed = "POST" if path in (_COMPLETIONS, _CHAT) else "GET"
         if path not in _KNOWN and not path.startswith(f"{_MODELS}/"):
-            await _fail(send, 404, f"{scope['method']} {path[:80]}: there is nothing here", _INVALID)
+            await _fail(send, 404, f"{scope['method']} {path[:80]}: no such path", _INVALID)
         elif scope["method"] != allowed:
-            message = f"{path} wants {allowed}, not {scope['method']}"
+            message = f"{path} allows {allowed}, not {scope['method']}"
             await _fail(send, 405, message, _INVALID, headers=[(b"allow", allowed.encode())])
         elif path == _COMPLETIONS:
             await self._complete(self._translator.completion, scope, receive, send)
@@ -86,7 +86,7 @@ class OpenAIApp:
             await self._tell(path, send)
 
     async def _tell(self, path: str, send: Send) -> None:
-        """What is translated for by GET."""
+        """The replies to GET."""
         health = self._generation.engine.health()
         if path == "/metrics":
             await reply(send, 200, CONTENT_TYPE, self._counters.text(health).encode())
@@ -108,7 +108,7 @@ class OpenAIApp:
         start, name = time.monotonic(), uuid.uuid4().hex
         raw = await read_body(scope, receive)
         if raw is None:
-            message = f"body: more than the {LARGEST_BODY:,} bytes that are allowed"
+            message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
             await _fail(send, 413, message, _INVALID, "body", "body_too_large")
             return
         try:
@@ -133,10 +133,10 @@ class OpenAIApp:
             self._counters.answered(translated.prompt_tokens, choices.sampled, first, time.monotonic() - start)
 
     def _open(self, translated: TranslatedRequest) -> Choices:
-        """Hand the prompts to the engine: all of them, or none.
+        """Submit all prompts to the engine, or none.
 
         Raises:
-            RefusedRequest, EngineLost: as `Generation.submit`, with the client's names of fields.
+            RefusedRequest, EngineLost: as `Generation.submit`, with the client's field names.
         """
         body, count = translated.body, translated.completions
         total = count * len(translated.requests)
@@ -172,7 +172,7 @@ class OpenAIApp:
         await reply(send, 200, _JSON, msgspec.json.encode(whole))
 
     async def _stream(self, translated: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
-        """One event for each piece of a choice; a completion that breaks off ends in an event with the error."""
+        """Send one event for each piece of a choice; if the engine fails, the last event is the error."""
         form, usage = translated.form, translated.body.include_usage
         chunk = Reply(
             id=name,
@@ -204,7 +204,7 @@ _INVALID = "invalid_request_error"
 
 
 def _events(chunk: Reply, parts: Iterable[Part]) -> bytes:
-    """Each part in a chunk of its own."""
+    """The events of the parts, one chunk each."""
     return b"".join(event(msgspec.structs.replace(chunk, choices=[part])) for part in parts)
 
 
@@ -214,7 +214,7 @@ def _usage(translated: TranslatedRequest, choices: Choices) -> Usage:
 
 
 async def _refuse(send: Send, refused: RefusedRequest) -> None:
-    """404 for a model that is not served, 400 for everything else that is wrong with a request."""
+    """Reply 404 for a model that is not served, and 400 for all other mistakes of a request."""
     unknown = refused.field == "model" and "not served" in refused.found
     long = "context" in refused.allowed
     code = "model_not_found" if unknown else "context_length_exceeded" if long else None

@@ -2,7 +2,7 @@
 
     engine ─► listener of a prompt ─► choice: tokens ─► characters ─► text before a stop ─► pieces ─► client
 
-One HTTP request may hold several prompts, and each is a request to the engine. Choice k of prompt p has the index
+An HTTP request may hold several prompts; each becomes one request to the engine. Choice k of prompt p has the index
 ``p * n + k``.
 """
 
@@ -24,17 +24,17 @@ Finish = Literal["stop", "length"]
 
 
 class Token(NamedTuple):
-    """A sampled token, its log-probability, and where its text begins in the text of the choice."""
+    """A sampled token, its log-probability, and the offset of its text in the text of the choice."""
 
     id: int
     logprob: float
     offset: int
-    likeliest: Likeliest  # empty if not wanted
+    likeliest: Likeliest  # empty if not requested
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The new text and tokens of a choice; the last piece has a finish."""
+    """New text and tokens of a choice; the last piece has a finish reason."""
 
     index: int
     text: str
@@ -43,24 +43,24 @@ class Piece:
 
 
 class Choice:
-    """One completion. Tokens after a stop text are none of it; those that complete the stop text are counted."""
+    """One completion. It ends before a stop text; the tokens of the stop text are counted."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, token_by_token: bool) -> None:
         """
         Args:
-            token_by_token: know of each token where its text begins.
+            token_by_token: keep the offset of each token's text.
         """
         self.index = index
         self.finish: Finish | None = None
         self.sampled = 0  # tokens
         self._token_by_token = token_by_token
         self._running, self._stop = RunningText(detokenizer), StopFinder(stops)
-        self._length = 0  # of the text so far, with what is held back
+        self._length = 0  # of the text so far, held-back characters included
         self._text: list[str] = []
         self._tokens: list[Token] = []
 
     def take(self, progress: Progress) -> None:
-        """The completion has new tokens."""
+        """Add new tokens of the completion."""
         new = progress.segment
         if not self._token_by_token:
             self._push(new.token_ids)
@@ -71,7 +71,7 @@ class Choice:
             self._push((token,))
 
     def end(self, reason: StopReason) -> None:
-        """The engine has nothing more."""
+        """End the choice: the engine has sent its last token."""
         if self.finish is None:
             self._say(self._running.end())
         if self.finish is None:
@@ -79,7 +79,7 @@ class Choice:
             self.finish = "stop" if reason is StopReason.STOP else "length"
 
     def drain(self) -> Piece | None:
-        """What is new; None when there is nothing to say yet."""
+        """The piece since the last call; None if there is no new text and no end."""
         text = "".join(self._text)
         if not text and self.finish is None:
             return None
@@ -103,9 +103,9 @@ class Choices:
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
-        self.broken: str | None = None  # why no more tokens come: the engine failed, stopped, or gave up the request
-        self.gone = False  # the client went away
-        self.first_token: float | None = None  # when the first token was there, as time.monotonic
+        self.broken: str | None = None  # why the request broke off: the engine failed, stopped, or aborted it
+        self.gone = False  # the client has disconnected
+        self.first_token: float | None = None  # time of the first token, as time.monotonic
         self._changed: dict[int, Choice] = {}
         self._wake = asyncio.Event()
 
@@ -132,14 +132,14 @@ class Choices:
         self._wake.set()
 
     async def whole(self) -> list[Piece]:
-        """Every choice as one piece, when all have ended; empty when they never will."""
+        """Every choice as one piece, after all have ended; empty if the request breaks off before."""
         while self.missing and self.broken is None and not self.gone:
             self._wake.clear()
             await self._wake.wait()  # the client keeps the deadline
         return [] if self.missing else [piece for choice in self.choices if (piece := choice.drain()) is not None]
 
     async def pieces(self) -> list[Piece]:
-        """What is new since the last call; the client keeps the deadline. Look at `broken` and `gone` afterwards."""
+        """The pieces since the last call; the client keeps the deadline. Check `broken` and `gone` afterwards."""
         await self._wake.wait()
         self._wake.clear()
         changed, self._changed = self._changed, {}
@@ -152,7 +152,7 @@ class PromptListener:
     def __init__(self, whole: Choices, choices: Sequence[Choice]) -> None:
         self.missing = len(choices)
         self._whole, self._choices = whole, choices
-        self._known = [0] * len(choices)  # tokens of each member that its choice has got
+        self._known = [0] * len(choices)  # tokens of each member that its choice has
 
     def progressed(self, progress: Progress) -> None:
         choice = self._choices[progress.member]

@@ -1,6 +1,6 @@
-"""Replies to OpenAI's clients, field for field as their libraries expect them.
+"""Replies to OpenAI's clients, with the fields that their libraries expect.
 
-A `Form` writes the pieces of choices for one of the two interfaces:
+A `Form` makes the choices of one of the two endpoints from pieces:
 
     text    choices[].text            logprobs.tokens, .token_logprobs, .text_offset, .top_logprobs
     chat    choices[].message/.delta  logprobs.content[].token, .logprob, .bytes, .top_logprobs
@@ -22,7 +22,7 @@ Name = Callable[[int], str]
 
 
 class Usage(Record, frozen=True):
-    """Tokens; those of a prompt are counted once, however many completions it has."""
+    """Counts of tokens; a prompt is counted once for all its completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -83,12 +83,12 @@ class ChatChunkChoice(Record, frozen=True):
     finish_reason: str | None
 
 
-#: What a chunk of a stream says of one choice.
+#: One choice in a chunk of a stream.
 Part = TextChoice | ChatChunkChoice
 
 
 class Reply(Record, frozen=True):
-    """A whole reply, or one chunk of a stream. `usage` is absent from chunks unless it was asked for."""
+    """A whole reply, or one chunk of a stream. Chunks have `usage` only if the client requests it."""
 
     id: str
     object: str
@@ -154,7 +154,7 @@ class TextForm:
         )
 
     def _ranked(self, token: Token) -> dict[str, float]:
-        """By text, the sampled token among them; of tokens that look alike, the likeliest."""
+        """Log-probabilities by text, the sampled token included; of tokens with the same text, the likeliest."""
         texts: dict[str, float] = {}
         for token_id, logprob in (*token.likeliest, (token.id, token.logprob)):
             texts.setdefault(self._name(token_id), logprob)
@@ -182,7 +182,7 @@ class ChatForm:
         return [ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)]
 
     def chunk(self, piece: Piece) -> list[Part]:
-        """The last piece comes in two: its text, then an empty delta with the finish."""
+        """The parts of a piece; the last piece has two: its text, then an empty delta with the finish reason."""
         chunks: list[Part] = []
         if piece.text or piece.tokens:
             delta = ChatDelta(content=piece.text)
@@ -211,7 +211,7 @@ class ChatForm:
 
     def _ranked(self, token_id: int, logprob: float) -> RankedToken:
         text = self._name(token_id)
-        whole = NO_CHARACTER not in text  # a part of a character has bytes that its text does not tell
+        whole = NO_CHARACTER not in text  # the bytes of a part of a character are not in its text
         return RankedToken(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
 
 
@@ -220,7 +220,7 @@ Form = TextForm | ChatForm
 
 
 def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The body of a reply that is an error."""
+    """The body of an error reply."""
     return msgspec.json.encode(ErrorReply(error=ErrorDetails(message=message, type=kind, param=param, code=code)))
 
 

@@ -1,10 +1,10 @@
-"""What OpenAI's clients ask for, and what of it is refused.
+"""Requests of OpenAI's clients, and their validation.
 
-A body is decoded into a record whose types and bounds msgspec checks; what depends on the engine (tokens, context) is
-checked by the engine itself. Fields are OpenAI's, with `top_k` and `min_p` on top. Every field may be null, which is as
-if it were absent. Three kinds of fields are no part of the engine's answer:
+A body is decoded into a record; msgspec checks types and bounds, and the engine checks what depends on it (tokens,
+context). The fields are OpenAI's, plus `top_k` and `min_p`. A field that is null counts as absent. Three kinds of
+fields have no effect on the reply:
 
-    harmless   `user`, `metadata` ...: accepted, nothing depends on them
+    harmless   `user`, `metadata` ...: accepted and ignored
     neutral    `presence_penalty`, `tools` ...: accepted with the value that changes nothing, refused with any other
     unknown    refused by name
 """
@@ -47,7 +47,7 @@ class TextPart(Record, frozen=True):
 
 
 class Message(Record, frozen=True):
-    """One turn of a conversation. The last fields are those that a client sends back from a reply of ours."""
+    """One turn of a conversation. The last fields are those of our replies, which clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
@@ -59,14 +59,14 @@ class Message(Record, frozen=True):
     tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
 
     def turn(self) -> dict[str, str]:
-        """What a chat template sees."""
+        """The message as a chat template takes it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": text, **named}
 
 
 class Body(Record, frozen=True, kw_only=True):
-    """What both endpoints understand."""
+    """The fields of both endpoints."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
@@ -94,7 +94,7 @@ class Body(Record, frozen=True, kw_only=True):
 
     @property
     def neutral(self) -> Mapping[str, tuple[object, ...]]:
-        """The values, besides null, that the neutral fields may have."""
+        """The allowed values of the neutral fields, besides null."""
         return {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
 
     @property
@@ -111,11 +111,11 @@ class Body(Record, frozen=True, kw_only=True):
 
     @property
     def likeliest(self) -> int:
-        """Likeliest tokens to tell of beside each sampled one."""
+        """Number of top log-probabilities for each sampled token."""
         raise NotImplementedError
 
     def most_tokens(self, left: int) -> int:
-        """The length that was asked for; `left` is what the context leaves."""
+        """The requested limit of a completion; `left` is the room in the context."""
         raise NotImplementedError
 
 
@@ -147,7 +147,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         """Each prompt as text or as token ids.
 
         Raises:
-            RefusedRequest: there is none, there are too many, or the list mixes kinds.
+            RefusedRequest: the list is empty, too long, or of mixed kinds.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -199,7 +199,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return self.top_logprobs or 0
 
     def most_tokens(self, left: int) -> int:
-        """Without a limit of the client's, a completion may fill the context."""
+        """The requested limit; without one, a completion may fill the context."""
         requested = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return left if requested is None else requested
 
@@ -208,7 +208,7 @@ def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
     """The request in a body.
 
     Raises:
-        RefusedRequest: it is none; names the first field that is wrong.
+        RefusedRequest: the body is invalid; names the first wrong field.
     """
     try:
         body = msgspec.json.decode(raw, type=kind)
@@ -230,7 +230,7 @@ def _check(body: Body) -> None:
         found = getattr(body, field)
         if found is not None and found not in values:
             allowed = " or ".join(json.dumps(value) for value in values)
-            raise RefusedRequest(field, _short(found), f"only {allowed} or null: the engine has nothing else to offer")
+            raise RefusedRequest(field, _short(found), f"only {allowed} or null: the engine supports nothing else")
     if body.likeliest and not body.wants_logprobs:
         raise RefusedRequest("top_logprobs", "set without logprobs", 'only together with "logprobs": true')
     if body.stream_options is not None and not body.stream:
@@ -238,7 +238,7 @@ def _check(body: Body) -> None:
 
 
 def _named(message: str) -> RefusedRequest:
-    """msgspec's sentence with the field's name taken out of it."""
+    """The refusal for a message of msgspec, which contains the name of the field."""
     place = _PLACE.search(message)
     path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
     name = _FIELD.match(sentence)
@@ -249,7 +249,7 @@ def _named(message: str) -> RefusedRequest:
 
 
 def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
-    """The field that holds what Python's json writes and JSON does not know, what that is, and what is allowed."""
+    """The field with a value that Python's json writes and JSON forbids, that value, and what is allowed."""
     try:
         tree = json.loads(raw)
         for field, value in tree.items() if isinstance(tree, dict) else ():
@@ -259,12 +259,12 @@ def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
                 if isinstance(leaf, str) and any("\ud800" <= character <= "\udfff" for character in leaf):
                     return field, "half of a surrogate pair", "characters"
     except (ValueError, RecursionError):
-        pass  # it is no JSON at all, or too deep for anybody: there is no field to name
+        pass  # not JSON at all, or nested too deeply: there is no field to name
     return None, "", ""
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """What stands in lists and objects, names included."""
+    """The leaves of nested lists and objects, names included."""
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
     if parts is None:
         yield value

@@ -1,7 +1,7 @@
-"""The interface's own description, as OpenAPI 3.1: made of the records that requests are decoded into.
+"""The OpenAPI 3.1 description of the interface, made from the records into which requests are decoded.
 
-A body that this description refuses is refused by the server. The server refuses more: what depends on the model
-(tokens, context), and fields whose only allowed value changes nothing (`openai_requests`).
+The server refuses every body that this description refuses. It refuses more: what depends on the model (tokens,
+context), and other values of neutral fields (`stretto.engine.openai.requests`).
 """
 
 from __future__ import annotations

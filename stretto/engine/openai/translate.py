@@ -1,4 +1,4 @@
-"""From an OpenAI request to requests of the engine: text to tokens, fields to `Sampling`, one seed per answer."""
+"""From an OpenAI request to requests of the engine: text to tokens, fields to `Sampling`, one seed per completion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.model.hf.tokenizer import Tokenizer
 Tokens = tuple[int, ...]
 
 _MOST_COMPLETIONS = 4096
-_LONG_TEXT = 20_000  # characters; the tokenizer takes milliseconds for them and lets other threads run meanwhile
+_LONG_TEXT = 20_000  # characters; encoding them takes milliseconds, and releases the GIL
 _LONGEST_MESSAGE = 400
 _SEEDS = 2**64
 _NAMES = 65_536  # texts of single tokens that are kept
@@ -25,7 +25,7 @@ _NAMES = 65_536  # texts of single tokens that are kept
 
 @dataclass(frozen=True)
 class TranslatedRequest:
-    """What one HTTP request wants of the engine."""
+    """One HTTP request as requests to the engine."""
 
     body: Body
     form: Form
@@ -39,25 +39,25 @@ class TranslatedRequest:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What clients need to know of the model."""
+    """The facts about the model that requests depend on."""
 
     name: str
-    context_length: int  # tokens of prompt and answer together at most: what the context and the engine's cache hold
+    context_length: int  # most tokens of prompt and completion: those that the context and the KV cache hold
     vocab_size: int
 
 
 class Translator:
-    """Understands requests for one model."""
+    """Translates requests for one model."""
 
     def __init__(self, model: ServedModel, tokenizer: Tokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._name = lru_cache(maxsize=_NAMES)(tokenizer.name)
 
     async def completion(self, raw: bytes, name: str) -> TranslatedRequest:
-        """A body of /v1/completions; the engine's requests are called `name` with the number of the prompt.
+        """Translate a body of /v1/completions; the engine's requests are called `name` with the number of the prompt.
 
         Raises:
-            RefusedRequest: names the field that is wrong; ``model`` if it is not the one that is served.
+            RefusedRequest: names the wrong field; ``model`` if another model is served.
         """
         body = parse(raw, CompletionBody)
         self._check_model(body)
@@ -66,10 +66,10 @@ class Translator:
         return self._translate(body, form, prompts, name, "prompt")
 
     async def chat(self, raw: bytes, name: str) -> TranslatedRequest:
-        """A body of /v1/chat/completions.
+        """Translate a body of /v1/chat/completions.
 
         Raises:
-            RefusedRequest: as above; ``messages`` if the model has no chat template, or it refuses the conversation.
+            RefusedRequest: as `completion`; ``messages`` if there is no chat template, or it refuses the conversation.
         """
         body = parse(raw, ChatBody)
         self._check_model(body)
@@ -84,7 +84,7 @@ class Translator:
         return self._translate(body, form, [prompt], name, "messages")
 
     def field(self, error: RefusedRequest, request: TranslatedRequest) -> RefusedRequest:
-        """The engine's refusal in the words of the client."""
+        """The engine's refusal with the client's field names."""
         chat = isinstance(request.body, ChatBody)
         names = {"prompt_token_ids": "messages" if chat else "prompt", "sampling.max_tokens": _limit(request.body)}
         name = names.get(error.field, error.field.removeprefix("sampling."))
@@ -131,7 +131,7 @@ class Translator:
         most = body.most_tokens(left)
         if most > left:
             allowed = (
-                f"at most {left:,}, which the prompt leaves of the context of {self._model.context_length:,} tokens"
+                f"at most {left:,}: the rest of the context of {self._model.context_length:,} tokens after the prompt"
             )
             raise RefusedRequest(_limit(body), f"{most}"[:40], allowed)
         top_k = body.top_k or 0
@@ -153,12 +153,12 @@ def _limit(body: Body) -> str:
 
 
 def _seeds(body: Body, completions: int) -> tuple[int, ...]:
-    """The request's seed, then seeds derived from it; all are different."""
+    """One seed per completion: the request's own, then seeds derived from it; all are different."""
     first = secrets.randbits(63) if body.seed is None else body.seed % _SEEDS
     return (first, *(derive_seed(first, member) for member in range(1, completions)))
 
 
 def _refused(field: str, problem: Problem) -> RefusedRequest:
-    """A problem without its place, which is a folder of the server's."""
+    """The refusal for a problem, without its place, which is a folder of the server."""
     found, remedy = problem.found[:_LONGEST_MESSAGE], problem.remedy[:_LONGEST_MESSAGE]
     return RefusedRequest(field, found, remedy or "see docs/serve.md")

@@ -141,9 +141,9 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
     with contextlib.ExitStack() as undo:
-        sockets = socket_folder()
+        sockets, held = locked_socket_folder()
         undo.callback(shutil.rmtree, sockets, ignore_errors=True)
-        undo.callback(os.close, lock.acquire(sockets))  # held meanwhile: no other run removes them
+        undo.callback(os.close, held)
         undo.callback(_forget_sockets, folder)
         folder.write(_SOCKETS, f"{sockets}\n")
         mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
@@ -156,6 +156,22 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
 def _forget_sockets(folder: RunFolder) -> None:
     if folder.is_ours():
         (folder.path / _SOCKETS).unlink(missing_ok=True)
+
+
+def locked_socket_folder() -> tuple[Path, int]:
+    """A new folder for sockets, and the descriptor that keeps other runs from removing it as long as this process
+    lives.
+
+    Raises:
+        RunFolderError: it cannot be locked; it is gone then.
+    """
+    sockets = socket_folder()
+    try:
+        return sockets, lock.acquire(sockets)
+    except BaseException:
+        (sockets / lock.NAME).unlink(missing_ok=True)
+        sockets.rmdir()  # unlike `rmtree`, this needs no descriptor
+        raise
 
 
 def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -> RewardPool:

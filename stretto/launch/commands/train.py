@@ -43,7 +43,7 @@ _MAY_CHANGE = (
     "store",
 )
 
-_QUESTIONS, _MODEL = "questions", "model"
+_QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
 _HOPELESS = 2.0  # times the available memory
 
 
@@ -172,6 +172,7 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     folder.write("recipe.toml", to_toml(plan.recipe))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, _fingerprint(plan))
+        ledger.put(_HELD_OUT, plan.kept_apart_digest)
         record_recipe(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
     file = getattr(plan.recipe.task, "file", None)  # the id of a question from a file is its line
@@ -207,14 +208,19 @@ def _model_fingerprint(plan: Plan) -> str:
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
-    """Raises RunFolderError: the questions have changed, to whose order the position in a checkpoint refers."""
-    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-        known = ledger.get(_QUESTIONS, str)
-        if known is None:  # the run was killed when its ledger was still empty
-            ledger.put(_QUESTIONS, _fingerprint(plan))
-    if known is not None and known != _fingerprint(plan):
-        found = "the training questions are not those of the run (the data or the tokenizer has changed)"
-        raise RunFolderError([Problem(str(folder.path), found, "restore them, or start a new run")])
+    """Raises RunFolderError: the questions have changed: those for training, to whose order the position in a
+    checkpoint refers, or the held-out ones, whose accuracies could not be compared."""
+    for kind, key, found in (
+        ("training", _QUESTIONS, _fingerprint(plan)),
+        ("held-out", _HELD_OUT, plan.kept_apart_digest),
+    ):
+        with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+            known = ledger.get(key, str)
+            if known is None:  # the run was killed when its ledger was still empty, or an earlier stretto began it
+                ledger.put(key, found)
+        if known is not None and known != found:
+            changed = f"the {kind} questions are not those of the run (the data or the tokenizer has changed)"
+            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:

@@ -43,7 +43,7 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Prompts and demonstrated answers as token ids, together at most `context`; answers end with the end-of-sequence
+    """Prompts and demonstrations as token ids, together at most `context`; demonstrations end with the end-of-sequence
     token.
 
     Raises:
@@ -60,14 +60,16 @@ def encode_demonstrations(
             problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
             continue
         if (length := len(prompt.token_ids) + len(answer)) > context:
-            problems.append(Problem(place_of(question), f"prompt and answer of {length} tokens", f"{context} fit"))
+            problems.append(
+                Problem(place_of(question), f"prompt and demonstration of {length} tokens", f"{context} fit")
+            )
         shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
     _raise(problems)
     return tuple(shown)
 
 
 def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
-    """Pairs as token ids; a prompt with either of its answers has at most `context`.
+    """Pairs as token ids; a prompt with either of its completions has at most `context`.
 
     Raises:
         DataError: as for `encode_prompts`.

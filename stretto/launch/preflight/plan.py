@@ -9,7 +9,7 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
-from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_devices,
     check_in_flight,
@@ -20,6 +20,7 @@ from stretto.launch.preflight.checks import (
     check_vocabulary,
     longest_prompt_allowed,
 )
+from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.repeats import repeated
@@ -47,6 +48,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # warnings about the data and the reward
     rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
     kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
+    kept_apart_digest: str = ""  # of their texts and gold answers
 
     @property
     def longest_prompt(self) -> int:
@@ -60,8 +62,16 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         has_policy: version 0 of the policy exists already, so the plan needs no demonstrations.
 
     Raises:
-        ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
+    check_descriptors(
+        descriptors_needed(
+            engines=recipe.engine.count,
+            ranks=recipe.trainer.ranks,
+            reward_workers=recipe.rewards.workers,
+            groups=recipe.rollout.max_in_flight,
+        )
+    )
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_in_flight(recipe.rollout)
@@ -94,6 +104,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
         rows=_further_fields(recipe, (*questions.training, *held_out)),
         kept_apart=len(questions.held_out),
+        kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
             *_unused_template(questions.training, tokenizer),
             *sifted.warnings,

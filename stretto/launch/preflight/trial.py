@@ -116,7 +116,7 @@ def _wrong(config: RewardsConfig, wrong: Sequence[_Call], count: int) -> Problem
 
 def _differing(config: RewardsConfig, first: Sequence[_Call], second: Sequence[_Call]) -> list[str]:
     return [
-        f"the reward {config.function!r} judges the same answer to {place_of(one.question)} in two ways: "
+        f"the reward {config.function!r} judges one completion of {place_of(one.question)} in two ways: "
         f"{_shown(one.verdict)}, then {_shown(other.verdict)}"
         for one, other in zip(first, second, strict=False)
         if one.verdict != other.verdict

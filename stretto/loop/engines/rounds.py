@@ -1,7 +1,7 @@
-"""Rounds: groups that begin together and end together, so that nothing depends on when anything happened.
+"""Rounds: groups that begin together and end together, so that nothing depends on the time of any event.
 
-    admission ─► a round ─┬─► portion 0 ─► an engine that has nothing else ─┐
-                          └─► portion 1 ─► an engine that has nothing else ─┴─► judged ─► all groups leave together
+    admission ─► a round ─┬─► portion 0 ─► an engine without other work ─┐
+                          └─► portion 1 ─► an engine without other work ─┴─► judged ─► all groups leave together
 
 Which rows a step computes together decides the last bits of their numbers. Here it follows from the questions and the
 weights: a round is every group that may start when none is in flight (`rollout.controller.Controller`), its portions
@@ -24,7 +24,7 @@ from stretto.worlds.single_turn import Workflow
 
 
 class Portion:
-    """Groups that one engine answers together, asked once all those of them have come that are still wanted."""
+    """Groups that one engine generates together; the request is sent when all groups still wanted have arrived."""
 
     def __init__(self, generate: Generate, ids: Sequence[str]) -> None:
         self._generate = generate
@@ -35,10 +35,10 @@ class Portion:
         self._generating: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """The answers of one group; whoever has them whole does not come again.
+        """The completions of one group.
 
         Raises:
-            EngineLost: the engine was lost; the portion is asked again when everybody comes again who wants to.
+            EngineLost: the engine was lost; the portion is requested again when all groups still wanted have come back.
             RefusedRequest: the engine will not serve the portion.
         """
         self._requests[request.id] = request
@@ -57,7 +57,7 @@ class Portion:
                 self._generating.cancel()
 
     def leave(self, id: str) -> None:
-        """The group does not come again."""
+        """The group does not come back."""
         self._wanted.discard(id)
         self._ask_if_all_are_here()
 
@@ -71,7 +71,7 @@ class Portion:
             async for completion in self._generate(*requests):
                 if completion.request in self._answers:  # else it is known from before an engine was lost
                     self._answers[completion.request].put_nowait(completion)
-        except Exception as error:  # whatever it is, it is raised to everyone who waits for the portion
+        except Exception as error:  # any failure of the engine is raised in every group that waits for the portion
             self._asked = False
             for answers in self._answers.values():
                 answers.put_nowait(error)

@@ -1,4 +1,4 @@
-"""The trainer's process as the conductor sees it: orders, each answered within its deadline, whoever carries them out.
+"""The trainer's process as the conductor sees it: orders, each with a reply within its deadline.
 
 A trainer that dies or hangs is replaced: the new one begins with the last checkpoint, trains the batches since again
 (the ledger has them), and carries out the order that its predecessor did not.
@@ -50,7 +50,7 @@ Answer = TypeVar("Answer", Ready, Published, Trained, Copied, PolicySaved)
 
 
 class TrainerLink:
-    """One order at a time; the answers come in the order of the orders."""
+    """One order at a time; replies come in the order of the orders."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class TrainerLink:
         self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
         self._listener: TrainerReplies | None = None  # from when it is started
-        self._abandoned = False  # an order was given up before its answer came
+        self._abandoned = False  # an order was given up before its reply came
 
     def report_to(self, say: Callable[[str], None]) -> None:
-        """`say` is told of every trainer that is replaced."""
+        """`say` gets a line for every trainer that is replaced."""
         self._say = say
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
@@ -100,7 +100,7 @@ class TrainerLink:
             self.replayed = await self._replace(death)
 
     async def _begin(self) -> list[Update]:
-        """A process that stands where the run stands, and has published that."""
+        """A process at the version of the run, which it has published."""
         updates = await self._reach()
         if self._publishes:
             await self._ask(Publish(), Published, f"to publish version {self._version}", self._deadlines.save)
@@ -180,7 +180,7 @@ class TrainerLink:
                 self._began = None
 
     async def _until_done(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
-        """The answer to an order, of this trainer or of the one that takes its place."""
+        """The reply to an order, from this trainer or from its replacement."""
         while True:
             try:
                 return await self._ask(order, kind, awaited, seconds)
@@ -188,7 +188,7 @@ class TrainerLink:
                 await self._replace(death)
 
     async def _replace(self, death: RoleDied) -> list[Update]:
-        """A new trainer that stands where the dead one stood, published again; the steps that it did again.
+        """A new trainer with the state of the dead one, published again; and the steps that it trained again.
 
         Raises:
             RoleDied: it has died too often, or cannot be replaced, or not any more.
@@ -214,7 +214,7 @@ class TrainerLink:
         return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
-        """Replace the trainer when it ends while no order is under way; whoever has given one replaces it otherwise.
+        """Replace the trainer when it ends while no order is under way; otherwise the caller of the order replaces it.
 
         Raises:
             RoleDied: it has died too often, or cannot be replaced.
@@ -222,7 +222,7 @@ class TrainerLink:
         while True:
             process = self.process
             how = await process.ended()
-            await asyncio.sleep(_LAST_ANSWER_SECONDS)  # whoever waits for an answer hears of it first
+            await asyncio.sleep(_LAST_ANSWER_SECONDS)  # a caller that waits for a reply gets the error first
             async with self._turn:
                 if process is self.process and not self._retired:
                     await self._replace(await self._death(how))
@@ -255,7 +255,7 @@ class TrainerLink:
         if isinstance(answer, RankLost):
             raise RoleDied("trainer", answer.how, str(self.process.log))
         if not isinstance(answer, kind):
-            raise WireError(f"trainer answered {type(answer).__name__} in place of {kind.__name__}")
+            raise WireError(f"trainer replied {type(answer).__name__} in place of {kind.__name__}")
         return answer
 
     def _keep(self, spans: Iterable[Span]) -> None:
@@ -271,7 +271,7 @@ class TrainerLink:
     @property
     def progress(self) -> tuple[int, int]:
         """Orders that were answered, and whole seconds for which its process has computed: a step that hangs changes
-        neither, a long one does. (Its heartbeats alone take some hours to a second.)"""
+        neither, a long one does. (Its heartbeat alone takes a second of CPU time in some hours.)"""
         return self._answered, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:

@@ -1,4 +1,4 @@
-"""What a trainer says: answers in the order of its orders, and between them, of checkpoints that it has written."""
+"""The messages of a trainer: replies in the order of its orders, and notices of written checkpoints between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrai
 
 
 class TrainerReplies:
-    """Hears one trainer's process, from the moment at which its channel is open until that is closed."""
+    """Receives from one trainer's process while its channel is open."""
 
     def __init__(self, channel: ConductorEnd[FromTrainer]) -> None:
         self._channel = channel
@@ -24,7 +24,7 @@ class TrainerReplies:
         self._task = asyncio.create_task(self._listen(), name="hear the trainer")
 
     async def answer(self, awaited: str, seconds: float) -> FromTrainer:
-        """The next answer.
+        """The next reply.
 
         Raises:
             DeadlineExceeded: there was none in time.
@@ -33,7 +33,7 @@ class TrainerReplies:
         async with deadline("conductor", f"{self._channel.role} {awaited}", seconds):
             heard = await self._answers.get()
         if isinstance(heard, StrettoError):
-            self._answers.put_nowait(heard)  # whoever asks again hears the same
+            self._answers.put_nowait(heard)  # later callers get the same
             raise heard
         return heard
 

@@ -27,6 +27,11 @@ class Evaluation(Record, frozen=True):
     """Held-out accuracy. Undecided completions count as not right, and are counted apart.
 
     `version` is the newest version that sampled any of the tokens; `tokens` counts those of all completions.
+
+    Example::
+
+        evaluation = stretto.Evaluation(version=3, prompts=8, right=6, undecided=1, tokens=120)
+        print(evaluation, evaluation.accuracy)  # accuracy 0.7500: 6 of 8 right, 1 undecided 0.75
     """
 
     version: int

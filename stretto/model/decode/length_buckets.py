@@ -36,7 +36,7 @@ _FIRST_SLOTS = 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What one token of keys and values looks like, and how long a row may become."""
+    """The shape of one token's KV entries, and the longest row."""
 
     layers: int
     kv_heads: int
@@ -47,11 +47,11 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token, in all layers."""
+        """Bytes of the KV entries of one token, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def slot(self, tokens: int) -> int:
-        """Tokens of the slot that a row of so many tokens takes."""
+        """The length of the slot for a row of `tokens` tokens."""
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.context_length)
 
 
@@ -99,7 +99,7 @@ class Bucket:
         return (cells * self.length + positions[:, None]).ravel()
 
     def resize(self, slots: int) -> None:
-        """Hold so many slots, at least those in use."""
+        """Hold this number of slots, at least those in use."""
         resized = self._zeros(slots)
         resized[:, :, : len(self.owners)] = self.cache[:, :, : len(self.owners)]
         self._hold(resized)
@@ -174,8 +174,8 @@ class LengthBuckets:
         return [self._buckets[length] for length in sorted(self._buckets) if self._buckets[length].owners]
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Rows of so many tokens come next: each bucket is made long enough once, and not copied from doubling to
-        doubling while they come one by one."""
+        """Rows of these lengths come next: each bucket is lengthened once, instead of doubled repeatedly
+        while they come one by one."""
         for length, rows in Counter(map(self._layout.slot, tokens)).items():
             bucket = self._bucket(length)
             slots = len(bucket.owners) - len(bucket.free_slots) + rows

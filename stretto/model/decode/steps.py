@@ -4,7 +4,7 @@
     rows            3 5 7 | 8 9        in the order of the buckets
     buckets         64      128
 
-Within a layer the keys and values of the step are written first, then read: the newest token of a row that has just
+Within a layer the KV entries of the step are written first, then read: the newest token of a row that has just
 entered attends to the context that the same layer has written. Rows are read in one of two ways::
 
     a a a a .       ragged   11 tokens are read, each row to its own end (CPU)
@@ -40,7 +40,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """The packed tokens whose keys and values are the first of a row."""
+    """The packed tokens whose KV entries are the first of a row."""
 
     place: int  # of the row in the step
     sources: Ints
@@ -183,7 +183,7 @@ class BucketRows:
 
     bucket: Bucket
     newest: slice  # packed tokens
-    sources: Tensor | slice  # [W] packed tokens whose keys and values are written
+    sources: Tensor | slice  # [W] packed tokens whose KV entries are written
     cells: Tensor  # [W * K] where they are written, one cell for each key head
     reading: Reading
 

@@ -1,4 +1,4 @@
-"""A small policy from nothing: random weights and a tokenizer of single characters."""
+"""A new small policy: random weights and a tokenizer of single characters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The section `[model.build]` of a recipe: what a new model looks like.
 
-Nothing heavy is imported here, so that a mistake in a recipe is told at once.
+Nothing heavy is imported here, so that mistakes in a recipe are reported at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BuildConfig(BaseModel, extra="forbid", frozen=True):
     kv_heads: int = Field(2, ge=1, le=256, description="key/value heads; divides heads")
     head_dim: int = Field(32, ge=2, le=512, multiple_of=2, description="width of a head")
     intermediate_size: int = Field(192, ge=8, le=65_536, description="width of the MLP")
-    context_length: int = Field(512, ge=8, le=1_048_576, description="tokens of prompt and answer together at most")
+    context_length: int = Field(512, ge=8, le=1_048_576, description="most tokens of prompt and completion together")
     alphabet: str = Field("0123456789+-*/=;#?() ", min_length=1, description="one token per character")
     tie_embeddings: bool = Field(True, description="use the embedding as the output matrix")
     rope_theta: float = Field(10_000.0, gt=1, allow_inf_nan=False, description="base of the rotary embedding")

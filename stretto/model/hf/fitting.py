@@ -1,4 +1,4 @@
-"""Do the weights of a folder fit the model that its config describes? Asked of a model without memory."""
+"""The check that the weights of a folder fit its config, made on a model without memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 5
 
 
 def check_fit(folder: ModelFolder) -> PreTrainedConfig:
-    """The folder's config, of a model that transformers can make and whose weights the folder holds.
+    """Check the weights of a folder against its config, and return the config.
 
-    Names that transformers translates when it loads a folder are not judged here.
+    Names that transformers translates when it loads a folder are not checked.
 
     Raises:
         ModelFolderError: transformers cannot make the model; weights are missing, have another shape, or are no
@@ -40,8 +40,13 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     known = set(model.state_dict())
     missing = [name for name in parameters if name not in held]
     if known & held.keys() and not held.keys() <= known:  # some of them may have other names in the folder
-        of_layers = {_LAYER.sub("#", name) for name in held}
-        missing = [name for name in missing if _LAYER.sub("#", name) in of_layers]  # but not in one layer alone
+        of_layers = {_LAYER.sub("#", name) for name in held}  # but not in one layer alone
+        strangers = {tuple(tensor.shape) for name, tensor in held.items() if name not in known}
+        missing = [
+            name
+            for name in missing
+            if (_LAYER.sub("#", name) in of_layers if _LAYER.search(name) else parameters[name] not in strangers)
+        ]
     problems += [Problem(place, f"lacks the weight {name}", "copy or download the folder again") for name in missing]
     if problems:
         more = len(problems) - _SHOWN

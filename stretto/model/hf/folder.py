@@ -1,4 +1,4 @@
-"""Model folders as Hugging Face writes them: loaded with one of our attention paths, written whole or not at all."""
+"""Hugging Face model folders: loading with one of our attention paths, and atomic writing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_mode
 
 __all__ = ["ModelFolder", "eos_token_ids", "inspect_model_folder", "load_policy", "save_policy", "whole_folder"]
 
-#: How the names of our attention paths begin.
+#: Prefix of the names of our attention paths.
 OURS = "stretto_"
 
 _WEIGHTS = ("model*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json")
@@ -39,12 +39,12 @@ def load_policy(
     """The causal language model of a folder, in eval mode, with `attention` as its attention path.
 
     `attention` is `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`, or a name that
-    transformers knows. The module that uses one of ours must have been imported, which registers it. The device
+    transformers knows. Importing the module of one of our paths registers it, and must come first. The device
     ``"auto"`` is the GPU if there is one.
 
     Raises:
-        ModelFolderError: transformers cannot load the folder, or would make up some of its weights; some are not
-            finite; or its attention is of a kind that our paths do not compute (`stretto.model.attention_support`).
+        ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or our attention
+            paths do not support the model (`stretto.model.attention_support`).
     """
     if not Path(path).is_dir():
         raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
@@ -54,7 +54,7 @@ def load_policy(
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             model, report = loader.from_pretrained(
                 path,
-                # The attention path is written into the config; a config that is shared would switch other models too.
+                # The attention path is set in the config, so a shared config would switch other models too.
                 config=copy.deepcopy(config),
                 attn_implementation=attention,
                 dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
@@ -91,8 +91,8 @@ def save_policy(
 ) -> None:
     """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder; an older one there is replaced.
 
-    `parameters`, by name, take the place of the model's own: of a model that is divided over several processes.
-    The folder appears whole: it is written beside its place, `add` gets it to write more into it, and it is renamed.
+    `parameters`, by name, replace the model's own, for a model that is sharded over several processes. The folder
+    appears whole: it is written beside its place, `add` gets it to write more into it, and it is renamed.
 
     Raises:
         OSError: the folder cannot be written.
@@ -105,7 +105,7 @@ def save_policy(
         try:
             with quiet_transformers():
                 model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
-        except SafetensorError as error:  # what it makes of what the system says
+        except SafetensorError as error:  # how safetensors reports an error of the system
             raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
         if add is not None:
             add(folder)
@@ -113,7 +113,7 @@ def save_policy(
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary sibling to write into; it takes the place of `path` when the block ends without an error."""
+    """A temporary folder beside `path`, which replaces `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
@@ -136,7 +136,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice on the terminal while transformers loads or saves."""
+    """Suppress the progress bars and warnings of transformers while it loads or saves."""
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What a safetensors file says about itself: names, shapes and the size that it must have. No weight is read."""
+"""Headers of safetensors files: names, shapes and the expected size, without reading a weight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_headers(file: Path) -> dict[str, TensorHeader]:
     """The tensors of a safetensors file.
 
     Raises:
-        BrokenHeader: the header is no header, or the file is shorter or longer than its header says.
+        BrokenHeader: the header cannot be read, or the file is shorter or longer than it says.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""A look at a Hugging Face model folder that loads no weight and finds every mistake at once."""
+"""Inspection of a Hugging Face model folder: loads no weight, and reports every mistake at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a model folder holds, as its files say.
+    """The facts of a model folder, from its files.
 
     Example: ``ModelFolder(path=..., architecture="Qwen3ForCausalLM", parameters=158_784, bytes=636_008,
     vocab_size=30, context_length=256, layers=3, kv_heads=2, head_dim=32, hidden_size=64,
@@ -27,7 +27,7 @@ class ModelFolder:
 
     path: Path
     architecture: str
-    parameters: int  # tied ones once
+    parameters: int  # tied ones counted once
     bytes: int  # of all weight files
     vocab_size: int  # rows of the embedding
     context_length: int
@@ -40,11 +40,11 @@ class ModelFolder:
 
 
 def inspect_model_folder(path: Path | str) -> ModelFolder:
-    """Look at a model folder.
+    """Inspect a model folder.
 
     Raises:
-        ModelFolderError: with every problem that was found: nothing there, a broken or missing config, weights that
-            are missing, truncated or pickled, a tokenizer that is missing or larger than the embedding, no end token.
+        ModelFolderError: lists every problem: no folder, a broken or missing config, weights that are missing,
+            truncated or pickled, a tokenizer that is missing or larger than the embedding, no end token.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -98,7 +98,7 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """The fields of `ModelFolder` that the config gives; None, with problems, when it does not."""
+    """The fields of `ModelFolder` from the config; None, with problems, if it lacks them."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)
@@ -141,12 +141,12 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
 
 
 def read_weights(folder: Path) -> dict[str, TensorHeader]:
-    """Names, shapes and kinds of the tensors of a folder without mistakes (`inspect_model_folder`)."""
+    """The tensor headers of a folder that `inspect_model_folder` has accepted."""
     return _weights(folder, [])[0]
 
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
-    """All tensors of the folder's weight files, and the bytes of those files."""
+    """The tensor headers of the folder's weight files, and the size of these files in bytes."""
     index = folder / "model.safetensors.index.json"
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
@@ -188,7 +188,7 @@ def _no_weights(folder: Path) -> Problem:
 def _check_vocabulary(
     folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
 ) -> None:
-    """Embedding, tokenizer and end tokens must speak of the same vocabulary."""
+    """Check that embedding, tokenizer and end tokens have the same vocabulary."""
     for name, tensor in tensors.items():
         if name.endswith("embed_tokens.weight") and tensor.shape[0] != vocab_size:
             found = f"{name} has {tensor.shape[0]} rows, config.json says vocab_size {vocab_size}"
@@ -217,4 +217,4 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
         vocabulary = dict(listed) if isinstance(listed, Mapping) else {entry[0]: at for at, entry in enumerate(listed)}
         return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     except (TypeError, KeyError, IndexError):
-        return {}  # the caller loads the tokenizer says what is wrong with it
+        return {}  # the caller loads the tokenizer, which reports the mistake

@@ -1,4 +1,4 @@
-"""A model without its weights: what it is made of, at no cost."""
+"""A model without weights, to inspect its parameters at no cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.model.hf.folder import quiet_transformers
 
 
 def skeleton(path: Path | str) -> PreTrainedModel:
-    """The causal language model of a folder on torch's device "meta": names and shapes of parameters, no numbers.
+    """The causal language model of a folder on torch's device "meta": names and shapes of parameters, no values.
 
     Raises:
         ModelFolderError: transformers cannot make the model that config.json describes.

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the tokenizer that lies in a model folder."""
+"""Text to token ids and back, by the tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.model.hf.folder import eos_token_ids
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer that works through its fast backend.
+    """A tokenizer with a fast backend.
 
     Example, with a character tokenizer::
 
@@ -35,8 +35,8 @@ class Tokenizer:
         """The token ids of `text`.
 
         Args:
-            special_tokens: let the tokenizer add what its own template adds (such as a beginning-of-sequence token);
-                False for text that continues a sequence, such as a completion.
+            special_tokens: add those of the tokenizer's own template (such as a beginning-of-sequence token); False for
+                text that continues a sequence, such as a completion.
 
         Raises:
             DataError: the text holds characters that the tokenizer does not know.
@@ -54,7 +54,7 @@ class Tokenizer:
         return bool(self._whole.chat_template)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> tuple[int, ...]:
-        """The token ids of a conversation by the folder's chat template, ending where the assistant's answer begins.
+        """The token ids of a conversation by the folder's chat template, up to the start of the completion.
         The template gets the `arguments`.
 
         Raises:
@@ -67,18 +67,18 @@ class Tokenizer:
         try:
             turns = [dict(message) for message in messages]
             text = self._whole.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
-        except Exception as error:  # templates are programs of the model's author and raise what they like
+        except Exception as error:  # templates are programs of the model's author and raise any exception
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
-        return self.encode(cast(str, text), special_tokens=False)  # the template has written them already
+        return self.encode(cast(str, text), special_tokens=False)  # the template has added them already
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token's name and number."""
+        """Every token with its id."""
         return self._backend.get_vocab()
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Tokens that are no text: `decode` leaves them out."""
+        """The special tokens, which `decode` leaves out."""
         return frozenset(at for at, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -101,14 +101,14 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a model folder.
 
     Raises:
-        ModelFolderError: there is none, or it has no fast backend.
+        ModelFolderError: the folder has none, or one without a fast backend.
     """
     place = str(folder)
     if not Path(folder).is_dir():
         raise ModelFolderError([Problem(place, "no such folder", "a Hugging Face model folder is needed")])
     try:
         whole = AutoTokenizer.from_pretrained(place, local_files_only=True)
-    except Exception as error:  # whatever the files make transformers raise, the folder is what is wrong
+    except Exception as error:  # broken files make transformers raise any exception, and the folder is to blame
         problem = Problem(place, f"the tokenizer cannot be loaded: {error}", "save a fast tokenizer there")
         raise ModelFolderError([problem]) from error
     if not isinstance(whole, PreTrainedTokenizerFast):

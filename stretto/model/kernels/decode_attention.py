@@ -1,8 +1,8 @@
 """Attention of a decode step on the processor: rows of any length in one call, each read as far as it is long.
 
-A step asks one query per row and head. Dense kernels take the rows of a shelf as a rectangle, up to its longest row,
-and start anew for each row and head, which costs more than the little that there is to compute; what bounds the work is
-reading keys and values once. This loop does that and nothing else. Keys and values in float32 or bfloat16, sums in
+A step asks one query per row and head. Dense kernels take the rows of a length bucket as a rectangle, up to
+its longest row, and start anew for each row and head, which costs more than the arithmetic; reading the KV cache once
+bounds the work. This loop does only that. KV entries in float32 or bfloat16, sums in
 float32 (numba compiles it when it is first called).
 
 Axes: R row, S slot, H query heads, K key/value heads, L tokens of a slot, D width of a head.
@@ -192,7 +192,7 @@ def _widen(halves: Any, first: Any, end: Any, floats: Any) -> None:
 def _attend_halves(
     query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling: Any, softcap: Any, out: Any
 ) -> None:
-    """As `_attend`, of keys and values in bfloat16: those of one head at a time are widened, and stay in the cache of
+    """As `_attend`, of KV entries in bfloat16: those of one head at a time are widened, and stay in the cache of
     the core while they are used."""
     group, width = query.shape[1] // keys.shape[1], _U(query.shape[2])
     numbers = keys.shape[2] * keys.shape[3]  # of one head
@@ -210,7 +210,7 @@ def _attend_halves(
 
 
 def computes_ragged(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether keys and values of this kind are read here."""
+    """Whether this loop reads KV entries of this kind."""
     return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 

@@ -1,13 +1,13 @@
 """Attention of a decode step on a GPU: rows of any length in one launch, each read as far as it is long (Triton).
 
-What bounds a decode step is reading keys and values once. The tokens that the rows see are cut into chunks of about one
+Reading the KV cache once bounds a decode step. The tokens that the rows see are cut into chunks of about one
 length (`model.decode.chunks`), and each chunk is read by one program per key head, for all query heads that share it::
 
     read      chunk (row, first, end)  x  key head     ->  partial sum [G, D], largest score and mass [G]
     combine   row  x  query head                       ->  the row's partial sums, weighted and added
 
-This is flash-decoding (Dao et al. 2023) with the split taken from the lengths. Rows say where their keys and values lie
-by address, so that a launch reads from any number of shelves and a CUDA graph stays valid while they move.
+This is flash-decoding (Dao et al. 2023) with the split taken from the lengths. Rows give their KV entries by address,
+so that a launch reads from any number of length buckets and a CUDA graph stays valid while they move.
 
 Products are of the numbers that the cache holds, sums are in float32. TRITON_INTERPRET=1 runs the same kernels on the
 processor, over tensors there.
@@ -32,7 +32,7 @@ try:
 except ImportError:  # a machine without a GPU need not have it
     triton = tl = None
 
-#: Types of keys and values that are read here.
+#: Types of KV entries that the kernels read.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Tokens of a chunk are a multiple of this; a shorter one is not worth a program and its partial sum.
@@ -52,7 +52,7 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether keys and values of this kind are read here: on GPUs from Ampere on (the interpreter is for tests)."""
+    """Whether the kernels read KV entries of this kind: on GPUs from Ampere on (the interpreter is for tests)."""
     if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
         return False
     newer = torch.cuda.get_device_capability(device)[0] >= 8
@@ -75,7 +75,7 @@ def _write(
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (w, k) copies keys and values of some tokens, for one key head, to the slots of their rows."""
+    """Program (w, k) copies KV entries of some tokens, for one key head, to the slots of their rows."""
     numbers_W, head = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(1)
     there_W = numbers_W < count
     tokens_W = tl.load(writes_W3 + 3 * numbers_W, mask=there_W, other=0)
@@ -237,7 +237,7 @@ def _combine(
 
 
 def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int) -> None:
-    """Copy keys and values of packed tokens into the slots of their rows.
+    """Copy KV entries of packed tokens into the slots of their rows.
 
     Args:
         key_TKD: of the type that the slots hold.
@@ -245,7 +245,7 @@ def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: 
         slots_R4: int64, of each row: the addresses of its keys and of its values in layer 0, multiples of 16; how many
             numbers lie between a layer and the next, and between a head and the next.
         writes_W3: int64 (packed token, row, place in the slot); no place twice.
-        layer: whose keys and values they are.
+        layer: the layer of these entries.
     """
     key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
     _, heads, width = key_TKD.shape

@@ -29,7 +29,7 @@ PACKED_ATTENTION = "stretto_packed"
 #: Older versions of torch want as many key/value heads as query heads.
 _SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
-#: Attention over buckets of these lengths, with so many rows, is quicker as two products.
+#: Attention over buckets of these lengths, with these numbers of rows, is quicker as two matmuls.
 LENGTHS_BY_PRODUCTS = range(16, 65)
 FEWEST_BY_PRODUCTS = 4
 

@@ -23,7 +23,7 @@ from stretto.sandbox.probe import Report, probe
 from stretto.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto.sandbox.walls import Walls
 
-_TRIES = 2  # a sandbox that fails is started again once before the answer is undecided
+_TRIES = 2  # a sandbox that fails is started again once before the completion is undecided
 
 
 class Judgement(NamedTuple):

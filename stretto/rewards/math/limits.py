@@ -1,8 +1,8 @@
-"""What is refused before anything is computed.
+"""Limits: texts that are refused before anything is computed.
 
-``9^{9^{9^{9}}}`` takes fourteen characters to write and for ever to evaluate. A worker that hangs on it is killed
-after the hard limit, and the completion is undecided; but a second for each of a thousand of them is too much. So the
-text is measured first, and every evaluation stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
+``9^{9^{9^{9}}}`` has fourteen characters and would never be evaluated. The pool kills a worker that hangs on it and
+leaves the completion undecided; but that takes a second each, and there may be a thousand. So the text is measured
+first, and every evaluation stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from stretto.rewards.functions import Undecided
 
 LONGEST_COMPLETION: Final = 1 << 20  # characters of a whole completion
-LONGEST_TAIL: Final = 20_000  # characters at its end that are searched for the final answer
+LONGEST_TAIL: Final = 20_000  # characters at its end in which the final answer is searched
 LONGEST_PIECE: Final = 2_000  # characters of a final answer
 DEEPEST: Final = 40  # brackets within brackets
 LONGEST_NUMBER: Final = 1_000  # digits in a row
@@ -21,7 +21,7 @@ LONGEST_WORD: Final = 60  # letters in a row
 MOST_OPERATIONS: Final = 200  # signs and commands
 LARGEST_EXPONENT: Final = 1 << 34  # bits of a number's magnitude while it is approximated
 LARGEST_INTEGER: Final = 1 << 17  # bits of a number that is computed exactly
-_LARGEST_POWER: Final = 64  # an exponent that the symbolic fallback may expand
+_LARGEST_POWER: Final = 64  # largest exponent that the symbolic fallback may expand
 
 _DIGITS = re.compile(rf"[0-9]{{{LONGEST_NUMBER + 1}}}")
 _LETTERS = re.compile(rf"[a-zA-Z]{{{LONGEST_WORD + 1}}}")
@@ -37,10 +37,10 @@ _POWER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)")
 
 
 def check_piece(text: str) -> None:
-    """Is a final answer small enough to be read?
+    """Check that a final answer is small enough to be read.
 
     Raises:
-        Undecided: it is not; the reason says what is too much.
+        Undecided: it is not; the reason names the limit.
     """
     if len(text) > LONGEST_PIECE:
         raise Undecided(f"a final answer of {len(text):,} characters; at most {LONGEST_PIECE:,} are read")
@@ -59,10 +59,10 @@ def check_piece(text: str) -> None:
 
 
 def check_symbolic(text: str) -> None:
-    """May the symbolic fallback, which expands and simplifies, see this text?
+    """Check that the symbolic fallback, which expands and simplifies, may have this text.
 
     Raises:
-        Undecided: it may not: something in it can grow without bound.
+        Undecided: an expression in it can grow without bound.
     """
     if _UNBOUNDED.search(text) or any(int(power) > _LARGEST_POWER for power in _POWER.findall(text)):
         raise Undecided("an expression that may grow without bound")

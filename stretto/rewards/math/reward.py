@@ -1,10 +1,10 @@
-"""Right or wrong for answers of mathematics.
+"""The verdict on a completion in mathematics.
 
-    completion ─► final answer ─► structure ─► compared with the gold answer's ─► right · wrong
-                   extract          parse        compare                             │ cannot tell
+    completion ─► final answer ─► structure ─► compared with the gold structure ─► right · wrong
+                   extract          parse        compare                             │ unknown
                                                                        math-verify ◄─┘
 
-docs/rewards.md says what counts as right, and why.
+docs/rewards.md defines what is right, with reasons.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from stretto.rewards.math.parse.structure import (
 
 
 def math(prompt: str, completion: str, answer: str) -> bool:
-    """Is the final answer of `completion` the gold `answer`?
+    """Whether the final answer of `completion` is the gold `answer`.
 
     Raises:
-        Undecided: the gold answer has no final answer in it, or an answer is beyond the limits, or cannot be read.
+        Undecided: the gold answer is empty, or one of the two is beyond the limits or cannot be read.
     """
     if len(completion) > LONGEST_COMPLETION:
         raise Undecided(f"a completion of {len(completion):,} characters; at most {LONGEST_COMPLETION:,} are read")
@@ -52,10 +52,10 @@ def math(prompt: str, completion: str, answer: str) -> bool:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Can `answer` be a gold answer?
+    """Check that `answer` can be a gold answer.
 
     Raises:
-        Undecided: it cannot; the reason says why.
+        Undecided: it cannot, with the reason.
     """
     piece = gold_piece(answer)
     try:
@@ -76,7 +76,7 @@ def gold_piece(answer: str) -> FinalAnswer:
         Undecided: there is none.
     """
     found = final_answer(without_frame(answer.replace("’", "'")))
-    if found is None or not found.text.strip():  # a completion without a stance has no answer, a gold answer is one
+    if found is None or not found.text.strip():  # a gold text without a marked answer is the answer itself
         found = FinalAnswer(answer.strip(), certain=False)
     check_piece(found.text)
     if not compact(spelled(found.text)):
@@ -85,7 +85,7 @@ def gold_piece(answer: str) -> FinalAnswer:
 
 
 def judged(gold: FinalAnswer, given: FinalAnswer) -> bool:
-    """Compare two final answers, first strictly, then as math-verify does."""
+    """Compare two final answers: strictly first, and by math-verify where that is unknown."""
     check_piece(given.text)
     if is_open(gold.text) != is_open(given.text):
         return False
@@ -103,11 +103,11 @@ def judged(gold: FinalAnswer, given: FinalAnswer) -> bool:
 
 
 def _understand(given: Node) -> None:
-    """Read every scalar of a structure, and find its value.
+    """Check that every scalar of a structure can be read and evaluated.
 
     Raises:
-        Unreadable: there is one that cannot be read.
-        Undecided: there is one whose value is beyond the limits.
+        Unreadable: one cannot be read.
+        Undecided: the value of one is beyond the limits.
     """
     match given:
         case Scalar(latex=latex):
@@ -135,5 +135,5 @@ def _structure(piece: FinalAnswer) -> Node | None:
 
 
 def _shown(piece: FinalAnswer) -> str:
-    """As math-verify expects a formula."""
+    """The text in the form that math-verify expects."""
     return f"${spelled(piece.text)}$" if piece.certain else piece.text

@@ -60,7 +60,7 @@ class RewardPool:
         hung: float = 10.0,
         rows: Mapping[tuple[str, str], str] | None = None,
     ) -> None:
-        """`on_change` reports a worker that comes back with other `facts`, or that gave no heartbeat for `hung` seconds
+        """`on_change` reports a worker that comes back with other `facts`, or that sent no heartbeat for `hung` seconds
         and is replaced. `rows` has the further fields of each question (JSON), by prompt and gold answer."""
         self._hung = hung
         self._rows = rows or {}
@@ -192,7 +192,7 @@ class RewardPool:
                     slot.condemned = slot.seen
                     slot.process.kill()
                 elif not slot.is_judging and still >= self._hung:
-                    silent = "did not reply" if slot.ready and slot.outstanding else "gave no sign of life"
+                    silent = "did not reply" if slot.ready and slot.outstanding else "sent no heartbeat"
                     slot.process.give_up(how := f"{silent} for {still:.0f} s")
                     self._on_change(f"{slot.name} {how}: a new one is started")
             self._cut_log()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -35,6 +36,8 @@ from stretto.rewards.service.wire import (
 from stretto.sandbox.cgroups import remove_groups_of
 
 _REAP_SECONDS = 5.0
+_MARK = "STRETTO_REWARD_WORKER"  # in the environment of a worker and, if they keep it, of all that it starts
+_SWEEPS = 5  # a process may start another one between two looks
 
 
 class WorkerProcess:
@@ -55,6 +58,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._progress: JudgingCounter | None = None
         self._why = ""  # of `give_up`
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
 
     async def start(self, config: RewardsConfig, log: Path | None) -> None:
         ours, theirs = socket.socketpair()
@@ -70,7 +74,7 @@ class WorkerProcess:
                 memory=int(config.memory_gib * (1 << 30)),
                 path=config.path,
             )
-            self._process = _spawn(settings, log)
+            self._process = _spawn(settings, log, self._mark)
         except OSError:
             ours.close()
             raise
@@ -137,6 +141,8 @@ class WorkerProcess:
         self._wire.close()
         self._ready.cancel()
         code = await self._exit_code()
+        if self._process is not None:
+            await asyncio.to_thread(_kill_orphans, self._mark)
         if self._process is not None and self.facts:  # it had a sandbox
             await asyncio.to_thread(remove_groups_of, self._process.pid)
         if self._progress is not None:
@@ -189,7 +195,26 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _spawn(settings: WorkerSettings, log: Path | None) -> subprocess.Popen[bytes]:
+def _kill_orphans(mark: str) -> None:
+    """SIGKILL to what a worker has started and is no descendant of it, since its parent or the worker has exited."""
+    for _ in range(_SWEEPS):
+        found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark)]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _has(pid: int, mark: str) -> bool:
+    """Whether a living process was started with this in its environment."""
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:
     """Its own session, so that Ctrl-C in the terminal reaches the conductor alone; prints go to the log."""
     arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
     output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
@@ -200,7 +225,7 @@ def _spawn(settings: WorkerSettings, log: Path | None) -> subprocess.Popen[bytes
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=(settings.socket, settings.progress),
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", _MARK: mark.removeprefix(f"{_MARK}=")},
             start_new_session=True,
         )
     finally:

@@ -17,7 +17,10 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     Lengths are of the batch's whole completions, staleness is over trained tokens, the accuracy is over all completions
     judged since the step before; tokens and times of the whole run are cumulative. A value that is not finite is null.
 
-    Example: ``StepMetrics(step=12, version=13, wall_seconds=31.2, rl_seconds=20.4, accuracy=0.71, reward=0.71, ...)``
+    Example::
+
+        step = stretto.open_run("runs/first").metrics[-1]
+        print(step.step, step.accuracy, step.staleness_max, step.trainer["loss"])
     """
 
     step: int
@@ -41,7 +44,13 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
-    """Held-out accuracy of one version: prompts that are never trained on, sampled with a fixed seed."""
+    """Held-out accuracy of one version: prompts that are never trained on, sampled with a fixed seed.
+
+    Example::
+
+        line = stretto.open_run("runs/first").evaluations[-1]
+        print(line.version, line.accuracy, line.prompts)
+    """
 
     step: int
     version: int

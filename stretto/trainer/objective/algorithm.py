@@ -143,7 +143,7 @@ class KPop(_Section):
 
 
 class SequenceMask(_Section):
-    """Answers whose geometric mean weight is outside the bounds get weight 0."""
+    """Completions whose geometric mean weight is outside the bounds get weight 0."""
 
     kind: Literal["sequence_mask"] = "sequence_mask"
     low: float = Field(0.99, ge=0, lt=1, description="smallest geometric mean of anchor / behavior")
@@ -157,7 +157,7 @@ class ReferenceConfig(_Section):
     """A penalty for leaving a reference policy, whose weights are in the trainer's memory as well."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy || reference)")
-    weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="what the divergence weighs")
+    weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="weight of the divergence")
     into: Literal["loss", "reward"] = Field(
         "loss", description="loss: a term of its own; reward: each token's reward is lowered, before the advantages"
     )
@@ -168,17 +168,19 @@ class AlgorithmConfig(_Section):
     """The objective and the advantages."""
 
     loss: LossConfig = Field(DecoupledPPO(), description="the surrogate that is maximised, and its trust region")
-    correction: CorrectionConfig = Field(Mask(), description="what a token weighs that another policy sampled")
+    correction: CorrectionConfig = Field(Mask(), description="weights of tokens that another policy sampled")
     aggregation: Aggregation = Field(
         "token_mean",
         description="token_mean: over all tokens; sequence_mean: over completions, of their means; "
         "fixed_length: over completions, of their sums over sampling.max_tokens",
     )
-    advantages: Estimator = Field(GroupNormalised(), description="what a completion is worth")
-    shaping: Shaping = Field(Shaping(), description="rewards before they become advantages")
-    reference: ReferenceConfig | None = Field(None, description="a policy to stay close to; none is loaded without it")
+    advantages: Estimator = Field(GroupNormalised(), description="estimator of the advantages")
+    shaping: Shaping = Field(Shaping(), description="changes of the rewards before the advantages")
+    reference: ReferenceConfig | None = Field(
+        None, description="the reference policy of the KL term; left out: none is loaded"
+    )
     entropy: bool = Field(False, description="measure the policy's entropy (costs time, changes nothing)")
-    entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False, description="what the mean entropy adds to J")
+    entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight of the mean entropy in J")
 
     def divergence(self, into: Literal["loss", "reward"]) -> Divergence | None:
         """The estimator of the divergence from the reference policy, if that is where it belongs."""

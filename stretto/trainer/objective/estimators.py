@@ -81,7 +81,7 @@ class GAE(_Estimator):
     lam: Fraction = Field(1.0, description="lambda")
     normalised: bool = Field(False, description="subtract the mean over all loss tokens, divide by their deviation")
     eps: Eps = 1e-6
-    critic: CriticConfig | None = Field(None, description="a critic of its own, learnt beside the policy")
+    critic: CriticConfig | None = Field(None, description="a critic, trained beside the policy")
 
 
 class RawReward(_Estimator):

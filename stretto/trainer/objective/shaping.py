@@ -16,8 +16,8 @@ class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
     scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="multiplies the reward")
     bias: float = Field(0.0, allow_inf_nan=False, description="added to the reward before it is scaled")
     clip: float = Field(math.inf, gt=0, description="largest shaped reward, in either direction")
-    overlong_buffer: int = Field(0, ge=0, description="last tokens of sampling.max_tokens that cost something; 0: none")
-    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="what the longest completion loses")
+    overlong_buffer: int = Field(0, ge=0, description="last tokens of sampling.max_tokens with a penalty; 0: none")
+    overlong_penalty: float = Field(1.0, ge=0, allow_inf_nan=False, description="penalty of the longest completion")
 
 
 def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:

@@ -15,7 +15,7 @@ from stretto.worlds.data.task import Question, Questions
 
 
 class JsonlTask(BaseModel, extra="forbid", frozen=True):
-    """Questions and answers from a file."""
+    """Questions and gold answers from a file."""
 
     kind: Literal["jsonl"]
     file: str = Field(description="JSONL file, relative to the recipe's folder")

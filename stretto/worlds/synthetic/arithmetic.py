@@ -22,8 +22,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from stretto.core.records import derive_seed
 from stretto.worlds.data.task import Question, Questions
-
-_HELD_OUT_PART = 5  # one of this number of possible questions is held out
+from stretto.worlds.synthetic.drawing import draw_held_out, draw_training
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
 
     def questions(self, seed: int) -> Questions:
         """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
-        training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
-        held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
+        training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
+        held_out = draw_held_out(self.draw, self.held_out, "task.operands_max")
         return Questions(
             [self._question(str(row), chain) for row, chain in enumerate(training)],
             [self._question(f"h{row}", chain) for row, chain in enumerate(held_out)],
@@ -86,21 +85,9 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
 
     def _shown(self, seed: int) -> list[Question]:
         longer = self.model_copy(update={"decay": self.demonstration_decay})
-        shown = longer._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        shown = draw_training(longer.draw, self.demonstrations, derive_seed(seed, "demonstrations"))
         chance = random.Random(derive_seed(seed, "mistakes"))
         return [self._question(f"d{row}", chain, self.demonstration(chain, chance)) for row, chain in enumerate(shown)]
-
-    def _drawn(self, count: int, seed: int, *, held_out: bool) -> list[Chain]:
-        chance = random.Random(seed)
-        drawn: dict[str, Chain] = {}
-        chains: list[Chain] = []
-        while len(chains) < count:
-            chain = self.draw(chance)
-            if is_held_out(chain) != held_out or (held_out and chain.text in drawn):
-                continue
-            drawn[chain.text] = chain
-            chains.append(chain)
-        return chains
 
     def draw(self, chance: random.Random) -> Chain:
         """One chain; each running value stays between 0 and 9."""
@@ -142,11 +129,6 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
     @staticmethod
     def _question(name: str, chain: Chain, demonstration: str | None = None) -> Question:
         return Question(id=name, text=f"{chain.text}=", answer=str(chain.value), demonstration=demonstration)
-
-
-def is_held_out(chain: Chain) -> bool:
-    """One in five of all possible chains belongs to evaluation, decided by the chain alone."""
-    return derive_seed(chain.text) % _HELD_OUT_PART == 0
 
 
 def _stays_a_digit(value: int, signs: str, operands: Sequence[int]) -> bool:

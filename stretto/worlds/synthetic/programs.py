@@ -20,8 +20,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from stretto.core.records import derive_seed
 from stretto.worlds.data.task import Question, Questions
+from stretto.worlds.synthetic.drawing import draw_held_out, draw_training
 
-_HELD_OUT_PART = 5  # one of this number of possible questions is held out
 _HEAD = "def f(a,b,c):"
 _LARGEST = 9  # of the numbers that a, b and c are tried with
 _WORDS = {"plus": "{}+{}", "minus": "{}-{}", "times": "{}*{}", "max": "max({},{})", "min": "min({},{})"}
@@ -97,8 +97,8 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
 
     def questions(self, seed: int) -> Questions:
         """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
-        training = self._drawn(self.prompts, derive_seed(seed, "training"), held_out=False)
-        held_out = self._drawn(self.held_out, derive_seed("held out"), held_out=True)
+        training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
+        held_out = draw_held_out(self.draw, self.held_out, "task.steps_max")
         return Questions(
             [self._question(str(row), description) for row, description in enumerate(training)],
             [self._question(f"h{row}", description) for row, description in enumerate(held_out)],
@@ -106,7 +106,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         )
 
     def _shown(self, seed: int) -> list[Question]:
-        to_show = self._drawn(self.demonstrations, derive_seed(seed, "demonstrations"), held_out=False)
+        to_show = draw_training(self.draw, self.demonstrations, derive_seed(seed, "demonstrations"))
         chance = random.Random(derive_seed(seed, "mistakes"))
         return [
             Question(id=f"d{row}", text=shown.text, answer="", demonstration=self.demonstration(shown, chance))
@@ -134,18 +134,6 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
             return replace(step, word=chance.choice([word for word in _WORDS if word != step.word]))
         return replace(step, operand=chance.choice([operand for operand in _OPERANDS if operand != step.operand]))
 
-    def _drawn(self, count: int, seed: int, *, held_out: bool) -> list[Description]:
-        chance = random.Random(seed)
-        known: set[str] = set()
-        drawn: list[Description] = []
-        while len(drawn) < count:
-            description = self.draw(chance)
-            if is_held_out(description) != held_out or (held_out and description.text in known):
-                continue
-            known.add(description.text)
-            drawn.append(description)
-        return drawn
-
     def _question(self, name: str, description: Description) -> Question:
         chance = random.Random(derive_seed("tests", description.text))
         calls = []
@@ -154,8 +142,3 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
             calls.append({"call": "f", "args": arguments, "expected": description.value(*arguments)})
         tests = {"tests": calls, "preamble": _HEAD, "entry_point": "f"}
         return Question(id=name, text=description.text, answer=json.dumps(tests))
-
-
-def is_held_out(description: Description) -> bool:
-    """One in five of all possible descriptions belongs to evaluation, decided by the description alone."""
-    return derive_seed(description.text) % _HELD_OUT_PART == 0

@@ -1,8 +1,8 @@
-r"""Is an answer the gold answer? True, False, or None where this file cannot tell and math-verify is asked.
+r"""The comparison of two structures: True, False, or None where it is unknown and math-verify decides.
 
-The gold answer says what is asked for: where it gives a value, ``x = 5`` is read as 5, and ``2x = 5`` as nothing; where
-it gives the equation of a line, 5 is no answer; where it gives an inequality, the interval says the same, and not the
-other way round (a model that writes the question back, as ``x > 5`` or ``2x = 5``, would be right too often).
+The form of the gold answer decides what is accepted. For a gold value, ``x = 5`` is 5, and ``2x = 5`` is wrong. For the
+equation of a line, 5 is wrong. For a gold inequality the interval is accepted; for a gold interval the inequality is
+not, since a model that repeats the question, such as ``x > 5`` or ``2x = 5``, would be right too often.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from stretto.rewards.math.parse.structure import (
 
 
 def same(gold: Node, answer: Node) -> Opinion:
-    """Does `answer` say what `gold` says?
+    """Whether `answer` is `gold`.
 
     Raises:
-        Undecided: its numbers are too large.
+        Undecided: the numbers are too large.
     """
     if isinstance(answer, Relation) and all(map(is_number, answer.sides)) and not says_its_last_side(answer, same):
         return False
@@ -42,11 +42,11 @@ def same(gold: Node, answer: Node) -> Opinion:
         if given is not None:
             return _same_values(named, given)
         if isinstance(answer, Relation) and name(answer.sides[0]) in named:
-            return False  # x = 1, 2 gives one name what x = 1, y = 2 gives to two
+            return False  # x = 1, 2 has one name; x = 1, y = 2 has two
         gold = Listing("(", ")", tuple(named.values()))
     elif given is not None:
         if isinstance(gold, Relation) or list(given) != sorted(given):
-            return False  # a range, an equation; or nothing says in which order they are asked for
+            return False  # a range, an equation; or the order of the names is unknown
         opening, closing = ("", "") if isinstance(answer, Listing) else ("(", ")")
         answer = Listing(opening, closing, tuple(given.values()))
     if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
@@ -55,12 +55,12 @@ def same(gold: Node, answer: Node) -> Opinion:
 
 
 def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinion:
-    """Values with names, whatever their order."""
+    """Named values, in any order."""
     return gold.keys() == answer.keys() and _in_order([*gold.values()], [answer[called] for called in gold])
 
 
 def _same_form(gold: Node, answer: Node) -> Opinion:
-    """Each form against each other one."""
+    """The comparison for each pair of forms."""
     match gold, answer:
         case Letter(), Letter():
             return gold.letter == answer.letter
@@ -96,7 +96,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
         case (Scalar(), Listing(items=(only,))):
             return same(gold, only)
         case (Scalar(), Listing(opening="", items=items)) if items:
-            return all(same(gold, item) for item in items)  # "1/2 or 0.5" is one answer, told twice
+            return all(same(gold, item) for item in items)  # "1/2 or 0.5" gives one value twice
         case (Dots(), Dots()):
             return True
         case (Matrix(), _) | (_, Matrix()) | (Union(), _) | (_, Union()):
@@ -105,19 +105,19 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
 
 
 def _same_as_named(gold: Node, answer: Relation) -> Opinion:
-    """Is `gold` what the answer gives a name to?"""
+    """Whether `gold` is the value that the answer names."""
     first, last = answer.sides[0], answer.sides[-1]
     if not says_its_last_side(answer, same):
         return False
     if isinstance(first, Listing) and (titles := [str(name(item)) for item in first.items]) != sorted(titles):
-        return False  # points, and nothing says in which order their coordinates are asked for
+        return False  # points whose coordinates have no known order
     if answer.signs[-1] == r"\in" and isinstance(gold, Listing) and not gold.ordered:
         return not (isinstance(last, Listing) and last.ordered) and same(gold, last)  # an interval is no list
     return same(gold, last)
 
 
 def _same_words(gold: Node, answer: Node) -> Opinion:
-    """The same letters. Of a formula only a product of letters is a text: ``ab - c`` is none."""
+    """Whether two texts have the same letters. Of formulas, products of letters are texts; ``ab - c`` is not."""
     if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
         return False
     first, second = letters(gold), letters(answer)
@@ -144,7 +144,7 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
     if len(gold.items) != len(answer.items):
         return False
     if answer.opening == "{" and gold.ordered:
-        return False  # a set has no order: {1, 2} is no pair, and no interval
+        return False  # a set has no order: {1, 2} is neither a pair nor an interval
     if gold.opening == "{" and answer.ordered:
         return False
     if gold.ordered and has_one_name(answer):
@@ -158,7 +158,7 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
 
 
 def _differ_in_ends(one: Listing, other: Listing) -> bool:
-    """Two items in brackets may be an interval; only ``(a, b)`` is a pair as well, whose brackets may be left out."""
+    """Whether the brackets differ. Two items may be an interval; a pair ``(a, b)`` may lack its brackets."""
     ends = (one.opening, one.closing), (other.opening, other.closing)
     if len(one.items) > 2 and other.ordered:
         return ("(" in ends[1][0]) != (")" in ends[1][1])
@@ -176,7 +176,7 @@ def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
 
 
 def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
-    """Is there a partner for each? Sameness is transitive but for rounding, so the first that fits will do."""
+    """Whether each item has a partner. Equality is transitive but for rounding, so the first match is taken."""
     left = list(answer)
     if len(gold) != len(left):
         return None
@@ -200,7 +200,7 @@ def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
 
 
 def _same_vector(matrix: Matrix, listing: Listing) -> Opinion:
-    """One column, or one row, against a tuple."""
+    """A matrix of one column or one row against a tuple."""
     if len(matrix.rows) > 1 and any(len(row) > 1 for row in matrix.rows):
         return None
     cells = [cell for row in matrix.rows for cell in row]
@@ -240,7 +240,7 @@ def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
 
 
 def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
-    """A ratio as a number; what may be a time of day only as it stands there."""
+    """A ratio as a number; a ratio that may be a time of day only as it is written."""
     above, below = ratio.parts
     quotient = _quotient(above, below)
     if quotient is None or not _may_be_time(ratio):

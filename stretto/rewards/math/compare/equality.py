@@ -1,9 +1,9 @@
-"""Are two expressions the same function? Decided by their values, at points that no answer could be fitted to.
+"""Equality of expressions, by their values at sampled points.
 
-Two numbers are equal when they agree to fifty digits *of their own size*, so that tiny ones are not all zero. Two
-expressions in variables are equal when they agree at every sampled point where both are real; points of both signs,
-between and at integers, so that ``|x|`` is not ``x`` and ``sqrt(x^2)`` is not ``x``, while ``sqrt(1/n)`` is
-``1/sqrt(n)``. The points are fixed: the same answer has the same verdict.
+Two numbers are equal when they agree to fifty digits *relative to their size*, so that tiny numbers are not all zero.
+Two expressions in variables are equal when they agree at every sampled point where both are real. The points have both
+signs and lie on and between integers, so that ``|x|`` is not ``x`` and ``sqrt(x^2)`` is not ``x``, while ``sqrt(1/n)``
+is ``1/sqrt(n)``. They are the same in every call, so a verdict repeats; no answer could be fitted to them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from stretto.rewards.math.compare.values import Infinite, Point, Unsupported, Va
 _DIGITS = 60
 _AGREE = mpmath.mpf(10) ** -50
 _NEEDED = 3  # points at which both expressions must have had a real value
-_STEPS = 1 << 13  # a power of two: negative numbers to a power that is no integer stay without a real value
+_STEPS = 1 << 13  # a power of two: a negative base has no real value at such an exponent
 _SPANS = ((1, 3), (-3, -1), (0, 1), (-1, 0), (5, 9))
 _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
 
 def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] | None = None) -> bool | None:
-    """Equal everywhere (True), different somewhere (False), or not decidable by values (None).
+    """True: equal at every point; False: different at one; None: the values do not decide.
 
-    `renamed` says which symbols of `other` are called what in `one`.
+    `renamed` maps symbols of `other` to symbols of `one`.
 
     Raises:
         Undecided: the numbers are too large.
@@ -48,7 +48,7 @@ def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] 
 
 
 def named(expression: sympy.Basic) -> sympy.Basic:
-    """With ``f(x)`` as a symbol of that name: nothing is known of f but that it is f."""
+    """The expression with a symbol in place of each ``f(x)``, since f is unknown."""
     calls = expression.atoms(AppliedUndef) if hasattr(expression, "atoms") else ()
     return expression.xreplace({call: sympy.Symbol(str(call)) for call in calls}) if calls else expression
 
@@ -65,7 +65,7 @@ def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
             return True
         if difference > mpmath.mpf(10) ** -40:
             return False
-    with mpmath.workdps(2 * _DIGITS):  # rounding shrinks with the precision, a true difference does not
+    with mpmath.workdps(2 * _DIGITS):  # rounding errors shrink with the precision, true differences do not
         sharper, _ = _difference(value(one, Point()), value(other, Point()))
     return bool(sharper <= difference * mpmath.mpf(10) ** -20)
 
@@ -84,7 +84,7 @@ def _difference(first: Value, second: Value) -> tuple[Any, Any]:
 
 
 def within(expression: sympy.Basic, centre: Fraction, distance: Fraction) -> bool:
-    """Is the real value of an expression without symbols at most `distance` away from `centre`?"""
+    """Whether the value of an expression without symbols is at most `distance` from `centre`."""
     with mpmath.workdps(_DIGITS):
         try:
             found = value(expression, Point())
@@ -108,7 +108,7 @@ def _same_function(one: sympy.Basic, other: sympy.Basic, symbols: list[str]) -> 
 
 
 def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
-    """The value at a point: found among the real numbers, unless the expression speaks of the imaginary unit."""
+    """The value at a point, over the reals unless the expression contains the imaginary unit."""
     speaks_of_i = any(str(symbol) == "i" for symbol in expression.free_symbols) or expression.has(sympy.I)
     try:
         return value(expression, Point(point, real=not speaks_of_i))
@@ -117,7 +117,7 @@ def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
 
 
 def points(symbols: list[str]) -> Iterator[dict[str, Fraction]]:
-    """Points off and on the integers; the same ones for the same symbols."""
+    """The sampled points, between and on integers; the same for the same symbols."""
     chance = Random(",".join(symbols))
     for low, high in _SPANS:
         for _ in range(2):
@@ -128,9 +128,9 @@ def points(symbols: list[str]) -> Iterator[dict[str, Fraction]]:
 
 
 def proportional(one: sympy.Basic, other: sympy.Basic) -> int | None:
-    """The sign of c if one = c · other with a constant c ≠ 0, else 0; None where values cannot tell.
+    """The sign of c if one = c · other with a constant c ≠ 0, else 0; None where the values do not decide.
 
-    What two equations ``one = 0`` and ``other = 0`` must be to say the same.
+    The equations ``one = 0`` and ``other = 0`` are the same when there is such a c.
     """
     one, other = named(one), named(other)
     symbols = sorted({str(symbol) for side in (one, other) for symbol in side.free_symbols} - {"i"})

@@ -1,7 +1,7 @@
-r"""What an equation names, and whether it says a value: ``x = 5`` says 5, ``2x = 5`` does not.
+r"""The names and values in equations: ``x = 5`` has the value 5, ``2x = 5`` has none.
 
-A completion may give its value a name, or say of what it is the value: ``x``, ``f(2)``, ``AB``, ``6 \cdot 7``. Any
-other left side is that of an equation to be solved, perhaps that of the question; its right side is no final answer.
+A completion may name its value, or show what it computed: ``x``, ``f(2)``, ``AB``, ``6 \cdot 7``. Any other left side
+belongs to an equation that is still to be solved, such as the question's; its right side is no final answer.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OPERATORS = (
 
 
 def is_naming(relation: Relation) -> bool:
-    """Does it say what something is equal to, or in which set it is?"""
+    """Whether the relation is an equality, a congruence or a membership."""
     return all(sign in _NAMING for sign in relation.signs)
 
 
 def is_number(side: Node) -> bool:
-    """Is it an expression without any variable?"""
+    """Whether the side is an expression without variables."""
     if not isinstance(side, Scalar):
         return False
     try:
@@ -54,7 +54,7 @@ def is_number(side: Node) -> bool:
 
 
 def name(side: Node) -> str | None:
-    """What only gives a name to the other side: x, f(x), AB/CD, (p, q), a text."""
+    """The name that a side gives to the other one, such as x, f(x), AB/CD, (p, q), a text; None if it is no name."""
     match side:
         case Words(text=text):
             return text.replace(" ", "")
@@ -82,7 +82,7 @@ def _is_name(found: sympy.Basic) -> bool:
 
 
 def says_its_last_side(given: Relation, same: Same) -> bool:
-    """Does it name its last side (``x = 5``), or compute it (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 = 25``)?"""
+    """Whether the last side is named (``x = 5``) or computed (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 = 25``)."""
     first, *between, last = given.sides
     if _is_asked(first) or computes(first, last, same, given.signs[0]):
         return True
@@ -90,7 +90,7 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
 
 
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
-    """May a side without variables have that value? ``2 + 2 = 5`` may not."""
+    """Whether a side without variables can have that value; in ``2 + 2 = 5`` it cannot."""
     if not _is_constant(side):
         return False
     if sign == r"\equiv":
@@ -106,7 +106,7 @@ def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
 
 
 def _is_constant(side: Node) -> bool:
-    """Without variables, but for the imaginary unit."""
+    """Whether a side has no variable; the imaginary unit is none."""
     match side:
         case Scalar(latex=latex):
             try:
@@ -119,7 +119,7 @@ def _is_constant(side: Node) -> bool:
 
 
 def _is_asked(side: Node) -> bool:
-    """May a question ask for that?"""
+    """Whether a question may ask for this."""
     match side:
         case Words(text=text):
             return _is_title(text)
@@ -138,12 +138,12 @@ def _is_asked(side: Node) -> bool:
 
 
 def _is_title(text: str) -> bool:
-    """Words, or notation that cannot be parsed, ``A \\cap B``; an expression that cannot be parsed is neither."""
+    """Whether a text is words or notation (``A \\cap B``), and not an expression that failed to parse."""
     return _LONG_WORD.search(text) is not None or _COMPUTED.search(re.sub(r"\\[a-zA-Z]+", r"\\", text)) is None
 
 
 def _is_quantity(found: sympy.Basic) -> bool:
-    """A name, a product of names, or a quotient: ``AB``, ``xyz``, ``AB/BC``; no ``1/x``, which has nothing above."""
+    """Whether this is a name, a product or a quotient of names: ``AB``, ``xyz``, ``AB/BC``, but not ``1/x``."""
     if isinstance(found, _OPERATORS):
         return True
     above = isinstance(found, sympy.Mul) and any(not isinstance(part, sympy.Pow) for part in found.args)
@@ -174,6 +174,6 @@ def as_named(given: Node) -> dict[str, Node] | None:
 
 
 def has_one_name(listing: Listing) -> bool:
-    """``x = 1, x = 2``: one name, and several values that it may have."""
+    """Whether all items name the same thing: ``x = 1, x = 2``."""
     found = {name(item.sides[0]) if isinstance(item, Relation) and is_naming(item) else None for item in listing.items}
     return len(listing.items) > len(found) == 1 and None not in found

@@ -1,8 +1,8 @@
-"""math-verify's own opinion, for what the strict reader does not know.
+"""math-verify's opinion, for forms that the strict reader does not know.
 
-It reads far more forms, and is easier to mislead: it drops what it cannot read, rounds to six decimals however small
-the numbers are, and goes back to an earlier formula when the last one makes no sense. So it is asked last, about the
-final answer only, and what it grants is checked once more where values can be compared.
+math-verify reads far more forms and is easier to mislead: it drops text that it cannot read, rounds to six decimals
+even when the numbers are tiny, and takes an earlier formula when the last one makes no sense. So it comes last, sees
+the final answer only, and its acceptance is checked again where values can be compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.rewards.math.compare.equality import same_value
 from stretto.rewards.math.limits import check_symbolic
 from stretto.rewards.math.parse.structure import Unreadable
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off: ours is not
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limits are off; ours are on
 _LONGEST = 2_000
 _TRUNCATED = re.compile(
     r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$"
@@ -28,11 +28,11 @@ _TRUNCATED = re.compile(
 
 
 def accepts(gold: str, answer: str) -> bool:
-    """Does math-verify take `answer` for `gold`, and do their values not contradict it?
+    """Whether math-verify accepts `answer` for `gold`, and their values do not contradict it.
 
     Raises:
         Undecided: an expression may grow without bound.
-        Unreadable: it cannot read one of them.
+        Unreadable: math-verify cannot read one of them.
     """
     one, other = parsed(gold), parsed(answer)
     if not verify(one, other, timeout_seconds=None):
@@ -41,7 +41,7 @@ def accepts(gold: str, answer: str) -> bool:
 
 
 def same_parsed(one: object, other: object) -> bool:
-    """Two values that differ are not the same, whatever they round to."""
+    """Whether the values agree, before any rounding."""
     if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
         if one.has(sympy.Float) or other.has(sympy.Float):
             return True
@@ -51,7 +51,7 @@ def same_parsed(one: object, other: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> list[Any]:
-    """What math-verify finds in a text.
+    """The expressions that math-verify finds in a text.
 
     Raises:
         Undecided, Unreadable: as `accepts`.

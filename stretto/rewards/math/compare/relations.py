@@ -1,4 +1,4 @@
-"""Equations, inequalities, and the intervals that say the same."""
+"""Comparison of equations and inequalities, and intervals for inequalities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
 def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """Two relations; `same` compares what stands on their sides."""
+    """Whether two relations are the same; `same` compares their sides."""
     if is_naming(gold) and is_naming(answer):
         return _same_equation(gold, answer, same)
     one, other = _steps(gold), _steps(answer)
@@ -37,7 +37,7 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """``x = 5`` names 5: the same name needs the same value. Other equations are the same when one is a multiple."""
+    """With the same name (``x = 5``) the values decide; other equations are the same when one is a multiple."""
     one, other = name(gold.sides[0]), name(answer.sides[0])
     if one is not None and other is not None and (one == other or _is_called(one, other) or _is_called(other, one)):
         return same(gold.sides[-1], answer.sides[-1])
@@ -57,7 +57,7 @@ def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _same_definition(gold: Relation, answer: Relation) -> Opinion:
-    """``f(n) = n + 1`` defines what ``f(x) = x + 1`` does; None if these are no definitions of one function."""
+    """Whether both define the same function, as ``f(n) = n + 1`` and ``f(x) = x + 1`` do; None if they define none."""
     sides = [side for relation in (gold, answer) for side in (relation.sides[0], relation.sides[-1])]
     try:
         call, value, other_call, other_value = [
@@ -77,17 +77,17 @@ def _same_definition(gold: Relation, answer: Relation) -> Opinion:
         return None
     renamed = dict(zip(map(str, other_call.args), map(str, call.args), strict=True))
     if {str(symbol) for symbol in other_value.free_symbols} & (set(renamed.values()) - set(renamed)):
-        return False  # f(y) = 2x is a constant, and no other name for f(x) = 2x
+        return False  # f(y) = 2x is a constant, not f(x) = 2x with another name
     return same_value(value, other_value, renamed)
 
 
 def _is_called(function: str, letter: str) -> bool:
-    """``f`` for ``f(x)``."""
+    """Whether `letter` is the name of `function`: ``f`` for ``f(x)``."""
     return len(letter) == 1 and function.startswith(f"{letter}(")
 
 
 def _steps(relation: Relation) -> list[Step] | None:
-    """``a < b >= c`` as differences that are positive or not negative (or unequal to, or equal to, zero)."""
+    """The steps of ``a < b >= c`` as differences, each with its sign against zero."""
     steps: list[Step] = []
     for (left, right), sign in zip(pairwise(relation.sides), relation.signs, strict=True):
         low, high = (right, left) if sign in _FLIPPED else (left, right)
@@ -117,7 +117,7 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 
 
 def as_asked(gold: Relation) -> Node | None:
-    """What a gold relation may be answered with besides itself: the value that it names, or the range that it says."""
+    """What is accepted for a gold relation besides itself: the value that it names, or its range as an interval."""
     if is_naming(gold):
         return gold.sides[-1] if name(gold.sides[0]) is not None else None
     if gold.signs == (r"\neq",):
@@ -127,7 +127,7 @@ def as_asked(gold: Relation) -> Node | None:
 
 
 def as_interval(relation: Relation) -> Listing | None:
-    """``a < x <= b`` and ``x > a`` as the interval they say, where x is no number and the ends are."""
+    """``a < x <= b`` or ``x > a`` as an interval, if the ends are numbers and x is not."""
     sides, signs = relation.sides, relation.signs
     if all(sign in _FLIPPED for sign in signs):
         sides, signs = sides[::-1], tuple(_FLIPPED[sign] for sign in reversed(signs))

@@ -1,6 +1,7 @@
-"""When two scalars are the same.
+"""Comparison of scalars.
 
-A decimal is exact, unless it stands alone: then it may be the rounding of an exact value, if it has digits enough.
+A decimal is exact, unless it is the whole answer: then it may be the rounding of an exact value, if it has enough
+digits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from stretto.rewards.math.parse.structure import Scalar, Unreadable
 
 Opinion = bool | None
 
-_PLACES = 6  # digits behind the point that an approximation of an exact value needs, as for math-verify
+_PLACES = 6  # decimal places that an approximation of an exact value needs, as in math-verify
 _SIGNIFICANT = 5
 
 
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
-    """Two expressions. A unit that only one of them has says nothing; a word that scales only one of them ("percent",
-    "million") may be a unit that the question has named, or a factor."""
+    """Whether two scalars are the same. A unit that only one of them has is ignored. A word that scales only one of
+    them ("percent", "million") may be a factor, or a unit that the question names."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if "degree" in (gold.unit, answer.unit) and gold.unit != answer.unit:
@@ -41,7 +42,7 @@ def _factor(exact: Fraction) -> sympy.Rational:
 
 
 def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
-    """Is gold = factor · answer?"""
+    """Whether gold = factor · answer."""
     if gold == answer and factor == 1:
         return True
     first, second = number(gold), number(answer)
@@ -69,7 +70,7 @@ def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:
 
 
 def _approximates(short: Number, exact: Number) -> bool:
-    """Is a decimal the other number, rounded to the decimal's own last place?"""
+    """Whether `short` is `exact`, rounded to the last place of `short`."""
     if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
         return False
     return bool(abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1)
@@ -80,23 +81,23 @@ def _fine_enough(decimal: Number) -> bool:
 
 
 def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
-    """Is a decimal the value of an expression without decimals, rounded to the decimal's own last place?"""
+    """Whether a decimal is the value of an expression without decimals, rounded to the decimal's last place."""
     if decimal is None or not _fine_enough(decimal) or exact.free_symbols or exact.has(sympy.Float):
         return False
     return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
 
 
 def _same_letter(gold: str, answer: str) -> bool:
-    """Choices are chosen in either case."""
+    """Whether both are the same letter of a choice, in either case."""
     return len(gold) == 1 and gold.isalpha() and gold.lower() == answer.lower()
 
 
 def any_of(opinions: Iterable[Opinion]) -> Opinion:
-    """True if one is; unknown if one might be."""
+    """True if one opinion is true, else unknown if one is unknown."""
     found = list(opinions)
     return True if True in found else None if None in found else False
 
 
 def times(factor: sympy.Expr | int, found: sympy.Basic) -> sympy.Basic:
-    """A product that sympy does not compute: a power in it may be too large to be."""
+    """The product, left uncomputed: a power in it may be too large."""
     return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)

@@ -1,7 +1,7 @@
-"""The value of an expression, without ever computing a number that does not fit.
+"""Values of expressions, within the limits on magnitude.
 
-Rational arithmetic is exact up to `LARGEST_INTEGER` bits (``1/2004!`` is not ``1/2006!``, however small both are);
-everything else is approximated to as many digits as are asked for, with its magnitude watched.
+Rational arithmetic is exact up to `LARGEST_INTEGER` bits, so that the tiny ``1/2004!`` is not ``1/2006!``; other values
+are approximated to the working precision of mpmath, and their magnitude is checked.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _EXACT_FACTORIAL = 8_000
 
 @dataclass(frozen=True)
 class Point:
-    """The values of the symbols; `real` says that nothing on the way may be complex either."""
+    """Values for the symbols; with `real`, intermediate values must be real too."""
 
     values: Mapping[str, Fraction] = field(default_factory=dict)
     real: bool = False
 
 
 class Unsupported(Exception):
-    """Something whose value is not a finite number, or not known to this file: a sum, an integral, infinity."""
+    """The expression has no finite value, or none that is computed here: a sum, an integral, infinity."""
 
 
 class Infinite(Unsupported):
@@ -41,10 +41,10 @@ class Infinite(Unsupported):
 
 
 def value(expression: sympy.Basic, point: Point) -> Value:
-    """The value where the free symbols have the values of `point`, to the working precision of mpmath.
+    """The value of an expression at a point, to the working precision of mpmath.
 
     Raises:
-        Unsupported: there is no such value here.
+        Unsupported: it has no value there, or none that is computed here.
         Undecided: its magnitude is beyond the limits.
     """
     match expression:
@@ -90,7 +90,7 @@ def _power(base: Value, exponent: Value) -> Value:
         if size <= LARGEST_INTEGER:
             return base ** int(exponent)
     if isinstance(exponent, Fraction) and exponent.denominator % 2 == 1 and _is_negative(base):
-        root = _power(-base, exponent)  # the real root of a negative number, as in schools
+        root = _power(-base, exponent)  # the real root of a negative number, as taught in school
         return -root if exponent.numerator % 2 else root
     base, exponent = approximate(base), approximate(exponent)
     if base == 0:
@@ -105,7 +105,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 def _allowed(number: Value, point: Point) -> Value:
     if point.real and not isinstance(number, Fraction) and mpmath.im(number) != 0:
-        raise Unsupported("a complex number on the way")
+        raise Unsupported("a complex intermediate value")
     return number
 
 
@@ -129,7 +129,7 @@ def _applied(expression: sympy.Basic, point: Point) -> Value:
 
 
 def _integral(name: str, arguments: list[Value]) -> Value:
-    """Functions that take rational numbers to rational numbers."""
+    """Functions with rational values at rational numbers."""
     first = arguments[0]
     if name == "UnevaluatedExpr":
         return first
@@ -156,12 +156,12 @@ def _alike(first: Value, second: Value) -> tuple[Value, Value]:
 
 
 def approximate(number: Value) -> Approximate:
-    """As a number of mpmath."""
+    """The number as one of mpmath's."""
     return mpmath.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
 
 
 def _bounded(number: Value) -> Value:
-    """Exact numbers that have grown too long go on as approximations."""
+    """The number, approximated if its exact form has grown too long."""
     if isinstance(number, Fraction):
         bits = number.numerator.bit_length() + number.denominator.bit_length()
         return number if bits <= 2 * LARGEST_INTEGER else approximate(number)

@@ -1,4 +1,4 @@
-r"""What stands in boxes: the last one that is not denied, and those that belong to one list with it."""
+r"""Boxed answers: the last box that is not denied, with the boxes of the same list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 class Box(NamedTuple):
-    """Where a box starts and ends, and what it holds."""
+    """A box: its start, its end, its content."""
 
     start: int
     end: int
@@ -27,8 +27,8 @@ class Box(NamedTuple):
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last box that is not empty, and of those that belong to one list with it; "" where every box
-    is denied, None where there is none.
+    r"""The content of the last box that is not empty, joined with the boxes of the same list; "" if every box is
+    denied, None if there is none.
 
     >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
     ('3,4,5', '')
@@ -50,17 +50,17 @@ def boxed(text: str) -> str | None:
 
 
 def last_box(text: str) -> int:
-    """Where the last box starts; -1 where there is none."""
+    """The start of the last box; -1 if there is none."""
     return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text)], default=-1)
 
 
 def _inner(content: str) -> str:
-    """Without marks of mathematics, which it is anyway; a box in a box is what the inner one holds."""
+    """The content without dollar signs; of nested boxes, that of the inner one."""
     return boxed(content) or _DOLLAR.sub("", content.strip())
 
 
 def _boxes(text: str) -> Iterator[Box]:
-    """Each outermost box; one that is never closed goes to the end of its line."""
+    """The outermost boxes; a box that is never closed ends with its line."""
     at = 0
     while (found := _BOX.search(text, at)) is not None:
         end = _brace_end(text, found.end())

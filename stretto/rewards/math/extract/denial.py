@@ -1,4 +1,4 @@
-"""What is named without being the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
+"""Denials: numbers that are named but are not the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BEFORE = re.compile(
     r"[^.,;:\n!?0-9$]{0,24}\$?$",
     re.IGNORECASE,
 )
-_BESIDE = re.compile(  # the number is another one, which this one only helps to tell
+_BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
     r"|exceed(?:s|ing)?"
     r"|below|above|beyond|close to|nearly|almost|twice|double|triple|half(?: of)?|thrice|divisible by"
@@ -31,16 +31,16 @@ _SEEN = 60, 40  # characters before and behind
 
 
 def denied(text: str, start: int, end: int) -> bool:
-    """Is what stands from `start` to `end` said not to be the answer, or only used to say something about it?"""
+    """Whether the text denies that its part from `start` to `end` is the answer, or uses it to describe another."""
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
     return any(found is not None for found in (_BEFORE.search(before), _BESIDE.search(before), _AFTER.search(after)))
 
 
 def is_open(answer: str) -> bool:
-    """Does an answer name one end of many values: "42 or more"?"""
+    """Whether an answer is a range with an open end: "42 or more"."""
     return _OPEN_BEHIND.search(answer) is not None
 
 
 def is_denying(words: str) -> bool:
-    """Do words that lead to an answer deny it: "the answer is not", "I doubt that the answer is"?"""
+    """Whether the words before an answer deny it: "the answer is not", "I doubt that the answer is"."""
     return _DENYING.search(words) is not None

@@ -1,17 +1,16 @@
-r"""Where in a text the final answer stands.
+r"""Extraction of the final answer from a completion.
 
-The rules, the first that applies:
+Rule 1 prepares the text; of the others the first that applies decides:
 
-1. What a chat template added behind the answer is cut off, and so are a thought that ended (``</think>``) and the
-   question, where the model wrote it again.
+1. Tokens of the chat template, the reasoning up to ``</think>`` and a repeated question are cut off.
 2. ``<answer>…</answer>``: the last one.
-3. ``\boxed{…}``: the last one, with those that a comma, "and" or "or" joins to it. "Final answer is …" behind it counts
-   more than the box.
+3. ``\boxed{…}``: the last one, with the boxes that a comma, "and" or "or" joins to it. A "Final answer is …" after the
+   box is preferred to it.
 4. "The answer is …", "Answer: …": the last one.
-5. The whole text, if it is all mathematics, or a few words.
+5. The whole text, if it is one formula or a few words.
 6. The last formula, tuple or number.
 
-What is denied ("not 42", "42 is wrong") is no answer: the one before it is.
+A denied candidate ("not 42", "42 is wrong") is skipped; the one before it is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Span = tuple[int, int, str]  # start, end, content
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """A final answer as it is written; `certain` where its ends are marked in the text, and are no guess."""
+    """A final answer as it is written; `certain` if the text marks where it begins and ends."""
 
     text: str
     certain: bool
@@ -43,7 +42,7 @@ _TEMPLATE_END = re.compile(
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
-_BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # and no power
+_BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
 _ANSWER = re.compile(
     r"(?:\banswer|\bans|\b(?:correct|right) (?:option|choice|one))\b(?:[^.\n$]{0,100}?)(?:\bis\b|\bare\b|:|=)\s*:?"
@@ -80,7 +79,7 @@ _EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
 _RELATION = re.compile(
     rf"(?<![A-Za-z0-9\\$^_])[a-zA-Z](?:_?[0-9]|\([a-z]\))?(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
 )
-_EQUATION = re.compile(  # 2x + 3 = 13: of an unknown with a factor, whose letter is not that of a unit
+_EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter is not that of a unit
     rf"(?<![A-Za-z0-9\\$^_.])(?=[^=\n]{{0,60}}?[0-9]\*?[abcnp-rt-z](?![A-Za-z0-9])){_EXPRESSION}\s*=\s*{_EXPRESSION}"
     r"(?![0-9a-zA-Z%])"
 )
@@ -111,7 +110,7 @@ _WHOLE_WORDS = re.compile(
 
 
 def without_frame(completion: str, prompt: str = "") -> str:
-    """Rule 1."""
+    """The text after rule 1."""
     text = completion[-LONGEST_TAIL:]
     if len(question := prompt.strip()) >= 12:
         text = text.replace(question, "\n")
@@ -126,7 +125,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
 
 
 def final_answer(text: str) -> FinalAnswer | None:
-    """The final answer of a text without frame, or None where there is none."""
+    """The final answer by rules 2 to 6, in a text that rule 1 has prepared; None if there is none."""
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
     if (corrected := _CORRECTED.search(text)) is not None:
@@ -142,14 +141,14 @@ def final_answer(text: str) -> FinalAnswer | None:
 
 
 def _untagged(inner: str) -> FinalAnswer:
-    """What stands between tags is the answer, or has it."""
+    """The answer in the text between two tags."""
     if (whole := _whole(inner)) is not None:
         return whole
     return final_answer(inner) or FinalAnswer(_told(inner) if "\n" in inner else inner, certain=True)
 
 
 def _whole(text: str) -> FinalAnswer | None:
-    """A text that is an answer from its first letter to its last."""
+    """The answer, if the whole text is one."""
     if not is_short(text):
         return None
     if (chosen := _CHOSEN.fullmatch(text)) is not None:
@@ -165,7 +164,7 @@ def _whole(text: str) -> FinalAnswer | None:
 
 
 def _is_spoken(text: str) -> bool:
-    """A time, a proportion, "at least 5"."""
+    """Whether the text is a time, a proportion or a bound such as "at least 5"."""
     bound = _BOUND.fullmatch(text.rstrip("."))
     if bound is not None:
         return is_formula(without_unit(bound[1])[0])
@@ -173,12 +172,12 @@ def _is_spoken(text: str) -> bool:
 
 
 def is_short(text: str) -> bool:
-    """Can a whole text be a final answer?"""
+    """Whether the text is short enough to be a final answer as a whole."""
     return 0 < len(text) <= _LONGEST_WHOLE and "\n\n" not in text
 
 
 def is_formula(text: str) -> bool:
-    """Is a whole text one formula, without prose around it?"""
+    """Whether the whole text is one formula, without prose."""
     if not is_short(text):
         return False
     inner = list(_FORMULA.finditer(text))
@@ -189,7 +188,7 @@ def is_formula(text: str) -> bool:
 
 
 def _are_symbols(letters: str) -> bool:
-    """Letters that are a product, or the name of a line, ``abc``, ``AB``, and no word."""
+    """Whether letters are a product or the name of a line (``abc``, ``AB``), and not a word."""
     return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
 
 
@@ -197,7 +196,7 @@ def _are_symbols(letters: str) -> bool:
 
 
 def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, FinalAnswer] | None:
-    """The last marked answer that is not denied, and where it begins."""
+    """The last marked answer that is not denied, with its start."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
@@ -212,7 +211,7 @@ def _marked(text: str, mark: re.Pattern[str]) -> tuple[int, FinalAnswer] | None:
 
 
 def _piece_of(rest: str) -> FinalAnswer:
-    """The formulas at the beginning, or what the sentence says."""
+    """The formulas at the beginning of the text, else the answer in its first sentence."""
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
     first = _FORMULA.match(rest)
@@ -243,16 +242,16 @@ def _sentence(text: str) -> str:
 
 
 def _told(rest: str) -> str:
-    """The sentence, without what it denies."""
+    """The first sentence, without asides and denials at its end."""
     sentence = _ASIDE.split(_sentence(rest.strip()))[0]
     return sentence.strip(' "“”*`')
 
 
-# No mark at all.
+# Answers without a mark.
 
 
 def _last(text: str) -> FinalAnswer | None:
-    """The last formula or number that is not denied; an empty piece where all are."""
+    """The last formula or number that is not denied; an empty answer if all are."""
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
     for form in (_RELATION, _EQUATION, _TUPLE, _SET):
         spans += _found(form, text, spans)
@@ -271,13 +270,13 @@ def _last(text: str) -> FinalAnswer | None:
 
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
-    """What has this form, and is in nothing that is taken already."""
+    """The spans of this form that do not begin inside a taken one."""
     places = [(found.start(), found.end(), found[0]) for found in form.finditer(text)]
     return [place for place in places if not any(start <= place[0] < end for start, end, _ in taken)]
 
 
 def _with_neighbours(text: str, spans: Sequence[Span], content: str) -> str:
-    """The last formula, after those that "and", "or" or a comma joins to it."""
+    """The last formula, with those that "and", "or" or a comma joins to it."""
     contents = [content]
     for (start, _, _), (_, end, before) in pairwise(spans):
         if _BETWEEN.fullmatch(text[end:start]) is None:

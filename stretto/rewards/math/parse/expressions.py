@@ -1,4 +1,4 @@
-r"""Expressions: numbers that are written out, and what math-verify's LaTeX parser makes of everything else."""
+r"""Expressions: plain numbers are read here, all others by math-verify's LaTeX parser."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is written out: its exact value, and the digits after the point (None for a fraction)."""
+    """A plain number: its exact value, and its decimal places (None for a fraction)."""
 
     value: Fraction
     places: int | None
 
     @property
     def significant(self) -> int:
-        """Digits from the first that is not zero."""
+        """The number of significant digits."""
         return len(str(abs(self.value.numerator * 10 ** (self.places or 0) // self.value.denominator)))
 
 
 def number(latex: str) -> Number | None:
-    """``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``; None for everything else."""
+    """The value of ``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``; None if the text is no plain number."""
     latex = latex.strip()
     if (found := _DECIMAL.fullmatch(latex)) is not None:
         digits = found[3] or ""
@@ -60,16 +60,16 @@ def number(latex: str) -> Number | None:
 
 @lru_cache(maxsize=1 << 14)
 def expression(latex: str) -> sympy.Basic:
-    """What math-verify's LaTeX parser makes of a scalar.
+    """The expression of a scalar, by math-verify's LaTeX parser.
 
     Raises:
-        Unreadable: it does not know it either.
+        Unreadable: the parser cannot read it.
     """
     if (plain := number(latex)) is not None:
         return sympy.Rational(plain.value.numerator, plain.value.denominator)
     try:
         found = latex2sympy(latex, is_real=None, conversion_config=_KEEP_CASE, normalization_config=None)
-    # The parser raises bare exceptions, and whatever sympy raises on what it built.
+    # The parser raises bare exceptions, and sympy any kind of exception on the result.
     except Exception as error:
         raise Unreadable(f"cannot read {latex[:60]!r}: {type(error).__name__}") from error
     if not isinstance(found, sympy.Expr):

@@ -1,7 +1,7 @@
-r"""Final answers in two forms that say the same as a simpler one, and are read as that.
+r"""Two forms of final answers that are replaced by simpler ones.
 
-``\begin{cases} x=1 \\ y=2 \end{cases}`` is ``x=1,y=2``; "x = nπ for all integers n" is ``x = k\pi``. Both are whole
-answers: inside of a formula nothing is changed.
+``\begin{cases} x=1 \\ y=2 \end{cases}`` becomes ``x=1,y=2``; "x = nπ for all integers n" becomes ``x = k\pi``. Only
+whole answers are replaced, not parts of a formula.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DECLARED = re.compile(
 
 
 def reformed(text: str) -> str:
-    r"""A spelled final answer in its simpler form; itself, where there is none.
+    r"""A spelled final answer in its simpler form; unchanged if it has none.
 
     >>> reformed(r"\begin{cases}x=1\\y=2\end{cases}"), reformed(r"\frac{\pi}{4}+n\pi,n \in \mathbb{Z}")
     ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')
@@ -40,20 +40,20 @@ def reformed(text: str) -> str:
 
 
 def _system(found: re.Match[str]) -> str:
-    """The rows as a list; a matrix, and cases that hold under conditions, stay what they are."""
+    """The rows as a list; matrices, and cases with conditions, are left unchanged."""
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
     if "align" in found[1] or found[1] == "split":
         rows = [row.replace("&", "") for row in rows]
     if any("&" in row or not _SIGN.search(row) for row in rows):
         return found[0]
     joined = ""
-    for row in rows:  # a row that begins with a sign goes on with the chain of the row above
+    for row in rows:  # a row that begins with a sign continues the chain of the row above
         joined += row.rstrip(",;") if not joined or _SIGN.match(row) else "," + row.rstrip(",;")
     return joined
 
 
 def _declaration(text: str) -> str | None:
-    """Without "k ∈ Z" or "for all integers k" behind it, and with k as the name of the parameter; None: has none."""
+    """The text without its last "n ∈ Z" or "for all integers n", and with k for n; None if it has no such part."""
     plain = " ".join(_TEXTS.sub(lambda text: text[0] if len(text[1].strip()) == 1 else f" {text[1]} ", text).split())
     found = _DECLARED.search(plain)
     if found is None or not (head := plain[: found.start()].strip()):

@@ -1,7 +1,7 @@
 r"""The structure of a final answer: lists, tuples, intervals, relations, matrices, ratios, words, and scalars.
 
-Structure is read here, since it decides what is right: whether order counts, whether an end belongs to an interval.
-What has no structure is a `Scalar`, and math-verify's own LaTeX parser reads it, when somebody asks for its value.
+Structure is read strictly, since it decides verdicts: whether order counts, whether an end belongs to an interval. Text
+without structure is a `Scalar`; math-verify's LaTeX parser reads it when its value is needed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
 @lru_cache(maxsize=1 << 14)
 def read(piece: str) -> Node:
-    """The structure of a final answer as it was written.
+    """The structure of a final answer as it is written.
 
     Raises:
         Undecided: it is beyond the limits.
-        Unreadable: it has no form that is known here.
+        Unreadable: its form is unknown.
     """
     check_piece(piece)
     return node(reformed(spelled(piece)))
@@ -107,7 +107,7 @@ def node(text: str) -> Node:
 
 
 def _outer(text: str) -> str:
-    """Without edges, and without braces that only group."""
+    """The text without outer punctuation, and without braces that only group."""
     text = text.strip(" ,;:\n\t").rstrip(" .,;:\n\t")
     while text.startswith("{") and closing_at(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -124,7 +124,7 @@ def _words(text: str) -> Words | None:
 
 
 def _has_word(bare: str) -> bool:
-    """Words, and no product or difference of letters?"""
+    """Whether letters are words, and not a product or a difference of letters."""
     longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
     return longest > 3 or (longest == 3 and "-" not in bare)
 
@@ -166,7 +166,7 @@ def _relation(text: str) -> Node | None:
 
 
 def _made(sides: list[str], signs: list[str]) -> Node:
-    """``x = √2 ≈ 1.41`` says √2; ``x ≈ 1.41`` says 1.41."""
+    """A relation; the value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41."""
     if r"\approx" in signs[1:]:
         first = signs.index(r"\approx", 1)
         sides, signs = sides[: first + 1], signs[:first]
@@ -183,7 +183,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 
 
 def _side(text: str) -> Node:
-    """A side that is not the last may be anything: it only gives the last a name."""
+    """A side before the last. It may be any text, since it only names the last."""
     try:
         return node(text)
     except Unreadable:
@@ -228,7 +228,7 @@ def _scalar(text: str) -> Scalar:
 
 
 def split(text: str, separators: str) -> list[str]:
-    """At separators outside of all brackets."""
+    """Split at separators outside all brackets."""
     parts, level, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "([{":

@@ -1,8 +1,8 @@
-r"""One spelling for what is written in many ways, so that the reader of `reading` has few forms to know.
+r"""One spelling for each final answer, so that `reading` has few forms to know.
 
-The result is LaTeX without decoration: ``\dfrac12``, ``½`` and ``\tfrac{1}{2}`` are ``\frac{1}{2}``; ``pi/2`` is
-``\pi/2``; ``x^(3)`` is ``x^{3}``; "1 and 2" is "1,2". Nothing that carries value is dropped here: what cannot be
-spelled stays, and the reader refuses it.
+The result is LaTeX without decoration: ``\dfrac12``, ``½`` and ``\tfrac{1}{2}`` become ``\frac{1}{2}``; ``pi/2``
+becomes ``\pi/2``; ``x^(3)`` becomes ``x^{3}``; "1 and 2" becomes "1,2". Nothing that carries value is dropped: text
+that has no spelling here stays, and the reader refuses it.
 """
 
 from __future__ import annotations
@@ -174,13 +174,13 @@ def spelled(text: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """Without punctuation around it; a point in front belongs to the number."""
+    """The text without outer punctuation; a leading point belongs to the number."""
     text = text.strip(_EDGES)
     return text if text.endswith("..") else text.rstrip(_EDGES + ".")
 
 
 def unwrapped(text: str) -> str:
-    r"""Without the marks that only say "here is mathematics": ``$…$``, ``\(…\)``, ``**…**``, quotes."""
+    r"""The text without marks of mathematics or emphasis: ``$…$``, ``\(…\)``, ``**…**``, quotes."""
     text = text.strip(' "`“”\n')
     if not text.startswith(r"\\"):
         for mark in (r"\(", r"\)", r"\[", r"\]"):
@@ -191,12 +191,12 @@ def unwrapped(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """Without spaces: two answers that are the same then are the same, whatever they mean."""
+    """The text without spaces: answers that are equal then are equal in any reading."""
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def closing_at(text: str, start: int) -> int:
-    """Where the bracket at `start` is closed by one of any kind, or -1."""
+    """The position that closes the bracket at `start`, by a bracket of any kind; -1 if none does."""
     level = 0
     for at in range(start, len(text)):
         if text[at] in "([{":

@@ -1,4 +1,4 @@
-"""What a final answer can be: the structures that the reader finds and the comparison compares."""
+"""The structures of final answers, which the reader makes and the comparison compares."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[a-z]{2})", re.IGNORECASE)
 
 
 class Unreadable(Exception):
-    """Not a form that this file knows."""
+    """The form of the text is unknown."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """One expression, with what stood behind it: a word that scales it (percent, million), and a unit."""
+    """One expression, with the factor of a word behind it (percent, million) and its unit."""
 
     latex: str
     scale: Fraction = Fraction(1)
@@ -27,14 +27,14 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Words:
-    """A text answer: its letters and digits."""
+    """An answer in words."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Letter:
-    """The letter of a choice, with what is to be chosen: ``(A) 5``."""
+    """The letter of a choice and its content: ``(A) 5``."""
 
     letter: str
     content: Node
@@ -47,7 +47,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Listing:
-    """Items in brackets: ``(`` tuple or open end, ``[`` closed end, ``{`` set, nothing for a bare list."""
+    """Items in brackets: ``(`` tuple or open end, ``[`` closed end, ``{`` set; "" for a list without brackets."""
 
     opening: str
     closing: str
@@ -60,7 +60,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """``a = b``, ``a < b <= c``: sides, and the signs between them."""
+    """The sides of ``a = b`` or ``a < b <= c``, and the signs between them."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]
@@ -91,7 +91,7 @@ Node = Scalar | Words | Letter | Dots | Listing | Relation | Union | Matrix | Ra
 
 
 def letters(given: Node | str) -> str:
-    """The letters and digits of a text answer, for comparing texts."""
+    """The letters and digits of an answer in words, for comparison."""
     text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
     return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(_ARTICLE.sub("", text))).lower())
 

@@ -1,7 +1,7 @@
-r"""Units: what stands behind a number and is no part of it.
+r"""Units behind a number.
 
-A unit is not asked for, so a final answer without one is right; of two known units both must be the same. Words that
-are no unit (``5 apples``) say nothing.
+A unit may be missing on either side; two known units must be the same. Other words behind a number (``5 apples``) are
+ignored.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _DENIED = re.compile(
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""The text before its unit, and the unit: a canonical name with its power, or "" where none is known.
+    r"""The text without its unit, and the unit: its canonical name with its power, or "" if it is unknown.
 
     >>> without_unit(r"15\text{ cm}^{2}"), without_unit("90^\\circ"), without_unit("5 apples"), without_unit("3x")
     (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
@@ -104,7 +104,7 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def _are_unit(words: str, apart: bool) -> bool:
-    """Are letters behind a number words, and not variables? ``3x`` and ``2ab`` are products."""
+    """Whether letters behind a number are a unit; in ``3x`` and ``2ab`` they are variables."""
     if _DENIED.search(words):
         return False
     parts = re.split(r"[ /.]+", words.lower())

@@ -1,0 +1,72 @@
+"""Ctrl-C in the first seconds of a command: exit code 130, one line, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import MODULES, Command, Laboratory, wait_until
+
+STOPPED = "stretto: stopped by Ctrl-C\n"
+
+
+def has_mapped(library: str) -> Callable[[Command], bool]:
+    """Whether the command is importing the library, or has imported it."""
+    return lambda command: library in Path(f"/proc/{command.process.pid}/maps").read_text()
+
+
+MOMENTS: dict[str, Callable[[Command], bool]] = {
+    "at its first line": lambda command: True,
+    "when its fork server begins": lambda command: bool(command.processes(MODULES["fork server"])),
+    "while it imports pydantic": has_mapped("_pydantic_core"),
+    "while it imports torch": has_mapped("libtorch_cpu"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_before_a_run_is_there_ends_with_one_line(laboratory: Laboratory, tmp_path: Path, moment: str) -> None:
+    with laboratory.train(tmp_path / "run") as command:
+        assert command.process.stdout is not None
+        assert command.process.stdout.readline().startswith("checking ")
+        wait_until(lambda: MOMENTS[moment](command), moment, command)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert (ended.code, ended.out, ended.err) == (130, "", STOPPED)
+        assert seconds < 10
+        command.assert_nothing_is_left()
+    assert not (tmp_path / "run").exists()
+
+
+REWARD = """
+from pathlib import Path
+import time
+Path("imported").touch()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_while_the_reward_is_tried_ends_its_worker(laboratory: Laboratory, tmp_path: Path) -> None:
+    (tmp_path / "sleepy.py").write_text(REWARD)
+    (laboratory.folder / "imported").unlink(missing_ok=True)
+    settings = ("rewards.function=sleepy:judge", f"rewards.path={tmp_path}")
+    with laboratory.train(tmp_path / "run", *settings) as command:
+        wait_until((laboratory.folder / "imported").exists, "the import of the reward", command)
+        ended, seconds = command.stop(signal.SIGINT)
+        assert (ended.code, ended.err) == (130, STOPPED)
+        assert seconds < 10
+        command.assert_nothing_is_left()
+
+
+def test_ctrl_c_between_the_checks_and_the_roles_leaves_a_run_that_can_be_resumed(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=1") as command:
+        wait_until((run_dir / "machine.json").exists, "the run folder", command)
+        ended, _ = command.stop(signal.SIGINT)
+        assert ended.code == 130, ended.err
+        assert "Traceback" not in ended.out + ended.err
+        command.assert_nothing_is_left()
+    laboratory.trained(run_dir, "trainer.steps=1", "--resume")

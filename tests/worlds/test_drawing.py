@@ -1,0 +1,55 @@
+"""Held-out questions of a task that is made on the spot.
+
+- As many as there are can be held out; one more is refused, with their number and the setting that makes more.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.core.errors import DataError
+from stretto.worlds.synthetic.arithmetic import ArithmeticTask
+from stretto.worlds.synthetic.drawing import is_held_out
+from stretto.worlds.synthetic.programs import Description, Instruction, ProgramsTask
+
+WORDS, OPERANDS = ("plus", "minus", "times", "max", "min"), ("a", "b", "c", *"123456789")
+
+
+class Text:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def sums() -> set[str]:
+    """All chains of two operands: a digit, and one that is added or taken away so that a digit is left."""
+    added = {f"{one}+{other}" for one in range(10) for other in range(10 - one)}
+    return added | {f"{one}-{other}" for one in range(10) for other in range(one + 1)}
+
+
+def programs() -> set[str]:
+    """All descriptions of one step."""
+    return {Description((Instruction(word, operand),)).text for word in WORDS for operand in OPERANDS}
+
+
+def test_the_chains_and_programs_are_as_many_as_they_should() -> None:
+    assert len(sums()) == 55 + 55
+    assert len(programs()) == 5 * 12
+
+
+def test_all_that_may_be_held_out_can_be_and_no_more() -> None:
+    there = {f"{text}=" for text in sums() if is_held_out(Text(text))}
+    task = ArithmeticTask(kind="arithmetic", operands_min=2, operands_max=2, prompts=300, held_out=len(there))
+    questions = task.questions(1)
+    assert {question.text for question in questions.held_out} == there
+    assert {question.text for question in questions.training} <= {f"{text}=" for text in sums()} - there
+    refused = rf"task\.held_out: {len(there) + 1}, and {len(there)} distinct .* at most {len(there)}, or .* task\.oper"
+    with pytest.raises(DataError, match=refused):
+        task.model_copy(update={"held_out": len(there) + 1}).questions(1)
+
+
+def test_programs_are_refused_likewise() -> None:
+    there = {text for text in programs() if is_held_out(Text(text))}
+    task = ProgramsTask(kind="programs", steps_min=1, steps_max=1, prompts=5, held_out=len(there))
+    assert {question.text for question in task.questions(1).held_out} == there
+    with pytest.raises(DataError, match=rf"at most {len(there)}, or a larger task\.steps_max"):
+        task.model_copy(update={"held_out": 512}).questions(1)
