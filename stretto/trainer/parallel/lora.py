@@ -37,8 +37,7 @@ def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Calla
             for name, both in layers.items()
             for kind, matrix in zip(("lora_A", "lora_B"), both, strict=True)
         }
-        folder = policy / "adapter"
-        folder.mkdir(parents=True)
+        (folder := policy / "adapter").mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _peft_config(config, layers).save_pretrained(str(folder))
 
