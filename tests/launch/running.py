@@ -147,8 +147,9 @@ def shared_files(run_dir: Path) -> Iterator[Path]:
 
 
 def children() -> list[int]:
-    """The living child processes of this process."""
-    return children_of(os.getpid())
+    """The living child processes of this process, without the one that commands are forked from."""
+    servers = [session_server().pid] if session_server.cache_info().currsize else []
+    return [pid for pid in children_of(os.getpid()) if pid not in servers]
 
 
 def _marked(mark: str) -> Iterator[int]:
