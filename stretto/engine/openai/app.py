@@ -12,6 +12,7 @@ Errors have OpenAI's form, ``{"error": {"message", "type", "param", "code"}}``; 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import sys
 import time
 import traceback
@@ -46,8 +47,12 @@ Understand = Callable[[bytes, str], Awaitable[TranslatedRequest]]
 class OpenAIApp:
     """The ASGI application of `stretto serve`."""
 
-    def __init__(self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp) -> None:
-        """`tokens` is the token interface on the same generation."""
+    def __init__(
+        self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp, api_key: str = ""
+    ) -> None:
+        """`tokens` is the token interface on the same generation. Without the `api_key`, if there is one, /health alone
+        is served."""
+        self._api_key = api_key.encode()
         self._generation, self._tokenizer, self._tokens = generation, tokenizer, tokens
         self._translator = Translator(model, tokenizer)
         self._by_id = TokenInterface(model, tokenizer.eos_token_ids)
@@ -65,11 +70,19 @@ class OpenAIApp:
             await send(message)
 
         try:
-            await self._dispatch(path, scope, receive, watched)
+            if path == "/health" or self._has_key(scope):
+                await self._dispatch(path, scope, receive, watched)
+            else:
+                message, headers = "the API key is missing or wrong", [(b"www-authenticate", b"Bearer")]
+                await _fail(watched, 401, message, _INVALID, code="invalid_api_key", headers=headers)
         except Exception:  # a bug: its traceback goes to the server's log, the client gets a 500
             traceback.print_exc(file=sys.stderr)
             if not started:
                 await _fail(watched, 500, "internal error of the server; its log has the traceback", "server_error")
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+        return not self._api_key or (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key))
 
     async def _dispatch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         msgpack = b"msgpack" in (header(scope, b"accept") or b"")
