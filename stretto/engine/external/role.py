@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
@@ -59,7 +60,7 @@ async def play(spec: EngineSpec) -> None:
     try:
         await until_ready(server, wire, spec.publication_seconds or _READY_SECONDS)
         engine = await _engine(spec, config, wire)
-        await serve_app(EngineApp(engine), spec.address, _Life(engine, server))
+        await serve_app(EngineApp(engine, LARGEST_FRAME), spec.address, _Life(engine, server))
     finally:
         await server.stop()
 

@@ -18,6 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -125,20 +126,14 @@ class OpenAIApp:
 
     async def _complete(self, understand: Understand, scope: Scope, receive: Receive, send: Send) -> None:
         start, name = time.monotonic(), uuid.uuid4().hex
-        raw = await read_body(scope, receive)
-        if raw is None:
-            message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
-            await _fail(send, 413, message, _INVALID, "body", "body_too_large")
-            return
-        try:
+
+        async def submit(raw: bytes) -> tuple[TranslatedRequest, Choices]:
             translated = await understand(raw, name)
-            choices = self._open(translated)
-        except RefusedRequest as refused:
-            await _refuse(send, refused)
+            return translated, self._open(translated)
+
+        if (opened := await _opened(submit, scope, receive, send)) is None:
             return
-        except EngineLost as lost:
-            await _unavailable(send, lost)
-            return
+        translated, choices = opened
         watch = asyncio.create_task(when_gone(receive, choices.leave))
         try:
             answering = self._stream if translated.body.stream else self._whole
@@ -153,31 +148,26 @@ class OpenAIApp:
 
     async def _complete_ids(self, scope: Scope, receive: Receive, send: Send) -> None:
         start, name = time.monotonic(), uuid.uuid4().hex
-        raw = await read_body(scope, receive)
-        if raw is None:
-            message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
-            await _fail(send, 413, message, _INVALID, "body", "body_too_large")
-            return
-        try:
+
+        async def submit(raw: bytes) -> tuple[TokenBody, TokenListener]:
             body, request = self._by_id.understand(raw, name)
             listener = TokenListener(body)
             self._generation.submit(request, listener, every_token=body.stream)
-        except RefusedRequest as refused:
-            await _refuse(send, refused)
+            return body, listener
+
+        if (opened := await _opened(submit, scope, receive, send)) is None:
             return
-        except EngineLost as lost:
-            await _unavailable(send, lost)
-            return
+        body, listener = opened
         watch = asyncio.create_task(when_gone(receive, listener.leave))
         try:
-            await self._send_ids(body, name, listener, len(request.prompt_token_ids), send)
+            await self._send_ids(body, name, listener, send)
         finally:
             watch.cancel()
             self._generation.close(name)
         if not listener.missing:
             self._counters.answered(len(body.token_ids), listener.sampled, None, time.monotonic() - start)
 
-    async def _send_ids(self, body: TokenBody, name: str, listener: TokenListener, prompt: int, send: Send) -> None:
+    async def _send_ids(self, body: TokenBody, name: str, listener: TokenListener, send: Send) -> None:
         """The completion as events, or whole."""
         pieces: list[TokenChoice] = []
         created = int(time.time())
@@ -202,7 +192,8 @@ class OpenAIApp:
         if body.stream:
             await send({"type": "http.response.body", "body": LAST_EVENT})
             return
-        usage = Usage(prompt_tokens=prompt, completion_tokens=listener.sampled, total_tokens=prompt + listener.sampled)
+        prompt, sampled = len(body.token_ids), listener.sampled
+        usage = Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
         await reply(send, 200, _JSON, self._by_id.reply(body, name, created, merged(pieces), usage))
 
     def _open(self, translated: TranslatedRequest) -> Choices:
@@ -274,6 +265,24 @@ class OpenAIApp:
 
 
 _INVALID = "invalid_request_error"
+Opened = TypeVar("Opened")
+
+
+async def _opened(
+    submit: Callable[[bytes], Awaitable[Opened]], scope: Scope, receive: Receive, send: Send
+) -> Opened | None:
+    """What `submit` makes of the body; None where the client was told why it makes nothing of it."""
+    if (raw := await read_body(scope, receive)) is None:
+        message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
+        await _fail(send, 413, message, _INVALID, "body", "body_too_large")
+        return None
+    try:
+        return await submit(raw)
+    except RefusedRequest as refused:
+        await _refuse(send, refused)
+    except EngineLost as lost:
+        await _unavailable(send, lost)
+    return None
 
 
 def _events(chunk: Reply, parts: Iterable[Part]) -> bytes:
