@@ -129,9 +129,10 @@ def test_who_comes_second_is_not_begun_when_the_first_fails() -> None:
     assert begun == []
 
 
-def test_a_socket_folder_that_cannot_be_locked_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_folder_that_cannot_be_locked_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Since no further descriptor is allowed, say."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    short = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))  # sockets lie there, and pytest's own folder is too long
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
     try:
@@ -139,7 +140,8 @@ def test_a_socket_folder_that_cannot_be_locked_is_gone(tmp_path: Path, monkeypat
             locked_socket_folder()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    assert list(tmp_path.iterdir()) == []
+    assert list(short.iterdir()) == []
     sockets, held = locked_socket_folder()
     os.close(held)
-    assert list(tmp_path.iterdir()) == [sockets]
+    assert list(short.iterdir()) == [sockets]
+    shutil.rmtree(short)

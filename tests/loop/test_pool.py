@@ -74,6 +74,11 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], N
         assert children() == before
 
 
+def engines() -> list[int]:
+    """The processes of engines."""
+    return [pid for pid in children() if b"toy_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def request(name: str, what: int = ANSWER, answers: int = 2) -> GenerateRequest:
     seeds = tuple(range(answers))
     return GenerateRequest(id=name, prompt_token_ids=(what,), seeds=seeds, sampling=Sampling(max_tokens=4))
@@ -206,7 +211,7 @@ def test_what_a_dead_engine_had_begun_is_wasted(folder: Path) -> None:
 def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder: Path) -> None:
     async def work(fleet: EnginePool) -> float:
         await fleet.poll()
-        (process,) = children()
+        (process,) = engines()
         os.kill(process, signal.SIGSTOP)
         assert await fleet.poll(0.1) == []  # it would never reply
         return fleet.counted(lambda health: health.busy_seconds)
@@ -229,7 +234,7 @@ def test_every_span_is_handed_out_once_however_impatient_the_polls_are(folder: P
 def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> None:
     async def work(fleet: EnginePool) -> list[float]:
         await answers(fleet, request("0"))
-        (process,) = children()
+        (process,) = engines()
         os.kill(process, signal.SIGSTOP)
         await fleet.poll(0.05)
         before = fleet.counted(lambda health: health.generated)
