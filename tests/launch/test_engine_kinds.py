@@ -1,5 +1,5 @@
-"""Promises about `engine.kind`, before a process starts: what a make of server cannot do is refused with the remedy, all
-at once; an interpreter without it and a server that is silent or another model's are named with what is needed."""
+"""Promises about `engine.kind`, before a process starts: what a make of server cannot do is refused with the remedy,
+all at once; an interpreter without it and a server that is silent or another model's are named with what is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 
 Tree = dict[str, Any]
-BUILD = {"hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "intermediate_size": 16}
+BUILD: Tree = {"hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "intermediate_size": 16}
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ class OpenCompletion:
             self.watch.completed(prefix.token_ids)
 
     def continuation(self, attempt: int, version: int) -> Continuation:
-        """What is asked of the server now, which has `version`. Its seed depends on the tokens so far: to begin the same random numbers
-        anew behind them would sample from another distribution."""
+        """What is asked of the server now, which has `version`. Its seed depends on the tokens so far: to begin the
+        same random numbers anew behind them would sample from another distribution."""
         self.told = self.uncertain = 0
         self.had = [version]
         request, done = self.request, len(self.token_ids)
@@ -110,7 +110,9 @@ class OpenCompletion:
         if reason == "stop" and not (self.told and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             raise WireError(f"{self.request.id}: the server stopped after {tokens} tokens, the last no stop token")
         if reason == "length" and tokens != self.limit:
-            raise WireError(f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length")
+            raise WireError(
+                f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length"
+            )
 
     def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
         """Take the versions that the server tells of the request that has ended.

@@ -149,7 +149,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _submit(self, wanted: GenerateRequest) -> None:
         async def submit() -> None:
             self.open[wanted.id] = wanted, self.engine.submit_all([wanted]), Unframer()
-            self.told[wanted.id] = {member: prefix for member, prefix in enumerate(wanted.prefixes)}
+            self.told[wanted.id] = dict(enumerate(wanted.prefixes))
             await settle()
 
         self.run(submit())

@@ -129,7 +129,7 @@ class Never(ToyServer):
 
 def test_a_server_that_never_answers_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        with pytest.raises(DeadlineExceeded, match="engine-0 waited 0.05 s for its server to be ready"):
+        with pytest.raises(DeadlineExceeded, match=r"engine-0 waited 0\.05 s for its server to be ready"):
             await until_ready(GivenServer("engine-0", "node:8000", Never()), Never(), 0.05)
 
     monkeypatch.setattr(servers, "_LOOK_SECONDS", 0.01)
@@ -153,6 +153,10 @@ def test_a_given_server_that_falls_silent_is_named_with_its_address(monkeypatch:
 
 
 def test_the_guard_needs_no_more_than_the_standard_library() -> None:
-    script = "import sys, stretto.engine.external.guard as guard; print('torch' in sys.modules, 'msgspec' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    script = (
+        "import sys, stretto.engine.external.guard as guard; print('torch' in sys.modules, 'msgspec' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert told.stdout.split() == ["False", "False"]
