@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
+from stretto.core.errors import StrettoError
 from stretto.core.records import GenerateRequest, Record, Sampling, derive_seed
 
 if TYPE_CHECKING:
@@ -58,36 +60,41 @@ class LocalEngine:
         from stretto.model.hf.tokenizer import load_tokenizer
 
         config = validated(settings, "Engine.load", EngineConfig)
-        return cls(NativeEngine.load(Path(folder), config), load_tokenizer(folder))
+        folder = Path(folder).expanduser()
+        return cls(NativeEngine.load(folder, config), load_tokenizer(folder))
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         *,
         max_tokens: int = 256,
         temperature: float = 1.0,
-        seed: int = 0,
-        stop: Sequence[str] = (),
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> list[TextCompletion]:
         """One completion for each prompt, in their order.
 
         Args:
-            prompts: a text, or several; token ids in place of a text are taken as they are.
+            prompts: one, or several; a prompt is a text, or token ids, which are taken as they are.
             temperature: 0 takes the likeliest token.
-            seed: equal seeds give equal completions.
-            stop: texts that end a completion.
+            seed: equal seeds give equal completions; without one, each call gives other ones.
+            stop: a text that ends a completion, or several.
 
         Raises:
             DataError: a prompt holds characters that the tokenizer does not know.
             RefusedRequest: a number is out of its range, or a prompt has no room in the context.
+            StrettoError: the model's logits are not finite.
         """
+        from stretto.engine.native.sampling import BrokenLogits
+
         sampling = Sampling(
             max_tokens=max_tokens,
             temperature=temperature,
             stop_token_ids=self._tokenizer.eos_token_ids,
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked = _prompts(prompts)
+        seed = secrets.randbits(63) if seed is None else seed
         found: dict[str, TextCompletion] = {}
         requests = [self._request(prompt, derive_seed(seed, at), sampling) for at, prompt in enumerate(asked)]
         try:
@@ -97,6 +104,9 @@ class LocalEngine:
                 for done in self._engine.step():
                     text = self._tokenizer.decode(done.token_ids)
                     found[done.request] = TextCompletion(text, done.token_ids, done.behavior_logprobs, done.stop_reason)
+        except BrokenLogits as broken:
+            self._engine.give_up([request.id for request in requests])
+            raise StrettoError(str(broken)) from None
         finally:
             for request in requests:
                 if request.id not in found:
@@ -107,3 +117,9 @@ class LocalEngine:
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         self._requests += 1
         return GenerateRequest(id=str(self._requests), prompt_token_ids=tokens, seeds=(seed,), sampling=sampling)
+
+
+def _prompts(given: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
+    """All prompts; a text, or a list that begins with a token, is one."""
+    one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+    return [cast("str | Sequence[int]", given)] if one else list(cast("Sequence[str | Sequence[int]]", given))

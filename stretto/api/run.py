@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,10 @@ class Run:
         return (msgspec.structs.asdict(trajectory) for trajectory in read_trajectories(self.folder))
 
     def __iter__(self) -> Iterator[StepMetrics]:
-        """The steps from the first one on, each as soon as it is done.
+        """The steps from the first one on, each as soon as it is done; leaving them early stops the run.
+
+        So does an iterator that is dropped, as by ``next(iter(run))``: `metrics` has the steps so far, and a run that
+        `open_run` gives can be iterated in part.
 
         Raises:
             StrettoError: the run failed.
@@ -202,7 +206,7 @@ class _MetricsReader:
         """A run that goes on behind a checkpoint writes the file anew; it is then read from its start."""
         try:
             with self._path.open("rb") as file:
-                found = self._path.stat()
+                found = os.fstat(file.fileno())  # of the opened file: another may take its name meanwhile
                 if (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset:
                     self._file, self._offset = (found.st_dev, found.st_ino), 0
                 file.seek(self._offset)

@@ -91,24 +91,24 @@ def evaluate(
         RoleError: an engine or a reward worker failed.
     """
     from stretto.launch.recipe.functions import with_named_reward
-    from stretto.launch.recipe.overrides import as_parsed
-    from stretto.launch.recipe.recipe import Recipe, to_toml
+    from stretto.launch.recipe.recipe import Recipe, override, to_toml
 
     if reward is not None:
-        overrides["rewards"] = {**overrides.get("rewards", {}), "function": reward}
-    is_path = not isinstance(task, Recipe)
-    if "rewards" in overrides:
+        overrides["rewards.function"] = reward
+    is_path, tree = not isinstance(task, Recipe), dict[str, Any]()
+    override(tree, overrides)
+    if "rewards" in tree:
         try:
-            overrides["rewards"] = with_named_reward(overrides["rewards"])
+            tree["rewards"] = with_named_reward(tree["rewards"])
         except ValueError as error:
             place = f"{task if is_path else 'Recipe'}: rewards"
             raise RecipeError([Problem(place, str(error))]) from None
     process = RunProcess(
         EvaluationOrder(
             model=str(model),
-            task=to_toml(task) if isinstance(task, Recipe) else str(task),
+            task=to_toml(_recipe(task, {})) if isinstance(task, Recipe) else str(task),
             is_path=is_path,
-            overrides={key: as_parsed(value) for key, value in overrides.items()},
+            overrides=tree,
         )
     )
     try:

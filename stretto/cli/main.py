@@ -214,12 +214,20 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of the model for clients [default: the folder's name].")
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="STRETTO_API_KEY", help="Key that clients must send for all but /health."),
+    ] = None,
 ) -> None:
-    """Serve a policy through OpenAI's HTTP interface until Ctrl-C."""
+    """Serve a policy through OpenAI's HTTP interface until Ctrl-C.
+
+    Without a key, every client that reaches the address may use the model and the engine's own interface: /generate,
+    /abort, /partials, /spans.
+    """
     with _importing():
         from stretto.launch.commands.serve import serve
 
-    serve(model, host=host, port=port, name=name, overrides=overrides or [])
+    serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
 
 
 @app.command()

@@ -18,7 +18,7 @@ Workers = Annotated[int, typer.Option(min=1, max=256, help="Reward workers.")]
 def score_math(
     file: CompletionFile,
     workers: Workers = 2,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for one completion.")] = 1.0,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds for one completion.")] = 1.0,
 ) -> None:
     """Judge final answers in mathematics: each line has `gold` and `completion`, and gets `verdict` and `seconds`."""
     from stretto.rewards.config import RewardsConfig
@@ -31,9 +31,11 @@ def score_math(
 def score_code(
     file: CompletionFile,
     workers: Workers = 2,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for one test.")] = 2.0,
-    completion_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for all tests of a completion.")] = 10.0,
-    memory: Annotated[int, typer.Option(min=64, help="MiB of memory for a program.")] = 512,
+    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="Seconds for one test.")] = 2.0,
+    completion_seconds: Annotated[
+        float, typer.Option(min=0.01, max=3600, help="Seconds for all tests of a completion.")
+    ] = 10.0,
+    memory: Annotated[int, typer.Option(min=64, max=1 << 20, help="MiB of memory for a program.")] = 512,
     warm: Annotated[
         bool, typer.Option("--warm/--cold", help="Fork programs in one sandbox, or start a sandbox for each.")
     ] = True,

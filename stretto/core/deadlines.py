@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -26,8 +26,8 @@ _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Wait]] = WeakKeyDiction
 
 
 @asynccontextmanager
-async def deadline(owner: str, awaited: str, seconds: float) -> AsyncIterator[None]:
-    """Bound everything awaited inside the block.
+async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str) -> AsyncIterator[None]:
+    """Bound everything awaited inside the block; when the seconds are over, `detail()` is added to what was awaited.
 
     Raises:
         DeadlineExceeded: with the owner, what it waited for, and the seconds; a cancellation from outside passes
@@ -45,7 +45,7 @@ async def deadline(owner: str, awaited: str, seconds: float) -> AsyncIterator[No
                 yield
     except TimeoutError:
         if scope.expired():
-            raise DeadlineExceeded(owner, awaited, seconds) from None
+            raise DeadlineExceeded(owner, awaited + detail(), seconds) from None
         raise
 
 

@@ -146,11 +146,27 @@ class RunFolderError(UserError):
 
 
 class RoleError(StrettoError):
-    """A process of the run failed."""
+    """A process of the run failed.
+
+    Example::
+
+        try:
+            stretto.evaluate("model", "recipe.toml", deadlines={"start": 0.001})
+        except stretto.RoleError as error:
+            print(error)
+    """
 
 
 class RoleDied(RoleError):
-    """A role's process ended without being asked to."""
+    """A role's process ended without being asked to.
+
+    Example::
+
+        try:
+            print(stretto.train("recipe.toml", trainer={"steps": 1}).wait().accuracy)
+        except stretto.RoleDied as error:
+            print(error.role, error.how, error.log)
+    """
 
     def __init__(self, role: str, how: str, log: str = "") -> None:
         self.role, self.how, self.log = role, how, log
@@ -224,7 +240,15 @@ class TornPublication(WireError):
 
 
 class RefusedRequest(WireError):
-    """A request that an engine will not serve, with the field that is wrong."""
+    """A request that an engine will not serve, with the field that is wrong.
+
+    Example::
+
+        try:
+            stretto.Engine.load("model").generate("3+4=", max_tokens=0)
+        except stretto.RefusedRequest as error:
+            print(error.field, error.found, error.allowed)
+    """
 
     def __init__(self, field: str, found: str, allowed: str) -> None:
         self.field, self.found, self.allowed = field, found, allowed
@@ -235,7 +259,15 @@ class RefusedRequest(WireError):
 
 
 class StoreError(StrettoError):
-    """The contents of a run folder contradict themselves."""
+    """The contents of a run folder contradict themselves.
+
+    Example::
+
+        try:
+            print(len(list(stretto.open_run("runs/first").trajectories())))
+        except stretto.StoreError as error:
+            print(error)
+    """
 
 
 class TrainingDiverged(StrettoError):

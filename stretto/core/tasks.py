@@ -26,15 +26,16 @@ async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> None:
-    """Run all of them; the first failure cancels the others and is raised as it is."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """The results of all of them; the first failure cancels the others and is raised as it is."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             await task
+        return [task.result() for task in tasks]
     finally:
-        await cancel_and_wait(tasks)
+        await cancel_and_wait([*tasks])
 
 
 async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:

@@ -8,9 +8,10 @@ from stretto.core.records import Record
 class EngineSpec(Record, frozen=True):
     """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
 
-    `publication_seconds` is how long it may wait for the first publication; 0 means that the folder is served as it
-    is, as version 0, until something is published. `kernels` is the file that says which kernels the run uses.
-    `server` is the address of a server of vLLM or SGLang that runs already. `scratch` is a folder of the engine's own.
+    `publication_seconds` is how long it may wait for the first publication, once it has loaded its model; 0 means that
+    the folder is served as it is, as version 0, until something is published. `kernels` is the file that says which
+    kernels the run uses. `server` is the address of a server of vLLM or SGLang that runs already. `scratch` is a folder
+    of the engine's own.
     """
 
     name: str

@@ -21,8 +21,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from stretto.core.deadlines import waiting
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.core.deadlines import deadline
+from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Batch
 from stretto.core.tasks import cancel_and_wait
@@ -153,11 +153,13 @@ class Conductor:
         del self._groups[task.get_name()]
         if task.cancelled():
             return
-        error = task.exception()
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        try:
+            task.result()
+            self._admit()
+        except Exception as error:  # nobody awaits the task or its callback: the run ends with what they raise
+            if not self._failure.done():
+                self._failure.set_exception(error)
         self._finished.set()
-        self._admit()
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────
 
@@ -185,14 +187,12 @@ class Conductor:
     async def _next_batch(self) -> Batch | None:
         """The next batch; None when the run is to stop."""
         version = self.controller.published
-        try:
-            with waiting("trainer", f"a batch at version {version}", self.deadlines.batch):
-                async with asyncio.timeout(self.deadlines.batch):
-                    return await self._batch_unless_stopping()
-        except TimeoutError:
-            queues = self.controller
-            state = f"{queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
-            raise DeadlineExceeded("trainer", f"a batch at version {version}: {state}", self.deadlines.batch) from None
+        async with deadline("trainer", f"a batch at version {version}", self.deadlines.batch, self._queues):
+            return await self._batch_unless_stopping()
+
+    def _queues(self) -> str:
+        queues = self.controller
+        return f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
 
     async def _batch_unless_stopping(self) -> Batch | None:
         while not self.stopping:
@@ -206,7 +206,8 @@ class Conductor:
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():
-            self._groups[ticket.group_id].cancel()
+            if (task := self._groups.get(ticket.group_id)) is not None:  # else it has failed, and the run ends
+                task.cancel()
             self.in_flight.forget(ticket.group_id)
             self.controller.expire(ticket)
         self._admit()

@@ -13,7 +13,7 @@ import msgspec
 from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Update, derive_seed
-from stretto.core.tasks import cancel_and_wait
+from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.loop.engines.pool import attempts
 from stretto.loop.records.recorder import Evaluation, Recorder
 from stretto.store.series.samples import SampledCompletion
@@ -48,7 +48,7 @@ class Evaluator:
         """
         free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
         parts = [self.prompts[start : start + _PORTION] for start in range(0, len(self.prompts), _PORTION)]
-        samples = list(chain.from_iterable(await asyncio.gather(*(self._judged(part, free) for part in parts))))
+        samples = list(chain.from_iterable(await gather_or_cancel(*(self._judged(part, free) for part in parts))))
         outcomes = [sample.outcome for sample, _ in samples]
         version = max(sample.versions[-1] for sample, _ in samples)
         self.keep([msgspec.structs.replace(sample, version=version) for sample, _ in samples])
@@ -64,7 +64,7 @@ class Evaluator:
         """The judged completion of each prompt, and its length."""
         async with free:
             completions = await self._completions([self._request(prompt) for prompt in prompts])
-        return await asyncio.gather(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
+        return await gather_or_cancel(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
 
     def _request(self, prompt: Prompt) -> GenerateRequest:
         return GenerateRequest(

@@ -76,7 +76,8 @@ class RoleProcess:
             self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
-        """How the process ends; without heartbeats it is killed. Runs from its start to its end."""
+        """How the process ends; without heartbeats it is killed, and so are the processes that it leaves behind in its
+        group. Runs from its start to its end."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -86,6 +87,8 @@ class RoleProcess:
                     await end
                     return f"sent no heartbeat for {silence:.0f} s and was killed"
                 await asyncio.wait([end], timeout=_LISTEN_SECONDS)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or they are another user's
+                os.killpg(process.pid, signal.SIGKILL)
             return self._spawner.describe_end(process)
         finally:
             end.cancel()

@@ -164,7 +164,7 @@ class Controller:
         config = self.config
         draw = self._prompts.take()
         ticket = self._ticket(draw, self.live)
-        self._in_flight[ticket.group_id] = ticket
+        self._in_flight[ticket.group_id] = ticket  # before the journal, which may write `state` beside the group
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
 

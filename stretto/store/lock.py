@@ -34,8 +34,12 @@ def acquire(folder: Path) -> int:
         os.close(lock)
         found = f"is in use by {owner}"
         raise RunFolderError([Problem(str(folder), found, "wait for it, or give another --run-dir")]) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError:
+        os.close(lock)
+        raise
     return lock
 
 

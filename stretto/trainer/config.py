@@ -36,7 +36,7 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     )
 
 
-def _as_tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
     """A TOML list as a tuple; pydantic refuses anything else."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -46,7 +46,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
     alpha: PositiveInt = Field(32, description="scale of the adapters")
-    target_modules: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    target_modules: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (), description='linear layers by the last part of their name, such as "q_proj"; none: all of them'
     )
 

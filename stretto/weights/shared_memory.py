@@ -50,7 +50,7 @@ def own(run: str, folder: Path) -> int:
     """A descriptor whose lock marks the files of `run` in `folder` as in use; the kernel unlocks it when we die."""
     path = folder / f"{_prefix(run)}{_OWNED}"
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # `remove_abandoned` of another run may hold it for an instant
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -197,6 +197,7 @@ def _versions(run: str, folder: Path) -> list[tuple[int, Path]]:
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather) -> None:
     manifest, checksums = publication.plan(version, tensors), []
     start = len(publication.header(manifest))
+    path.unlink(missing_ok=True)  # of a process with our number, or of somebody who guessed the name
     with open(path, "wb", buffering=0, opener=_private) as file:
         for name, tensor in tensors.items():
             file.seek(start + manifest.tensors[name].data_offsets[0])
@@ -217,7 +218,7 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def _check(path: Path, version: int) -> None:

@@ -36,6 +36,10 @@ PUBLIC = {
     "ModelFolderError": "error",
     "RewardFunctionError": "error",
     "RunFolderError": "error",
+    "RefusedRequest": "error",
+    "RoleError": "error",
+    "RoleDied": "error",
+    "StoreError": "error",
 }
 
 

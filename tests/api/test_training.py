@@ -9,17 +9,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 import stretto
+from stretto import sections
 from stretto.api.orders import INSIDE
+from stretto.api.run import _MetricsReader
 from tests.api.conftest import tiny_recipe
+from tests.api.workshop_rewards import length
 from tests.launch.running import children, default_dispositions
 
 
@@ -48,6 +53,37 @@ def test_an_opened_run_reads_the_same(first_run: stretto.Run) -> None:
     opened.stop()
     with pytest.raises(stretto.RunFolderError, match="does not exist"):
         stretto.open_run("nowhere")
+
+
+def test_steps_of_a_file_that_is_replaced_while_it_is_opened_are_all_read(
+    first_run: stretto.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a resumed run replaces it."""
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    lines = (first_run.folder / "metrics.jsonl").read_bytes()
+    path.write_bytes(lines[: lines.index(b"\n", lines.index(b'"step":1')) + 1])
+    other.write_bytes(lines)
+    opened = Path.open
+
+    def replaced(self: Path, mode: str) -> IO[Any]:
+        file = opened(self, mode)
+        if other.exists():
+            other.rename(path)
+        return file
+
+    monkeypatch.setattr(Path, "open", replaced)
+    reader = _MetricsReader(path)
+    assert [[step.step for step in reader.read()] for _ in range(3)] == [[1], [1, 2, 3], []]
+
+
+def test_a_recipe_in_code_is_evaluated_from_the_working_folder(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(inside))
+    rows = [{"prompt": f"{number}+1=", "answer": f"{number + 1}"} for number in range(4)]
+    (inside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = sections.JsonlTask(kind="jsonl", file="rows.jsonl", held_out=2)
+    recipe = stretto.Recipe(**tiny_recipe().model_dump() | {"task": task, "rewards": {}})
+    found = stretto.evaluate("~/model", recipe, **{"rewards.function": length})
+    assert found.prompts == 2
 
 
 def test_leaving_the_loop_stops_the_run_and_it_can_go_on(inside: Path) -> None:

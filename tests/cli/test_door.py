@@ -190,6 +190,7 @@ def test_serve_refuses_a_folder_or_an_address_that_cannot_be(door: Door, tmp_pat
     door("serve", tmp_path / "nowhere").refused("nowhere: no such folder")
     door("serve", tmp_path).refused("config.json: no such file", "holds no weights")
     door("serve", tmp_path, "--port", "70000").refused("Invalid value for '--port'")
+    door("serve", tmp_path, "--api-key", "a key").refused("--api-key: cannot be sent", "without spaces")
     folder = tmp_path / "policy"
     build_policy(BuildConfig(), folder, seed=1)
     with socket.socket() as taken:

@@ -50,6 +50,13 @@ VERDICTS = ["right", "wrong", "right", "wrong", "wrong"]
 PASSED = [2, 1, 2, 1, 0]
 
 
+def test_an_assert_with_a_tolerance_is_met_by_what_is_near_enough(tmp_path: Path) -> None:
+    tests = {"test_list": ["assert abs(root(2) - 1.41) < 0.01"]}
+    programs = ["def root(n): return n ** 0.5", "def root(n): return 1.43"]
+    rows = [{"completion": program, "tests": tests} for program in programs]
+    assert [row["verdict"] for row in score(tmp_path, *rows)] == ["right", "wrong"]
+
+
 def test_tests_that_cannot_be_read_are_named_with_their_lines(tmp_path: Path) -> None:
     rows = [{"completion": "x", "tests": SQUARE}, {"completion": "x", "tests": [3]}, {"completion": "x", "tests": []}]
     with pytest.raises(DataError) as refused:
@@ -63,3 +70,19 @@ def test_tests_that_cannot_be_read_are_named_with_their_lines(tmp_path: Path) ->
 def test_lines_without_an_answer_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"completions\.jsonl:1: .*completion.*needed: completion, tests"):
         score(tmp_path, {"tests": SQUARE})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("code", "--completion-seconds", "4000"),
+        ("code", "--seconds", "601"),
+        ("code", "--memory", "1048577"),
+        ("math", "--timeout", "5000"),
+    ],
+)
+def test_a_bound_beyond_what_is_allowed_is_a_mistake_of_the_user(tmp_path: Path, words: tuple[str, ...]) -> None:
+    kind, option, value = words
+    done = CliRunner().invoke(app, ["score", kind, str(tmp_path / "completions.jsonl"), option, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.output

@@ -34,8 +34,8 @@ def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_byte_policy(tmp_path_factory.mktemp("openai") / NAME)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serving(byte_folder: Path) -> Iterator[Serving]:
-    """The real command, once for all tests of a file that only ask it something."""
+    """The real command, once for all tests that only ask it something."""
     with serve_process(byte_folder, "engine.slots=16") as running:
         yield running

@@ -86,11 +86,12 @@ async def openai_served(
     mailbox: Mailbox | None = None,
     patience: float = 0.0,
     kind: type[Generation] = SharedGeneration,
+    api_key: str = "",
 ) -> AsyncIterator[tuple[httpx.AsyncClient, GracefulServer]]:
     """An HTTP client of a running server, and that server."""
     generation = kind(engine)
     tokens = EngineApp(NativeBackend(generation, mailbox or Mailbox()))
-    app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens)
+    app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens, api_key)
     server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -112,6 +113,7 @@ class Serving:
 
     process: subprocess.Popen[str]
     url: str
+    said: list[str]  # before it served
 
     def post(self, path: str, body: Any) -> httpx.Response:
         """`body` as JSON, or as it is if it is bytes."""
@@ -129,10 +131,12 @@ def serve_process(folder: Path, *arguments: str) -> Iterator[Serving]:
     assert process.stdout is not None
     try:
         lines = iter(process.stdout.readline, "")
-        address = next((line.split()[-1] for line in lines if line.startswith("serving at ")), None)
-        if address is None:
-            raise AssertionError(process.communicate(timeout=30)[1])
-        yield Serving(process, address.removesuffix("/v1"))
+        said = list[str]()
+        while not (said and said[-1].startswith("serving at ")):
+            if not (line := next(lines, "")):
+                raise AssertionError(process.communicate(timeout=30)[1])
+            said.append(line)
+        yield Serving(process, said[-1].split()[-1].removesuffix("/v1"), said)
     finally:
         process.kill()
         process.communicate(timeout=30)

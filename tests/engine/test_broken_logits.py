@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import stretto
 from stretto.core.records import GenerateRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
@@ -111,6 +112,14 @@ def test_who_gets_the_slot_of_a_broken_answer_does_not_see_its_numbers(folders: 
     long, short = request("long", prompt=50, max_tokens=3), request("short", prompt=3, max_tokens=3)
     for pair in ([long, short], [short, long]):
         assert len(finish(engine, *pair)) == 2
+
+
+def test_an_engine_in_this_process_tells_of_broken_numbers_and_goes_on(folders: dict[str, Path]) -> None:
+    engine = stretto.Engine.load(folders["float32"], slots=4)
+    alone = engine.generate(["ab", "cd"], max_tokens=8, seed=3)
+    with pytest.raises(stretto.StrettoError, match="logits are not finite: its weights are broken"):
+        engine.generate(["ab", "ab" + BREAKING], max_tokens=8, seed=3)
+    assert engine.generate(["ab", "cd"], max_tokens=8, seed=3) == alone
 
 
 async def answer(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:

@@ -183,6 +183,10 @@ def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Tran
     assert first.seeds[0] == 2**64 - 7
     assert completion(asking, seed=-7).requests[0].seeds == first.seeds[:1]
     assert completion(asking).requests[0].seeds != completion(asking).requests[0].seeds
+    many = completion(asking, prompt=["Hello"] * 8, n=2).requests
+    assert len({seed for request in many for seed in request.seeds}) == 16
+    seeded = completion(asking, prompt=["Hello"] * 8, n=5, seed=-7).requests
+    assert {request.seeds for request in seeded} == {first.seeds}
 
 
 def test_a_conversation_goes_through_the_folders_template(asking: Translator, byte_folder: Path) -> None:

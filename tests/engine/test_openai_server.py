@@ -277,6 +277,40 @@ def test_what_is_asked_for_by_get(serving: Serving) -> None:
     assert_error(httpx.delete(serving.url + "/metrics", trust_env=False), 405)
 
 
+TOKEN_PATHS = ["/generate", "/abort", "/partials", "/spans", "/update_weights"]
+
+
+def test_without_its_key_a_server_serves_its_health_alone(byte_folder: Path) -> None:
+    async def main() -> None:
+        async with openai_served(engine_of(byte_folder), byte_folder, api_key="s3cret") as (client, _):
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/health", headers={"accept": "application/msgpack"})).status_code == 200
+            for key in ("", "Bearer", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer \xe9"):
+                given = [(b"authorization", key.encode("latin-1"))] if key else []
+                refused = await client.post(COMPLETIONS, json=asked(), headers=given)
+                assert_error(refused, 401)
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+            for path in [*TOKEN_PATHS, "/v1/models", "/metrics", "/openapi.json", "/nowhere"]:
+                assert (await client.get(path)).status_code == 401
+                assert (await client.post(path)).status_code == 401
+            client.headers["authorization"] = "Bearer s3cret"
+            assert len(await text_of(client, asked(max_tokens=5))) > 0
+            assert (await client.get("/v1/models")).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("key", ["", "s3cret"])
+def test_a_server_that_other_machines_reach_has_a_key_or_warns(
+    byte_folder: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_API_KEY", key)
+    with serve_process(byte_folder, "--host", "0.0.0.0") as running:
+        assert len([line for line in running.said if line.startswith("warning: ")]) == (not key)
+        models = httpx.get(running.url + "/v1/models", trust_env=False, verify=False)
+        assert models.status_code == (401 if key else 200)
+
+
 def test_metrics_count_what_was_served(byte_folder: Path) -> None:
     async def main() -> None:
         async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):

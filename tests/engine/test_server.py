@@ -27,8 +27,9 @@ from stretto.core.errors import (
     TornPublication,
     WireError,
 )
-from stretto.core.records import Completion, GenerateRequest, Sampling
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.config import EngineConfig
+from stretto.engine.http.asgi import LARGEST_BODY
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.connections import Connections
 from stretto.engine.http.server import run_server, serve
@@ -320,3 +321,19 @@ def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(fol
     engine._policy._buckets.place(1, 10)  # a slot that belongs to no answer
     with pytest.raises(BoundViolated, match=r"rows \{1\} are cached, set\(\) run"):
         asyncio.run(Generation(engine).run())
+
+
+def test_the_tokens_of_groups_that_another_engine_has_lost_may_be_many(byte_folder: Path, tmp_path: Path) -> None:
+    """A body of an engine's role is refused for its tokens, if at all, and not for its bytes."""
+    tokens = tuple(range(40)) * 100_000
+    prefix = Segment(token_ids=tokens, behavior_logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens))
+    asked = GenerateRequest("a", (5,), (1,), Sampling(max_tokens=9), prefixes=(prefix,))
+    assert len(msgspec.msgpack.encode([asked])) > LARGEST_BODY
+
+    async def main() -> None:
+        engine = NativeEngine.load(byte_folder, EngineConfig(slots=2))
+        async with served(engine, tmp_path / "s.sock") as client:
+            with pytest.raises(RefusedRequest, match="fewer than"):
+                [completion async for completion in client.generate(asked)]
+
+    asyncio.run(main())

@@ -39,7 +39,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool, InFlight, restore
-from stretto.loop.engines.rounds import Rounds, WholeGroups
+from stretto.loop.engines.rounds import Rounds
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
@@ -228,7 +228,7 @@ async def _conduct(world: World) -> bool:
         if schedule.rounds
         else None
     )
-    answers = InFlight(engines, ledger, begun) if rounds is None else WholeGroups(rounds, ledger)
+    answers = InFlight(engines, ledger, begun) if rounds is None else InFlight(rounds, journal=None)
     workflow = SingleTurn(answers.generate, engines.score, str, Sampling(max_tokens=16))
     toys = Toys(world, chance, ledger, weights, version)
     conductor = Conductor(

@@ -32,6 +32,7 @@ from stretto.store.ledger.reading import last_step, read_batches
 from stretto.trainer.trainer import Trainer
 from tests.faults.plain import train_plainly
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step, wait_until
+from tests.launch.warm import session_server
 
 STEPS = 20
 SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=6")
@@ -112,22 +113,24 @@ def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: 
 
 
 def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+    run_dir, forked = tmp_path / "run", session_server()
     killed_at(laboratory, run_dir, ASYNCHRONOUS, (9,))
     found = check_run(run_dir)
     assert found.kept, found
     assert found.balance["failed"] == 0
-    replayed = replay(run_dir, 0, [], None, say=lambda text: None)
+    replayed = replay(run_dir, 0, [], None, say=lambda text: None, spawner=forked)
     assert replayed.equal
     assert diff_runs(run_dir, replayed.folder).fields == ()
-    changed = replay(run_dir, STEPS - 4, ["trainer.learning_rate=1e-2"], tmp_path / "branch", say=lambda text: None)
+    changed = replay(
+        run_dir, STEPS - 4, ["trainer.learning_rate=1e-2"], tmp_path / "branch", say=lambda text: None, spawner=forked
+    )
     assert changed.equal is None
     assert changed.branch.changes == {"trainer.learning_rate": "was 0.001 and is 0.01"}
     assert diff_runs(run_dir, tmp_path / "branch").step == STEPS - 3
     (notes := tmp_path / "mine" / "notes.txt").parent.mkdir()
     notes.write_text("not a branch")
     with pytest.raises(RunFolderError, match="cannot be created"):
-        replay(run_dir, 0, [], notes.parent, say=lambda text: None)
+        replay(run_dir, 0, [], notes.parent, say=lambda text: None, spawner=forked)
     assert notes.exists()
 
 
@@ -144,18 +147,19 @@ def test_for_every_step_at_which_a_trainer_is_lost_the_last_weights_are_the_same
         return Trainer(model, recipe.trainer, recipe.algorithm, sampling)
 
     expected = load_file(synchronous / "policy" / f"v{STEPS:06d}" / "model.safetensors")
-    for lost_at in range(1, STEPS):
-        folder = tmp_path / str(lost_at)
-        checkpoints, first = Checkpoints(folder), new()
-        for batch in read_batches(ledger, 0, lost_at):
-            first.train(batch)
-            if batch.step % recipe.trainer.checkpoint_every == 0:
-                checkpoints.save(batch.step, first.save_checkpoint)
-        second, checkpoint = new(), checkpoints.latest(lost_at)
+    checkpoints, first = Checkpoints(tmp_path, keep=STEPS), new()
+    for batch in read_batches(ledger, 0, STEPS - 1):
+        first.train(batch)
+        if batch.step % recipe.trainer.checkpoint_every == 0:
+            checkpoints.save(batch.step, first.save_checkpoint)
+    left = [checkpoints.latest(step) for step in (1, 6, 12, 18)]  # whichever step it is lost at: one of these is left
+    assert [checkpoint and checkpoint.step for checkpoint in left] == [None, 6, 12, 18]
+    for checkpoint in left:
+        second = new()
         if checkpoint is not None:
             second.load_checkpoint(checkpoint.path)
         for batch in read_batches(ledger, second.version, STEPS):
             second.train(batch)
         weights = dict(second.learner.model.named_parameters())
-        assert all(torch.equal(expected[name], weights[name]) for name in expected), f"lost at step {lost_at}"
+        assert all(torch.equal(expected[name], weights[name]) for name in expected), checkpoint
     assert last_step(ledger) == STEPS

@@ -18,7 +18,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from stretto.audit.check import check_run
 from stretto.core.errors import StoreError
@@ -27,7 +26,8 @@ from stretto.store.folder.checkpoints import Checkpoints, verify
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
-from tests.store.conftest import Make
+from tests.faults.one_step import RECIPE, one_step
+from tests.store.make import Make
 
 ROOT = Path(__file__).parents[2]
 CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
@@ -50,30 +50,11 @@ import sys
 from pathlib import Path
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from tests.faults.test_files import one_step
+from tests.faults.one_step import one_step
 ledger = Ledger(Path(sys.argv[1]) / "ledger.sqlite", StoreConfig())
 one_step(ledger, 2)
 ledger.sync()
 """
-RECIPE = """
-[rollout]
-batch_size = 1
-group_size = 2
-min_group_size = 1
-max_staleness = 1.0
-beyond_bound = "mask"
-max_attempts = 3
-"""
-
-
-def one_step(ledger: Ledger, step: int) -> None:
-    make, name = Make(), f"0.{step}.0"
-    answers = [make.trajectory(name, member, versions=(step - 1,) * 3) for member in (0, 1)]
-    group = replace(make.group(name, *answers), prompt=replace(make.prompt, id=str(step)))
-    ledger.issue(name, group.prompt, 2, step - 1)
-    ledger.buffer(group)
-    ledger.commit_batch(make.batch(step, group))
-    ledger.record_update(make.update(step))
 
 
 def traced(script: str, folder: Path, injection: str) -> int:

@@ -32,7 +32,8 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.wal import check_log
 from stretto.store.lock import is_held
-from tests.faults.test_files import RECIPE, ROOT, one_step
+from tests.faults.one_step import RECIPE, one_step
+from tests.faults.test_files import ROOT
 from tests.sandbox.other_users import ORDINARY, as_user
 
 WRITER = """
@@ -41,7 +42,7 @@ from pathlib import Path
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.folder.run_folder import RunFolder
-from tests.faults.test_files import one_step
+from tests.faults.one_step import one_step
 with RunFolder.create(Path(sys.argv[1])) as folder:
     ledger = Ledger(folder.ledger, StoreConfig(flush_seconds=0))
     for step, line in enumerate(sys.stdin, start=1):
@@ -168,7 +169,7 @@ from pathlib import Path
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.folder.run_folder import RunFolder
-from tests.faults.test_files import RECIPE, one_step
+from tests.faults.one_step import RECIPE, one_step
 with RunFolder.create(Path(sys.argv[1])) as folder:
     folder.write("recipe.toml", RECIPE)
     ledger = Ledger(folder.ledger, StoreConfig(flush_seconds=0))

@@ -27,8 +27,10 @@ import pytest
 
 from stretto.cli.main import main
 from stretto.launch.assemble.roles import mailbox_name
+from stretto.processes import fork_server
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
+from tests.launch.warm import MARK, WarmCommand, children_of, session_fork_server, session_server
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
@@ -40,7 +42,6 @@ MODULES = {
     "fork server": "stretto.processes.fork_server_role",
     "rewards": "stretto.rewards.service.worker",
 }
-_MARK = "STRETTO_TEST_MARK"
 _PATIENCE = 100.0
 
 
@@ -68,7 +69,7 @@ class Ended:
 class Command:
     """A command that is running."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | WarmCommand
     mark: str
     temporary: Path
     run_dir: Path | None = None
@@ -90,7 +91,9 @@ class Command:
             self.kill_all()
             out, err = self.process.communicate(timeout=10)
             raise AssertionError(f"not ended after {seconds} s:\n{out}\n{err}") from None
-        return Ended(self.process.returncode, out, err)
+        code = self.process.returncode
+        assert code is not None
+        return Ended(code, out, err)
 
     def stop(self, number: signal.Signals) -> tuple[Ended, float]:
         """Send a signal; how it ended, and after how many seconds."""
@@ -144,13 +147,13 @@ def shared_files(run_dir: Path) -> Iterator[Path]:
 
 
 def children() -> list[int]:
-    """The living child processes of this process."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for text in lists for pid in text.read_text().split()]
+    """The living child processes of this process, without the one that commands are forked from."""
+    servers = [session_server().pid] if session_server.cache_info().currsize else []
+    return [pid for pid in children_of(os.getpid()) if pid not in servers]
 
 
 def _marked(mark: str) -> Iterator[int]:
-    wanted = f"{_MARK}={mark}".encode()
+    wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
@@ -170,14 +173,16 @@ def _command_line(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Where commands are run: a folder, and a cache that all tests of the session share."""
+    """Where commands are run: a folder, and a cache that all tests of the session share. If it is `warm`, commands are
+    forked from a process that has imported what they need, unless they are started ``cold`` (see `warm`)."""
 
     folder: Path
     cache: Path
+    warm: bool = False
 
     @contextmanager
     def start(
-        self, *arguments: str | Path, run_dir: Path | None = None, before: Sequence[str] = (), **environment: str
+        self, *arguments: str | Path, run_dir: Path | None = None, before: Sequence[str] = (), cold: bool = False
     ) -> Iterator[Command]:
         """``BEFORE python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends."""
         mark = uuid.uuid4().hex
@@ -187,19 +192,24 @@ class Laboratory:
             "PYTHONPATH": str(ROOT),
             "STRETTO_CACHE": str(self.cache),
             "TMPDIR": str(temporary),
-            _MARK: mark,
+            MARK: mark,
         }
+        words = tuple(map(str, arguments))
+        process: subprocess.Popen[str] | WarmCommand
         with default_dispositions():
-            process = subprocess.Popen(
-                [*before, sys.executable, "-m", "stretto.cli.main", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=self.folder,
-                env=inherited | environment,
-                start_new_session=True,
-            )
+            if self.warm and not cold and not before:
+                process = WarmCommand(words, self.folder, inherited)
+            else:
+                process = subprocess.Popen(
+                    [*before, sys.executable, "-m", "stretto.cli.main", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=self.folder,
+                    env=inherited,
+                    start_new_session=True,
+                )
         command = Command(process, mark, temporary, run_dir)
         try:
             yield command
@@ -212,17 +222,22 @@ class Laboratory:
                 path.unlink(missing_ok=True)
 
     def train(
-        self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY, before: Sequence[str] = ()
+        self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY, before: Sequence[str] = (), cold: bool = False
     ) -> AbstractContextManager[Command]:
         """`start` with ``train RECIPE --run-dir RUN_DIR ARGUMENTS``."""
-        return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir, before=before)
+        return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir, before=before, cold=cold)
 
     def run(self, *arguments: str | Path) -> Ended:
         """Run a command in this process; it leaves no other process behind."""
+        if self.warm:
+            with default_dispositions():
+                session_server()
         out, err, code, before = io.StringIO(), io.StringIO(), None, children()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setenv("STRETTO_CACHE", str(self.cache))
             patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
+            if self.warm:
+                patch.setattr(fork_server, "fork_server", session_fork_server)
             try:
                 main()
             except SystemExit as end:

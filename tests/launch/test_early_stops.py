@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,8 @@ MOMENTS: dict[str, Callable[[Command], bool]] = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_before_a_run_is_there_ends_with_one_line(laboratory: Laboratory, tmp_path: Path, moment: str) -> None:
-    with laboratory.train(tmp_path / "run") as command:
+    with laboratory.train(tmp_path / "run", cold=True) as command:
+        assert isinstance(command.process, subprocess.Popen)
         assert command.process.stdout is not None
         assert command.process.stdout.readline().startswith("checking ")
         wait_until(lambda: MOMENTS[moment](command), moment, command)

@@ -32,6 +32,12 @@ def test_questions_whose_gold_answer_cannot_be_read_are_left_out_and_told() -> N
     assert "too large" in second or "tower" in second
 
 
+def test_however_many_gold_answers_there_are_the_patience_of_a_run_is_not_their_deadline() -> None:
+    training = questions(*map(str, range(150)), r"\frac{1}{")  # three portions of one worker, or one of two
+    sifted = sift(MATH.model_copy(update={"patience": 1e-6}), Questions(training, questions("7")))
+    assert [problem.place for problem in sifted.unreadable] == ["rows.jsonl:151"]
+
+
 def test_a_run_without_a_readable_gold_answer_is_refused() -> None:
     with pytest.raises(DataError, match="no gold answer of the questions for training can be read"):
         sift(MATH, Questions(questions(r"\frac{1}{", "{{"), questions("7")))

@@ -19,6 +19,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
+from stretto.launch.assemble.specs import Endpoints, engine_specs
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.estimates import available_memory, estimate_disk, estimate_memory, warnings
 from stretto.launch.preflight.plan import Plan, make_plan
@@ -316,6 +317,22 @@ def test_a_row_that_is_asked_in_training_and_held_out_is_named_once(plan_for: Pl
 def test_ports_end(plan_for: Planner) -> None:
     told = message(plan_for, engine={"transport": "tcp", "base_port": 65_535, "count": 2})
     assert told == "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535"
+
+
+def test_an_engine_waits_for_its_first_weights_as_long_as_the_trainer_may_start_and_publish(
+    plan_for: Planner, tmp_path: Path
+) -> None:
+    plan = plan_for(deadlines={"start": 20.0, "save": 30.0})
+    for published, seconds in ((True, 50.0), (False, 0.0)):
+        spec = engine_specs(plan, plan.base.path, Endpoints("mailbox", tmp_path, tmp_path), published=published)[0]
+        assert spec.publication_seconds == seconds
+
+
+def test_more_completions_in_flight_than_an_engine_queues(plan_for: Planner) -> None:
+    plan_for(rollout={"batch_size": 2, "group_size": 8, "max_in_flight": 8192})  # 65,536 completions
+    assert message(plan_for, rollout={"batch_size": 2, "group_size": 8, "max_in_flight": 8193}) == (
+        "rollout.max_in_flight: 8,193 groups of 8 (group_size) are 65,544 completions; an engine queues at most 65,536"
+    )
 
 
 def test_the_memory_estimate_grows_with_what_needs_memory(plan_for: Planner) -> None:

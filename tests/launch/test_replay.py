@@ -20,6 +20,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from tests.launch import test_train
 from tests.launch.test_train import begin, flip_a_bit, record
+from tests.launch.warm import session_server
 from tests.store.conftest import as_format_2
 
 recipe = test_train.recipe
@@ -66,7 +67,7 @@ def test_a_replay_of_a_run_without_its_last_policy_says_that_nothing_was_compare
     run_dir, said = begin(recipe), list[str]()
     record(run_dir, 1)
     as_format_2(run_dir / "ledger.sqlite")  # a run of the format before can be replayed as well
-    replayed = replay(run_dir, 0, [], None, say=said.append)
+    replayed = replay(run_dir, 0, [], None, say=said.append, spawner=session_server())
     assert replayed.equal is None
     policy = run_dir / "policy" / "v000001"
     assert str(replayed).splitlines()[1:] == [

@@ -12,15 +12,17 @@ import tempfile
 from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, RunFolderError
 from stretto.core.events import Span
+from stretto.launch.assemble.roles import _endpoints as endpoints
 from stretto.launch.assemble.roles import _in_turn as in_turn
 from stretto.launch.assemble.roles import _sweep as sweep
 from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name
+from stretto.launch.preflight.plan import Plan
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
 from stretto.store import lock
@@ -44,6 +46,17 @@ def test_who_does_not_end_is_told_and_the_others_end() -> None:
     assert said == [
         "while the roles were ended: conductor waited 5 s for engine-0 to end after SIGKILL and gave up",
     ]
+
+
+def test_of_endpoints_that_cannot_be_made_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place, RunFolder.create(tmp_path / "run") as run:
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        (run.path / ".sockets").mkdir()  # where a file is to be written
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(IsADirectoryError), endpoints(cast(Plan, None), run, version=0):
+            raise AssertionError("they cannot be made")
+        assert os.listdir("/proc/self/fd") == before
+        assert os.listdir(place) == []
 
 
 def test_of_a_folder_that_a_run_names_only_what_roles_make_is_removed(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_run_killed_before_its_first_checkpoint_loses_nothing(laboratory: Labo
 
 def test_a_stop_while_the_roles_start_leaves_a_run_that_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=1") as command:
+    with laboratory.train(run_dir, "trainer.steps=1", cold=True) as command:
         wait_until(lambda: bool(command.processes(MODULES["engine"])), "an engine's process", command)
         ended, seconds = command.stop(signal.SIGINT)
         assert ended.code == 130, ended.err

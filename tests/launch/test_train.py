@@ -32,7 +32,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
-from tests.store.conftest import Make
+from tests.store.make import Make
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 

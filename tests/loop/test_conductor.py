@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,12 @@ from stretto.core.errors import (
     NothingMoves,
     RefusedRequest,
     RoleDied,
+    StoreError,
     StrettoError,
     TrainingDiverged,
 )
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import Batch, Completion, GenerateRequest, Update
 from stretto.rollout.controller import TooManyFailures
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -33,7 +36,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Balance, Ledger
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.spans import read_spans
-from tests.loop.conducting import Stage, ToyFleet
+from tests.loop.conducting import Stage, ToyFleet, ToyTrainer
 
 
 @pytest.fixture
@@ -128,6 +131,23 @@ def test_what_an_answer_fails_of_ends_the_run(stage: Stage) -> None:
         stage.play()
 
 
+def test_what_the_ledger_refuses_while_the_next_group_is_admitted_ends_the_run(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue, issued = stage.ledger.issue, []
+
+    def refuses(group: str, *rest: Any, **named: Any) -> None:
+        issued.append(group)
+        if len(issued) > 4:  # two at the start, two when these end, and one while the trainer has the first batch
+            raise StoreError("the disk is full")
+        issue(group, *rest, **named)
+
+    monkeypatch.setattr(stage.ledger, "issue", refuses)
+    stage.trainer.seconds = 60
+    with pytest.raises(StoreError, match="the disk is full"):
+        stage.play(batch_size=1, max_in_flight=2, max_staleness=4)
+
+
 LOST = EngineLost("engine-0", "broke off in the middle of a reply")
 
 
@@ -215,6 +235,33 @@ def test_what_is_on_record_is_written_while_nothing_happens(stage: Stage, monkey
     monkeypatch.setattr(stage.fleet, "poll", poll)
     stage.play(stop_after=0.2)
     assert on_file[-1] == 4 * 2
+
+
+@pytest.mark.parametrize("ticks", range(12))
+def test_an_overdue_group_that_fails_at_that_moment_ends_the_run_with_its_own_error(stage: Stage, ticks: int) -> None:
+    """However many turns of the event loop lie between the update and the failure."""
+    trained = asyncio.Event()
+
+    class Straggling(ToyFleet):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+            if not self.asked:
+                self.asked.append(request.id)
+                await trained.wait()
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                raise DeadlineExceeded("the client of engine-0", "the next answer", 600)
+            async for completion in super().generate(request):
+                yield completion
+
+    class Trainer(ToyTrainer):
+        async def train(self, batch: Batch) -> Update:
+            if batch.step == 2:
+                trained.set()
+            return await super().train(batch)
+
+    stage.fleet, stage.trainer = Straggling(), Trainer(seconds=0.0)
+    with contextlib.suppress(DeadlineExceeded):  # where the group is stopped first, the run goes on
+        stage.play(beyond_bound="expire", steps=3)
 
 
 def test_overdue_answers_are_cut_off_and_asked_again(stage: Stage) -> None:

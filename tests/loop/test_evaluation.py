@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from stretto.core.errors import EngineLost
+from stretto.core.errors import DeadlineExceeded, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.recorder import Evaluation
@@ -88,6 +88,27 @@ def test_each_prompt_has_a_seed_of_its_own_that_never_changes() -> None:
 
 def test_a_lost_engine_is_asked_again() -> None:
     assert evaluated(Engine(losses=3)).right == 2
+
+
+def test_the_first_portion_that_fails_ends_the_others() -> None:
+    generating: list[str] = []
+
+    async def generate(*requests: GenerateRequest) -> AsyncIterator[Completion]:
+        generating.append(requests[0].id)
+        try:
+            await asyncio.sleep(0.01 if len(generating) == 2 else 60)
+            raise DeadlineExceeded("the client of engine-0", "the next answer", 600)
+            yield
+        finally:
+            generating.remove(requests[0].id)
+
+    async def main() -> None:
+        prompts = [Prompt(id=str(i), token_ids=(i,), text="?", answer="0") for i in range(3 * 64)]
+        with pytest.raises(DeadlineExceeded, match="the next answer"):
+            await Evaluator(prompts, Sampling(max_tokens=3), 7, generate, score, str)()
+        assert generating == []
+
+    asyncio.run(main())
 
 
 def test_an_engine_that_is_lost_again_and_again_ends_the_evaluation() -> None:

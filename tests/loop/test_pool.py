@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied
+from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
@@ -26,7 +27,7 @@ from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
 from tests.launch.running import children
-from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, UNFINISHED
+from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
 
 T = TypeVar("T")
 Work = Callable[[EnginePool], Awaitable[T]]
@@ -51,7 +52,7 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], N
             mailbox_folder=str(folder),
             config=EngineConfig().model_dump_json(),
             threads=1,
-            publication_seconds=1.0,
+            publication_seconds=20.0,
         )
         for number in range(count)
     ]
@@ -119,7 +120,28 @@ def test_a_published_version_reaches_every_engine(folder: Path) -> None:
         (completion,) = await answers(fleet, request("0", answers=1))
         return [live[0], live[-1], fleet.live, completion.versions[0]]
 
-    assert in_fleet(folder, work) == [0, 7, 9, 9]
+    assert in_fleet(folder, work) == [0, 9, 9, 9]
+
+
+def test_when_the_engine_with_the_oldest_version_dies_the_others_are_live_at_once(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> None:
+        newer, older = fleet._engines.values()
+        await newer.reach(7)
+        live: list[int] = []
+        fleet.listen(live.append)
+        (folder / "newest").write_text("broken")  # no replacement comes up
+        older.process.kill()
+        while 7 not in live:
+            await asyncio.sleep(0.01)
+
+    in_fleet(folder, work)
+
+
+def test_an_engine_may_wait_for_the_first_publication_longer_than_for_its_own_start(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> int:
+        return fleet.live
+
+    assert in_fleet(folder, work, count=1, start=0.01) == 0
 
 
 def test_an_engine_that_dies_is_replaced_with_the_newest_version(folder: Path) -> None:
@@ -192,6 +214,18 @@ def test_an_engine_that_does_not_reply_in_time_stays_as_it_was_looked_at(folder:
     assert in_fleet(folder, work, count=1) == 1.0
 
 
+def test_every_span_is_handed_out_once_however_impatient_the_polls_are(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> list[float]:
+        spans: list[Span] = []
+        for _ in range(5):
+            spans += await fleet.poll(0.02)
+            await asyncio.sleep(0.1)  # they come meanwhile
+        return [span.start for span in [*spans, *await fleet.poll()]]
+
+    found = in_fleet(folder, work, count=1)
+    assert found == list(range(1, len(found) + 1))
+
+
 def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(folder: Path) -> None:
     async def work(fleet: EnginePool) -> list[float]:
         await answers(fleet, request("0"))
@@ -240,6 +274,17 @@ def test_an_engine_that_nobody_can_reach_is_replaced_though_its_process_goes_on(
 
     assert in_fleet(folder, work, count=1, hung=0.3) == 2
     assert said == ["engine-0 was killed by SIGKILL (out of memory?): a new one is started"]
+
+
+def test_a_suspected_engine_that_accepts_a_probe_and_does_not_reply_is_replaced_when_it_counts_as_hung(
+    folder: Path,
+) -> None:
+    async def work(fleet: EnginePool) -> int:
+        with pytest.raises(EngineLost):
+            await answers(fleet, request("0", TURN_MUTE))
+        return len(await answers(fleet, request("1")))
+
+    assert in_fleet(folder, work, count=1, hung=2.0, answer=600.0) == 2  # its heartbeats, one a second, go on
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:

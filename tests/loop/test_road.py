@@ -24,6 +24,7 @@ from stretto.engine.native.scheduler import Scheduler
 from stretto.engine.spec import EngineSpec
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.handle import EngineState
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.build import build_policy
 from stretto.rollout.controller import Controller
@@ -49,7 +50,7 @@ class OneEngine(EnginePool):
 
     def up(self) -> None:
         (engine,) = self._engines.values()
-        engine.version, engine.up = 0, True
+        engine.version, engine.state = 0, EngineState.UP
         engine.changed(engine)
 
 

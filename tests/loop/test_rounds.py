@@ -15,7 +15,8 @@ import pytest
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Trajectory
-from stretto.loop.engines.rounds import Rounds, WholeGroups
+from stretto.loop.engines.pool import InFlight
+from stretto.loop.engines.rounds import Rounds
 from stretto.rollout.controller import Ticket
 from stretto.rollout.prompts import Draw
 
@@ -49,20 +50,13 @@ class Engines:
                 yield Completion(request.id, member, (7,), (-0.1,), (0,), StopReason.STOP)
 
 
-class Nowhere:
-    """A journal that must not be written to: rounds have no partials."""
-
-    def journal(self, id: str, piece: object) -> None:
-        raise AssertionError(id)
-
-
 def played(engines: Engines, portions: int, slow: str = "", stop: str = "") -> list[str]:
     """Play a round; the groups in the order in which they leave, with what they failed of."""
     left: list[str] = []
 
     async def main() -> None:
         rounds = Rounds(engines.generate, lambda: TICKETS, portions)
-        answers = WholeGroups(rounds, Nowhere())
+        answers = InFlight(rounds, journal=None)
 
         async def workflow(ticket: Ticket) -> Sequence[Trajectory]:
             sampling = Sampling(max_tokens=4)

@@ -1,7 +1,8 @@
 """An engine of another make: ``python -m tests.loop.toy_engine SPEC``. Speaks the wire, holds no model.
 
 It answers every seed with one token of the version it serves. The prompt tells it to misbehave: 1 dies in
-mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more. The file
+mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more, 6 hangs up and
+answers nothing any more. Its spans are numbered, and take a moment. The file
 ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "killed VERSION": the first engine
 that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
 """
@@ -17,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.engine import EngineHealth
+from stretto.core.events import Span
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.wire import UpdateReply, UpdateRequest
 from stretto.processes.heartbeat import begin_role
 
-DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF = 1, 2, 3, 4, 5
+DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE = 1, 2, 3, 4, 5, 6
 UNFINISHED = 3  # tokens, it says, always
 
 
@@ -40,7 +42,8 @@ class ToyEngine:
         self.version = version
         self.generated = 0
         self.socket = socket
-        self.deaf = False
+        self.deaf = self.mute = False
+        self.spans = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -52,6 +55,8 @@ class ToyEngine:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
     async def _reply(self, path: str, body: bytes) -> bytes | None:
+        if self.mute:
+            await asyncio.sleep(600)
         match path:
             case "/generate":
                 return await self._generate(*msgspec.msgpack.decode(body, type=list[GenerateRequest]))
@@ -59,7 +64,9 @@ class ToyEngine:
                 self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
                 return msgspec.msgpack.encode(UpdateReply(version=self.version))
             case "/spans":
-                return msgspec.msgpack.encode([])
+                await asyncio.sleep(0.05)
+                self.spans += 1
+                return msgspec.msgpack.encode([Span(role="toy", name="step", start=self.spans, end=self.spans)])
         return msgspec.msgpack.encode(self._health())
 
     async def _generate(self, request: GenerateRequest, *others: GenerateRequest) -> bytes | None:
@@ -73,6 +80,9 @@ class ToyEngine:
             case 5:
                 self.deaf = True
                 self.socket.unlink()
+                return None
+            case 6:
+                self.mute = True
                 return None
         self.generated += len(request.seeds)
         return b"".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 
@@ -13,12 +14,14 @@ from stretto.processes.heartbeat import send_heartbeats
 
 
 class StubbornSpec(Record, frozen=True):
-    """Ignore SIGTERM or not, give signs of life or not; then end with `code` after `seconds`."""
+    """Ignore SIGTERM or not, give signs of life or not, start a child that sleeps or not and log its number; then end
+    with `code` after `seconds`."""
 
     ignores: bool = False
     seconds: float = 60.0
     code: int = 0
     beats: bool = False
+    child: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +30,8 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if spec.beats:
         send_heartbeats()
-    print("up", flush=True)
+    child = subprocess.Popen(["sleep", "60"]) if spec.child else None
+    print("up" if child is None else child.pid, flush=True)
     time.sleep(spec.seconds)
     return spec.code
 

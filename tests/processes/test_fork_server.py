@@ -23,6 +23,7 @@ from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawn
 from tests.launch.running import children
 from tests.processes.stubborn_role import StubbornSpec
+from tests.processes.test_role import what_it_left_is_gone
 
 ROLE = "tests.processes.stubborn_role"
 T = TypeVar("T")
@@ -56,6 +57,15 @@ async def up(folder: Path) -> None:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_process_that_a_forked_role_leaves_behind_is_killed(tmp_path: Path) -> None:
+    async def work(server: ForkServer) -> str:
+        role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", spawner=server)
+        await role.start(StubbornSpec(seconds=0.0, code=7, child=True), threads=1)
+        return await what_it_left_is_gone(role)
+
+    assert served(work) == "ended with exit code 7"
 
 
 def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:

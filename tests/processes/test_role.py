@@ -76,6 +76,19 @@ def test_a_role_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -
     assert played(tmp_path, StubbornSpec(ignores=True), stop) == "was killed by SIGKILL (out of memory?)"
 
 
+async def what_it_left_is_gone(role: RoleProcess) -> str:
+    how, child = await role.ended(), int(role.log.read_text())
+    state = Path(f"/proc/{child}/stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        await asyncio.sleep(0.01)
+    return how
+
+
+def test_a_process_that_a_role_leaves_behind_is_killed(tmp_path: Path) -> None:
+    spec = StubbornSpec(seconds=0.0, code=7, child=True)
+    assert played(tmp_path, spec, what_it_left_is_gone) == "ended with exit code 7"
+
+
 def test_a_role_in_a_session_of_its_own_hears_no_ctrl_c_of_the_terminal(tmp_path: Path) -> None:
     async def session(role: RoleProcess) -> str:
         assert os.getsid(role.pid) == role.pid != os.getsid(0)

@@ -21,7 +21,7 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.controller import Controller, Ticket, TooManyFailures
+from stretto.rollout.controller import Controller, ControllerState, Ticket, TooManyFailures
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.simulator.accounts import Accounts
 
@@ -247,3 +247,21 @@ def test_answers_are_kept_in_the_order_of_the_members() -> None:
     group = control.finish(ticket, list(reversed(answers(ticket, [0.0, 1.0]))))
     assert group is not None
     assert [t.member for t in group.trajectories] == [0, 1]
+
+
+def test_the_state_that_a_journal_writes_beside_a_new_group_has_the_groups_earlier_failures() -> None:
+    control, _ = controller()
+
+    class Journal(Accounts):
+        def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+            super().issue(group_id, prompt, members, admitted_version)
+            states.append(control.state())
+
+    states: list[ControllerState] = []
+    control._journal = Journal()
+    first = control.admit()
+    assert first is not None
+    control.finish(first, answers(first, [None, None]))
+    again = control.admit()
+    assert again is not None
+    assert states[-1].failures == {again.group_id: 1}

@@ -26,7 +26,7 @@ from stretto.store.inspection import TOTALS, Totals, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
-from tests.store.conftest import Make
+from tests.store.make import Make
 
 FIELDS = {
     "id",

@@ -29,7 +29,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Balance, Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.schema import FORMAT
-from tests.store.conftest import Make
+from tests.store.make import Make
 
 KEEP_ALL = StoreConfig(flush_seconds=0)
 HOLD_BACK = StoreConfig(flush_seconds=60)
@@ -339,7 +339,7 @@ from pathlib import Path
 from stretto.core.records import State
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from tests.store.conftest import Make
+from tests.store.make import Make
 make, ledger = Make(), Ledger(Path(sys.argv[1]), StoreConfig(flush_seconds=0.001))
 for step in itertools.count(1):
     for n in range(4):

@@ -15,7 +15,7 @@ from stretto.store.ledger import ledger as ledger_module
 from stretto.store.ledger import reading
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from tests.store.conftest import Make
+from tests.store.make import Make
 
 HOLD_BACK = StoreConfig(flush_seconds=60)
 

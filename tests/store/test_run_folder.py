@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RunFolderError
+from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -152,6 +153,13 @@ def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path, how: str) -> No
         RunFolder.open(place)
     with pytest.raises(RunFolderError, match=words):
         RunFolder.resume(place)
+
+
+def test_a_folder_that_cannot_be_filled_is_not_locked(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(FileExistsError):
+        RunFolder.create(tmp_path)
+    assert not lock.is_held(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

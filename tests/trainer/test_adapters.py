@@ -11,18 +11,23 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import StoreError
+from stretto.core.records import Sampling
 from stretto.engine.native.parameters import Parameters
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import LoraConfig, TrainerConfig
+from stretto.trainer.messages import SavePolicy
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
-from stretto.trainer.parallel.lora import adapt, save_adapters
+from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.roles.trainer import TrainerRole
+from stretto.trainer.spec import TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.tolerances import assert_close, rounding
@@ -112,11 +117,41 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Pat
 def test_peft_reads_what_is_saved_of_them(build: Build, tmp_path: Path) -> None:
     trainer = adapted(build)
     trainer.train(batch(0))
-    save_adapters(trainer.learner.model, LORA, ALONE, tmp_path / "adapter")
+    gather_adapters(trainer.learner.model, LORA, ALONE)(tmp_path)
     theirs = peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").merge_and_unload()
     found: dict[str, Tensor] = dict(theirs.named_parameters())
     for name, parameter in trainer.full_parameters():
         assert_close(found[name], parameter)
+
+
+def test_a_saved_policy_has_its_adapters_when_it_appears(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build().save_pretrained(tmp_path / "start")
+    spec = TrainerSpec(
+        model=str(tmp_path / "start"),
+        mailbox="",
+        mailbox_folder="",
+        trainer=CONFIG.model_dump_json(),
+        algorithm=AlgorithmConfig().model_dump_json(),
+        sampling=Sampling(max_tokens=4),
+        threads=1,
+    )
+    policy = tmp_path / "policy" / "v000001"
+    appeared: list[bool] = []
+
+    def save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+        appeared.append(policy.exists())
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr("stretto.trainer.parallel.lora.save_file", save)
+    role = TrainerRole(spec, SharedMemoryPublisher("none", tmp_path), ALONE, lambda told: None)
+    role.carry_out(SavePolicy(folder=str(policy)))
+    assert appeared == [False]
+    assert sorted(path.name for path in (policy / "adapter").iterdir() if path.suffix != ".md") == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def test_without_names_every_linear_layer_of_the_decoder_gets_one(build: Build) -> None:

@@ -6,6 +6,7 @@ training goes on, and any number of ranks goes on from it.
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ import torch
 
 from stretto.core.errors import StoreError
 from stretto.trainer import checkpoint
+from stretto.trainer.messages import RankLost
 from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.roles.rank_group import RankGroup
 from tests.tolerances import after_adam, assert_close
 from tests.trainer.rank_runs import LOSSES, PLAYED, SCENARIOS, trainer_of
 from tests.trainer.tiny import BACKWARD
@@ -139,3 +142,15 @@ def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: 
         next(torn.glob(f"shard-{missing:05d}-*")).unlink()
         with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*layers"):
             trainer_of(SCENARIOS["paper"], ALONE).load_checkpoint(torn)
+
+
+def test_a_rank_that_cannot_be_watched_is_lost_and_rank_0_does_not_wait_for_it(tmp_path: Path) -> None:
+    group = RankGroup(2, "{}", threads=1, log=tmp_path / "trainer.txt", hung=10.0)
+    near, far = group._wires[1]
+    far.close()  # no process can inherit it
+    group._ending = True  # else the watch ends this process
+    with near:
+        asyncio.run(group._watch(0, lambda loss: None))
+    lost = group.explain(RuntimeError("a collective failed"))
+    assert isinstance(lost, RankLost)
+    assert lost.how.startswith("lost rank 1, unwatched: ValueError")

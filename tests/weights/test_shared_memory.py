@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -256,12 +257,29 @@ def test_no_room_for_a_publication_is_told_with_its_path_and_leaves_nothing(
 ) -> None:
     publisher.publish(0, tensors().items())
     partial = tmp_path / f"stretto-run-v000001.{os.getpid()}.partial"
-    partial.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device") as refused:
-        publisher.publish(1, tensors().items())
-    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(partial))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            publisher.publish(1, [("large", torch.zeros(1 << 20))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(partial))
     assert subscriber.newest() == 0
     assert list(tmp_path.iterdir()) == [file_of(tmp_path, 0)]
+
+
+def test_a_file_that_somebody_put_in_the_way_is_not_written_through(
+    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber, tmp_path: Path
+) -> None:
+    """The name can be guessed, and shared memory is a folder that everybody may write to."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    (tmp_path / f"stretto-run-v000001.{os.getpid()}.partial").symlink_to(theirs)
+    publisher.publish(1, tensors().items())
+    assert theirs.read_text() == "kept"
+    assert file_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+    assert torch.equal(subscriber.load(1)["w0"], tensors()["w0"])
 
 
 def test_shared_memory_without_room_is_not_used(tmp_path: Path) -> None:

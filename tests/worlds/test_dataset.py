@@ -79,7 +79,11 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         '{"prompt": [{"role": "user", "content": "3\\u0000"}], "answer": "3"}',
         ["[0].content", "NUL"],
     ),
-    ("a row of a million", '{"prompt": "' + "3" * (1 << 20) + '"}', ["1,048,590 characters", "at most 1,048,576"]),
+    (
+        "a prompt of a million",
+        '{"prompt": "' + "3" * ((1 << 20) + 1) + '", "answer": "3"}',
+        ["prompt: a text of 1,048,577 characters", "at most 1,048,576"],
+    ),
 ]
 
 
@@ -116,6 +120,15 @@ def test_all_broken_rows_come_together_and_the_twenty_first_is_counted(tmp_path:
     told = message(write(tmp_path, *["{}"] * 25)).splitlines()
     assert len(told) == 21
     assert told[-1] == f"{tmp_path}/rows.jsonl: 5 more rows like these"
+
+
+def test_an_answer_may_be_as_large_as_the_tests_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = '{"prompt": "3", "answer": "' + "1" * (3 << 20) + '"}'
+    questions = task(write(tmp_path, large, GOOD), held_out=1).questions(seed=1)
+    assert len(questions.training[0].answer) == 3 << 20
+    monkeypatch.setattr("stretto.core.jsonl.LARGEST_ROW", 3 << 20)
+    told = message(write(tmp_path, GOOD, large))
+    assert told == f"{tmp_path}/rows.jsonl:2: a row of 3,145,757 characters; at most 3,145,728 are allowed"
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
@@ -31,6 +32,7 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 
 _REPLY_SECONDS = 60.0
 _TOKEN_SECONDS = 300.0
+_READY_SECONDS = 600.0
 
 
 def main(arguments: list[str]) -> int:
@@ -56,9 +58,9 @@ async def play(spec: EngineSpec) -> None:
         else await ServerProcess.start(spec.name, make.launch(config, spec.model, port))
     )
     try:
-        await until_ready(server, wire, spec.publication_seconds)
+        await until_ready(server, wire, spec.publication_seconds or _READY_SECONDS)
         engine = await _engine(spec, config, wire)
-        await serve_app(EngineApp(engine), spec.address, _Life(engine, server))
+        await serve_app(EngineApp(engine, LARGEST_FRAME), spec.address, _Life(engine, server))
     finally:
         await server.stop()
 
@@ -71,7 +73,8 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
     staged = StagedWeights(subscriber, Path(spec.model), Path(spec.scratch))
     stop_texts = StopTexts(partial(load_tokenizer, spec.model))
     engine = ExternalEngine(spec.name, wire, limits, staged, stop_texts, config.on_update)
-    await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
+    if spec.publication_seconds > 0:
+        await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
     return engine
 
 

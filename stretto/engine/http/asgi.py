@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import Receive, Scope, Send
 
-#: A longer body is refused before it is read to its end.
+#: A longer body of a client is refused before it is read to its end.
 LARGEST_BODY = 16 << 20
 
 Header = tuple[bytes, bytes]
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """The body of a request; None when it is larger than `LARGEST_BODY`."""
-    if int(header(scope, b"content-length") or 0) > LARGEST_BODY:
+async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY) -> bytes | None:
+    """The body of a request; None when it has more than `largest` bytes."""
+    if int(header(scope, b"content-length") or 0) > largest:
         return None
     parts, size, more = [], 0, True
     while more:
@@ -22,7 +22,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes | None:
         part = message.get("body", b"")
         parts.append(part)
         size += len(part)
-        if size > LARGEST_BODY:
+        if size > largest:
             return None
         more = message.get("more_body", False)
     return b"".join(parts)

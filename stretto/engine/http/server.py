@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
+from stretto.core.frames import LARGEST_FRAME
 from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
 from stretto.engine.http.asgi import LARGEST_BODY, read_body, reply, when_gone
@@ -60,13 +61,13 @@ class _Streaming:
 class _Exchange:
     """An endpoint with one message in and one message, or a refusal, out."""
 
-    def __init__(self, handler: Callable[[bytes], Awaitable[object]]) -> None:
-        self._handler = handler
+    def __init__(self, handler: Callable[[bytes], Awaitable[object]], largest: int) -> None:
+        self._handler, self._largest = handler, largest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive)
+        body = await read_body(scope, receive, self._largest)
         if body is None:
-            await _reply(send, *_TOO_LARGE)
+            await _reply(send, 413, _too_large(self._largest))
             return
         try:
             status, message = 200, await self._handler(body)
@@ -78,16 +79,17 @@ class _Exchange:
 class EngineApp:
     """The ASGI application: a method per endpoint."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, largest: int = LARGEST_BODY) -> None:
+        """`largest`: bytes of a body."""
+        self._backend, self._largest = backend, largest
         self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
         routes = [
             Route("/generate", _Streaming(self.stream_completions), methods=["POST"]),
-            Route("/update_weights", _Exchange(self.update_weights), methods=["POST"]),
-            Route("/abort", _Exchange(self.abort), methods=["POST"]),
-            Route("/partials", _Exchange(self.partials), methods=["POST"]),
-            Route("/health", _Exchange(self.health)),
-            Route("/spans", _Exchange(self.spans)),
+            Route("/update_weights", _Exchange(self.update_weights, largest), methods=["POST"]),
+            Route("/abort", _Exchange(self.abort, largest), methods=["POST"]),
+            Route("/partials", _Exchange(self.partials, largest), methods=["POST"]),
+            Route("/health", _Exchange(self.health, largest)),
+            Route("/spans", _Exchange(self.spans, largest)),
         ]
         # A bare router: starlette's middleware would turn errors into pages, and every request through it costs time.
         self._router = Router(routes)
@@ -97,9 +99,9 @@ class EngineApp:
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream each completion as it ends; abort them when the client disconnects."""
-        body = await read_body(scope, receive)
+        body = await read_body(scope, receive, self._largest)
         if body is None:
-            await _reply(send, *_TOO_LARGE)
+            await _reply(send, 413, _too_large(self._largest))
             return
         try:
             requests = self._requests.decode(body)
@@ -158,7 +160,8 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str) 
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine)
-    await serve_app(EngineApp(NativeBackend(generation, subscriber)), listen, generation)
+    # Groups that another engine has lost come with all their tokens, and rounds with all their groups.
+    await serve_app(EngineApp(NativeBackend(generation, subscriber), LARGEST_FRAME), listen, generation)
 
 
 async def serve_app(app: EngineApp, listen: str, runner: Runner) -> None:
@@ -181,10 +184,8 @@ async def _reply(send: Send, status: int, message: object) -> None:
     await reply(send, status, MSGPACK, msgspec.msgpack.encode(message), headers)
 
 
-_TOO_LARGE = (
-    413,
-    Refusal(error="RefusedRequest", field="body", found="too many bytes", allowed=f"at most {LARGEST_BODY:,} bytes"),
-)
+def _too_large(largest: int) -> Refusal:
+    return Refusal(error="RefusedRequest", field="body", found="too many bytes", allowed=f"at most {largest:,} bytes")
 
 
 def _refusal(error: Exception) -> tuple[int, Refusal]:

@@ -2,6 +2,7 @@
 
     GET  /v1/models  /v1/models/NAME
     POST /v1/completions  /v1/chat/completions      whole, or streamed as server-sent events
+    POST /inference/v1/generate                     vLLM's: token ids in, token ids with weight versions out
     GET  /health  /metrics  /openapi.json
     else the token interface
 
@@ -11,11 +12,13 @@ Errors have OpenAI's form, ``{"error": {"message", "type", "param", "code"}}``; 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,9 +27,11 @@ from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.engine.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
 from stretto.engine.http.prometheus import CONTENT_TYPE, Counters
 from stretto.engine.native.generation import Generation
+from stretto.engine.openai import token_ids
 from stretto.engine.openai.choices import Choice, Choices, PromptListener
 from stretto.engine.openai.replies import LAST_EVENT, ModelCard, ModelList, Part, Reply, Usage, error, event
 from stretto.engine.openai.schema import openapi
+from stretto.engine.openai.token_ids import TokenBody, TokenChoice, TokenInterface, TokenListener, merged
 from stretto.engine.openai.translate import ServedModel, TranslatedRequest, Translator
 from stretto.model.hf.tokenizer import Tokenizer
 
@@ -35,7 +40,7 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 _RETRY = (b"retry-after", b"1")
 _MODELS, _COMPLETIONS, _CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
-_KNOWN = _TOKEN_PATHS | {_MODELS, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
+_KNOWN = _TOKEN_PATHS | {_MODELS, token_ids.PATH, _COMPLETIONS, _CHAT, "/health", "/metrics", "/openapi.json"}
 
 Understand = Callable[[bytes, str], Awaitable[TranslatedRequest]]
 
@@ -43,10 +48,15 @@ Understand = Callable[[bytes, str], Awaitable[TranslatedRequest]]
 class OpenAIApp:
     """The ASGI application of `stretto serve`."""
 
-    def __init__(self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp) -> None:
-        """`tokens` is the token interface on the same generation."""
+    def __init__(
+        self, generation: Generation, model: ServedModel, tokenizer: Tokenizer, tokens: ASGIApp, api_key: str = ""
+    ) -> None:
+        """`tokens` is the token interface on the same generation. Without the `api_key`, if there is one, /health alone
+        is served."""
+        self._api_key = api_key.encode()
         self._generation, self._tokenizer, self._tokens = generation, tokenizer, tokens
         self._translator = Translator(model, tokenizer)
+        self._by_id = TokenInterface(model, tokenizer.eos_token_ids)
         self._card = ModelCard(id=model.name, created=int(time.time()), max_model_len=model.context_length)
         self._counters = Counters()
 
@@ -61,18 +71,26 @@ class OpenAIApp:
             await send(message)
 
         try:
-            await self._dispatch(path, scope, receive, watched)
+            if path == "/health" or self._has_key(scope):
+                await self._dispatch(path, scope, receive, watched)
+            else:
+                message, headers = "the API key is missing or wrong", [(b"www-authenticate", b"Bearer")]
+                await _fail(watched, 401, message, _INVALID, code="invalid_api_key", headers=headers)
         except Exception:  # a bug: its traceback goes to the server's log, the client gets a 500
             traceback.print_exc(file=sys.stderr)
             if not started:
                 await _fail(watched, 500, "internal error of the server; its log has the traceback", "server_error")
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+        return not self._api_key or (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key))
 
     async def _dispatch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         msgpack = b"msgpack" in (header(scope, b"accept") or b"")
         if path in _TOKEN_PATHS or (path == "/health" and msgpack):
             await self._tokens(scope, receive, send)
             return
-        allowed = "POST" if path in (_COMPLETIONS, _CHAT) else "GET"
+        allowed = "POST" if path in (_COMPLETIONS, _CHAT, token_ids.PATH) else "GET"
         if path not in _KNOWN and not path.startswith(f"{_MODELS}/"):
             await _fail(send, 404, f"{scope['method']} {path[:80]}: no such path", _INVALID)
         elif scope["method"] != allowed:
@@ -82,6 +100,8 @@ class OpenAIApp:
             await self._complete(self._translator.completion, scope, receive, send)
         elif path == _CHAT:
             await self._complete(self._translator.chat, scope, receive, send)
+        elif path == token_ids.PATH:
+            await self._complete_ids(scope, receive, send)
         else:
             await self._tell(path, send)
 
@@ -106,20 +126,14 @@ class OpenAIApp:
 
     async def _complete(self, understand: Understand, scope: Scope, receive: Receive, send: Send) -> None:
         start, name = time.monotonic(), uuid.uuid4().hex
-        raw = await read_body(scope, receive)
-        if raw is None:
-            message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
-            await _fail(send, 413, message, _INVALID, "body", "body_too_large")
-            return
-        try:
+
+        async def submit(raw: bytes) -> tuple[TranslatedRequest, Choices]:
             translated = await understand(raw, name)
-            choices = self._open(translated)
-        except RefusedRequest as refused:
-            await _refuse(send, refused)
+            return translated, self._open(translated)
+
+        if (opened := await _opened(submit, scope, receive, send)) is None:
             return
-        except EngineLost as lost:
-            await _unavailable(send, lost)
-            return
+        translated, choices = opened
         watch = asyncio.create_task(when_gone(receive, choices.leave))
         try:
             answering = self._stream if translated.body.stream else self._whole
@@ -131,6 +145,56 @@ class OpenAIApp:
         if not choices.missing:
             first = choices.first_token - start if translated.body.stream and choices.first_token is not None else None
             self._counters.answered(translated.prompt_tokens, choices.sampled, first, time.monotonic() - start)
+
+    async def _complete_ids(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start, name = time.monotonic(), uuid.uuid4().hex
+
+        async def submit(raw: bytes) -> tuple[TokenBody, TokenListener]:
+            body, request = self._by_id.understand(raw, name)
+            listener = TokenListener(body)
+            self._generation.submit(request, listener, every_token=body.stream)
+            return body, listener
+
+        if (opened := await _opened(submit, scope, receive, send)) is None:
+            return
+        body, listener = opened
+        watch = asyncio.create_task(when_gone(receive, listener.leave))
+        try:
+            await self._send_ids(body, name, listener, send)
+        finally:
+            watch.cancel()
+            self._generation.close(name)
+        if not listener.missing:
+            self._counters.answered(len(body.token_ids), listener.sampled, None, time.monotonic() - start)
+
+    async def _send_ids(self, body: TokenBody, name: str, listener: TokenListener, send: Send) -> None:
+        """The completion as events, or whole."""
+        pieces: list[TokenChoice] = []
+        created = int(time.time())
+        if body.stream:
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        while not pieces or pieces[-1].finish_reason is None:
+            piece = await listener.next()
+            if listener.gone:
+                return
+            if listener.broken is not None:
+                lost = EngineLost(self._generation.engine.name, listener.broken)
+                if body.stream:
+                    last = b"data: " + error(str(lost), "server_error") + b"\n\n"
+                    await send({"type": "http.response.body", "body": last})
+                else:
+                    await _unavailable(send, lost)
+                return
+            pieces.append(piece)
+            if body.stream:
+                data = b"data: " + self._by_id.reply(body, name, created, piece, None) + b"\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        if body.stream:
+            await send({"type": "http.response.body", "body": LAST_EVENT})
+            return
+        prompt, sampled = len(body.token_ids), listener.sampled
+        usage = Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+        await reply(send, 200, _JSON, self._by_id.reply(body, name, created, merged(pieces), usage))
 
     def _open(self, translated: TranslatedRequest) -> Choices:
         """Submit all prompts to the engine, or none.
@@ -201,6 +265,24 @@ class OpenAIApp:
 
 
 _INVALID = "invalid_request_error"
+Opened = TypeVar("Opened")
+
+
+async def _opened(
+    submit: Callable[[bytes], Awaitable[Opened]], scope: Scope, receive: Receive, send: Send
+) -> Opened | None:
+    """What `submit` makes of the body; None where the client was told why it makes nothing of it."""
+    if (raw := await read_body(scope, receive)) is None:
+        message = f"body: more than {LARGEST_BODY:,} bytes, which is the limit"
+        await _fail(send, 413, message, _INVALID, "body", "body_too_large")
+        return None
+    try:
+        return await submit(raw)
+    except RefusedRequest as refused:
+        await _refuse(send, refused)
+    except EngineLost as lost:
+        await _unavailable(send, lost)
+    return None
 
 
 def _events(chunk: Reply, parts: Iterable[Part]) -> bytes:

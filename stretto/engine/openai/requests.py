@@ -32,6 +32,7 @@ _LARGEST = 2**31 - 1
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 Decoded = TypeVar("Decoded", bound="Body")
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 _PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 
@@ -205,13 +206,24 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
-    """The request in a body.
+    """The request in a body of OpenAI's.
 
     Raises:
         RefusedRequest: the body is invalid; names the first wrong field.
     """
+    body = parse_record(raw, kind)
+    _check(body)
+    return body
+
+
+def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
+    """The record in a body.
+
+    Raises:
+        RefusedRequest: it is not there; names the first wrong field.
+    """
     try:
-        body = msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -221,8 +233,6 @@ def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
         raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
     except RecursionError:
         raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
-    _check(body)
-    return body
 
 
 def _check(body: Body) -> None:

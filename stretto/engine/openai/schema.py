@@ -13,7 +13,13 @@ import msgspec
 from stretto.engine.openai.replies import ErrorReply, ModelCard, ModelList
 from stretto.engine.openai.requests import ChatBody, CompletionBody
 
-_ERRORS = {"400": "a field is wrong", "404": "no such model", "413": "the body is too large", "503": "the server stops"}
+_ERRORS = {
+    "400": "a field is wrong",
+    "401": "the server has a key, and it was not given",
+    "404": "no such model",
+    "413": "the body is too large",
+    "503": "the server stops",
+}
 
 
 def openapi(model: str) -> bytes:

@@ -110,12 +110,11 @@ class Translator:
         if completions * len(prompts) > _MOST_COMPLETIONS:
             found = f"{completions} completions to each of {len(prompts):,} prompts"
             raise RefusedRequest("n", found, f"at most {_MOST_COMPLETIONS:,} completions in one request")
-        seeds = _seeds(body, completions)
         requests = [
             GenerateRequest(
                 id=f"{name}/{number}",
                 prompt_token_ids=prompt,
-                seeds=seeds,
+                seeds=_seeds(body, completions),
                 sampling=self._sampling(body, prompt, field),
                 top_logprobs=body.likeliest,
             )
@@ -153,7 +152,7 @@ def _limit(body: Body) -> str:
 
 
 def _seeds(body: Body, completions: int) -> tuple[int, ...]:
-    """One seed per completion: the request's own, then seeds derived from it; all are different."""
+    """The seeds of one prompt: the request's (random without one), then seeds derived from it; all are different."""
     first = secrets.randbits(63) if body.seed is None else body.seed % _SEEDS
     return (first, *(derive_seed(first, member) for member in range(1, completions)))
 

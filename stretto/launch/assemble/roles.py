@@ -7,8 +7,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,52 +106,57 @@ async def running_roles(
         report: gets the sentences of the log: roles that were replaced, facts of a reward, roles that did not end well.
     """
     recipe = plan.recipe
+    with _endpoints(plan, folder, version) as endpoints:
+        model, deadlines = folder.policy(0), recipe.deadlines
+        recovery = Recovery(folder, recipe.store.keep_checkpoints)
+        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner)
+        engines = EnginePool(
+            engine_specs(plan, model, endpoints),
+            folder.logs,
+            deadlines,
+            role=engine_role(recipe.engine),
+            load_interval=recipe.engine.load_interval,
+            router=ExclusiveRouter() if in_rounds(recipe) else Router(),
+            spawner=spawner,
+        )
+        rewards = _reward_pool(plan, folder, report)
+        trainer.report_to(report)
+        engines.report_to(report)
+        # Steps that are done again may take longer than an engine waits for its first weights.
+        train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
+        serve = partial(engines.start, version)
+        starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
+        try:
+            await stop.unless(gather_or_cancel(rewards.start(), *starts))
+            record_facts(folder, rewards.facts)
+            yield Roles(engines, trainer, rewards)
+        finally:
+            await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
+
+
+@contextmanager
+def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
+    """The endpoints of a run; all that is outside of its folder goes at the end, also when a second signal cuts the
+    wait for the roles short (the kernel ends them then)."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
-    sockets, held = locked_socket_folder()
-    folder.write(_SOCKETS, f"{sockets}\n")
-    recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
-    endpoints = Endpoints(
-        mailbox=mailbox,
-        mailbox_folder=shared_folder(plan.base.parameters * 4, sockets),
-        sockets=sockets,
-        kernels=folder.kernels if recorded else None,
-    )
-    model, deadlines = folder.policy(0), recipe.deadlines
-    recovery = Recovery(folder, recipe.store.keep_checkpoints)
-    trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner)
-    engines = EnginePool(
-        engine_specs(plan, model, endpoints),
-        folder.logs,
-        deadlines,
-        role=engine_role(recipe.engine),
-        load_interval=recipe.engine.load_interval,
-        router=ExclusiveRouter() if in_rounds(recipe) else Router(),
-        spawner=spawner,
-    )
-    rewards = _reward_pool(plan, folder, report)
-    trainer.report_to(report)
-    engines.report_to(report)
-    owned = own(mailbox, endpoints.mailbox_folder)
-    # Steps that are done again may take longer than an engine waits for its first weights.
-    train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
-    serve = partial(engines.start, version)
-    starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
-    try:
-        await stop.unless(gather_or_cancel(rewards.start(), *starts))
-        record_facts(folder, rewards.facts)
-        yield Roles(engines, trainer, rewards)
-    finally:
-        try:
-            await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
-        finally:  # also when a second signal cuts the wait short; the kernel ends the roles then
-            remove(endpoints.mailbox, endpoints.mailbox_folder)
-            os.close(owned)
-            shutil.rmtree(sockets, ignore_errors=True)
-            os.close(held)
-            if folder.is_ours():
-                (folder.path / _SOCKETS).unlink(missing_ok=True)
+    with contextlib.ExitStack() as undo:
+        sockets, held = locked_socket_folder()
+        undo.callback(shutil.rmtree, sockets, ignore_errors=True)
+        undo.callback(os.close, held)
+        undo.callback(_forget_sockets, folder)
+        folder.write(_SOCKETS, f"{sockets}\n")
+        mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
+        undo.callback(os.close, own(mailbox, mailbox_folder))
+        undo.callback(remove, mailbox, mailbox_folder)
+        recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
+        yield Endpoints(mailbox, mailbox_folder, sockets, kernels=folder.kernels if recorded else None)
+
+
+def _forget_sockets(folder: RunFolder) -> None:
+    if folder.is_ours():
+        (folder.path / _SOCKETS).unlink(missing_ok=True)
 
 
 def locked_socket_folder() -> tuple[Path, int]:

@@ -21,7 +21,7 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.pool import GroupInFlight, InFlight, restore
-from stretto.loop.engines.rounds import Rounds, WholeGroups
+from stretto.loop.engines.rounds import Rounds
 from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
@@ -224,7 +224,7 @@ def _generation(
     rounds: Rounds | None = None
     if in_rounds(plan.recipe):
         rounds = Rounds(roles.engines.generate, lambda: controller.tickets, plan.recipe.engine.count)
-        in_flight = WholeGroups(rounds, context.ledger)
+        in_flight = InFlight(rounds, journal=None)
     workflow: Workflow = SingleTurn(in_flight.generate, roles.rewards.score_group, plan.tokenizer.decode, plan.sampling)
     return in_flight, workflow if rounds is None else rounds.together(workflow)
 

@@ -53,6 +53,7 @@ def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bo
 def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
     config = plan.recipe.engine
     unix = config.transport == "unix"
+    deadlines = plan.recipe.deadlines
     return EngineSpec(
         name=f"engine-{number}",
         address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
@@ -61,7 +62,8 @@ def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, pub
         mailbox_folder=str(endpoints.mailbox_folder),
         config=config.model_dump_json(),
         threads=config.threads,
-        publication_seconds=plan.recipe.deadlines.start if published else 0.0,
+        # The trainer starts beside it, and then publishes.
+        publication_seconds=deadlines.start + deadlines.save if published else 0.0,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         server=config.addresses[number] if config.addresses else None,
         scratch=str(endpoints.sockets / f"engine-{number}"),

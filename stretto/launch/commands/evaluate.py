@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.core.tasks import gather_or_cancel, run_beside
-from stretto.launch.assemble.specs import Endpoints, engine_specs, socket_folder
+from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
@@ -55,7 +55,7 @@ def _recipe(model: Path, task: Path, overrides: Overrides) -> Recipe:
         override(tree, overrides)
     else:
         tree = parse_recipe(task, overrides)
-    tree["model"] = {"path": str(model)}
+    tree["model"] = {"path": str(model.expanduser())}
     tree.pop("warm_start", None)
     if isinstance(tree.get("trainer"), dict):
         tree["trainer"].pop("device", None)  # nothing is trained
@@ -66,7 +66,7 @@ async def _evaluate(plan: Plan, spawner: Spawner) -> Evaluation:
     recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
     specs = engine_specs(plan, plan.base.path, endpoints, published=False)
-    engines = EnginePool(specs, folder, recipe.deadlines, spawner=spawner)
+    engines = EnginePool(specs, folder, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     failed = True
     try:

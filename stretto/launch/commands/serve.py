@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from stretto.launch.recipe.recipe import override, validate
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 
+_KEY = re.compile(r"[!-~]+")
 _KEEP_ALIVE_SECONDS = 120
 _PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
@@ -80,6 +83,7 @@ def serve(
     host: str,
     port: int,
     name: str | None = None,
+    api_key: str | None = None,
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = _say,
 ) -> None:
@@ -87,11 +91,16 @@ def serve(
 
     Args:
         name: the model's name for clients; by default the folder's name.
+        api_key: what clients must send as ``Authorization: Bearer KEY``, except for /health.
 
     Raises:
         UserError: the folder, an override or the address is wrong.
     """
     config = engine_config(overrides)
+    if api_key is not None and not _KEY.fullmatch(api_key):
+        raise RecipeError(
+            [Problem("--api-key", "cannot be sent", "letters, digits and signs of ASCII, without spaces")]
+        )
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model)
     bound = bind(host, port, "--port")
@@ -100,7 +109,8 @@ def serve(
     generation = SharedGeneration(engine)
     context = _context(engine, config)
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
-    app = OpenAIApp(generation, served, tokenizer, EngineApp(NativeBackend(generation, NoMailbox())))
+    tokens = EngineApp(NativeBackend(generation, NoMailbox()))
+    app = OpenAIApp(generation, served, tokenizer, tokens, api_key or "")
     server = GracefulServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
     _allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
@@ -108,6 +118,8 @@ def serve(
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
     about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
     say(f"{served.name}: {folder.architecture}, {about}")
+    if api_key is None and not ip_address(bound.getsockname()[0]).is_loopback:
+        say("warning: other machines may use this server without a key; give --api-key (docs/serve.md)")
     say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
     uvloop.run(run_app(server, [bound], generation))
 

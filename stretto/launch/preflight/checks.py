@@ -11,6 +11,7 @@ import torch
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
+from stretto.engine.native.generation import MOST_WAITING
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
 from stretto.model.hf.fitting import check_fit
@@ -20,6 +21,7 @@ from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE, load_reward
 from stretto.rewards.service.pool import check_reward
+from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
 
 _LARGEST_PORT = 65_535
@@ -89,6 +91,14 @@ def check_ports(config: EngineConfig) -> None:
     taken = [port for port in ports if not is_free(port)]
     if taken:
         raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def check_in_flight(config: RolloutConfig) -> None:
+    """Raises RecipeError: the completions in flight would not fit into the queue of one engine, the only one perhaps
+    while others are replaced. A full queue looks like a lost engine."""
+    if (completions := config.max_in_flight * config.group_size) > MOST_WAITING:
+        found = f"{config.max_in_flight:,} groups of {config.group_size:,} (group_size) are {completions:,} completions"
+        raise RecipeError([Problem("rollout.max_in_flight", found, f"an engine queues at most {MOST_WAITING:,}")])
 
 
 def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
+from stretto.core.machine import cores
 from stretto.core.records import Outcome
 from stretto.launch.preflight.encoding import place_of
 from stretto.rewards.built_in import BUILT_IN
@@ -17,6 +18,7 @@ from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Questions
 
 _SHOWN = 20
+_PORTION = 64  # gold answers that a worker reads under one deadline
 _READING_SECONDS = 60.0  # far more than a gold answer within the limits of the readers takes
 
 
@@ -73,12 +75,20 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """The gold answers that cannot be read, with the reasons."""
-    patient = {"max_consecutive_undecided": len(golds) + 1, "timeout": seconds}
-    async with RewardPool(config.model_copy(update=patient)) as pool:
-        verdicts = await pool.score([ScoreItem(prompt="", completion="", answer=gold) for gold in golds])
-    return {
-        gold: verdict.reason
-        for gold, verdict in zip(golds, verdicts, strict=True)
-        if verdict.outcome is Outcome.UNDECIDED
+    """The gold answers that cannot be read, with the reasons. They are read in portions, each with a deadline that even
+    the slowest ones keep."""
+    workers = max(config.workers, min(cores(), len(golds) // _PORTION))
+    patient = {
+        "max_consecutive_undecided": len(golds) + 1,
+        "timeout": seconds,
+        "workers": workers,
+        "patience": max(config.patience, 2 * _PORTION * seconds),
     }
+    reasons: dict[str, str] = {}
+    async with RewardPool(config.model_copy(update=patient)) as pool:
+        for at in range(0, len(golds), _PORTION * workers):
+            portion = golds[at : at + _PORTION * workers]
+            verdicts = await pool.score([ScoreItem(prompt="", completion="", answer=gold) for gold in portion])
+            pairs = zip(portion, verdicts, strict=True)
+            reasons |= {gold: verdict.reason for gold, verdict in pairs if verdict.outcome is Outcome.UNDECIDED}
+    return reasons

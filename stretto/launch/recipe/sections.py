@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, Sampling
 from stretto.model.hf.config import BuildConfig
+from stretto.trainer.config import as_tuple
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
@@ -26,11 +27,6 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")]
 
 
-def _as_tuple(value: object) -> object:
-    """A list of TOML as a tuple; other values are left to the validation."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The sampling of completions; engine and trainer compute the same distribution.
 
@@ -44,7 +40,7 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     min_p: float = Field(
         0.0, ge=0, le=1, description="least probability of a token, as a fraction of the likeliest one's"
     )
-    stop: Annotated[tuple[StopText, ...], BeforeValidator(_as_tuple)] = Field(
+    stop: Annotated[tuple[StopText, ...], BeforeValidator(as_tuple)] = Field(
         (),
         max_length=MOST_STOPS,
         description="texts that end a completion, beside the end-of-sequence token",

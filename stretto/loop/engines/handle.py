@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -30,17 +31,25 @@ _POLL_SECONDS = 0.005
 _GIVE_UP_SECONDS = 1.0
 
 
+class EngineState(Enum):
+    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED, and from each of them back to DOWN."""
+
+    DOWN = auto()  # it has no process, or that has ended
+    STARTING = auto()  # it loads its model, and what was published meanwhile
+    UP = auto()  # it gets requests
+    SUSPECTED = auto()  # a request broke off: it gets no more until it replies, or is replaced
+
+
 @dataclass
 class EngineHandle:
     """One engine, and those that it replaced.
 
     Attributes:
-        version: what it serves; None while it serves nothing.
+        state: changed by its own methods alone.
+        version: what it serves; None while it is down or starting.
         published: the newest version in the mailbox, which it loads as soon as it can.
-        up: it gets requests.
-        suspected: a request broke off; it gets no more until it replies, or is replaced.
         open: the requests that it has.
-        changed: called when `up` or `version` has changed.
+        changed: called when `state` or `version` has changed.
     """
 
     spec: EngineSpec
@@ -50,15 +59,14 @@ class EngineHandle:
     restarts: RestartBudget
     changed: Callable[[EngineHandle], None]
     load_interval: float = 0.0
+    state: EngineState = EngineState.DOWN
     version: int | None = None
     published: int = -1
-    up: bool = False
-    suspected: asyncio.Event = field(default_factory=asyncio.Event)
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
-    _starting: bool = False
     _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
+    _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     _restarts: int = 0
     _health: EngineHealth | None = None
     _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
@@ -92,31 +100,38 @@ class EngineHandle:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def serves(self) -> bool:
+        """It has a version, and can load another one."""
+        return self.state in (EngineState.UP, EngineState.SUSPECTED)
+
+    def _becomes(self, state: EngineState, version: int | None) -> None:
+        self.state, self.version = state, version
+        self.changed(self)
+
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
-    async def start(self) -> None:
+    async def start(self, publication: float = 0.0) -> None:
         """Start its process; when this returns, it serves the newest published version.
+
+        `publication`: seconds that it may wait for the first publication, beyond those of `deadlines.start`.
 
         Raises:
             RoleDied: it ended instead.
-            DeadlineExceeded: that took longer than `deadlines.start`.
+            DeadlineExceeded: that took too long.
         """
-        self._starting = True
+        self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
-        async with deadline("conductor", f"{self.name} to be ready", self.deadlines.start):
-            self.version = await self._newest()
-        self._starting = False
-        self._join()
-
-    def _join(self) -> None:
-        self.up = True
-        self.changed(self)
+        async with deadline("conductor", f"{self.name} to be ready", self.deadlines.start + publication):
+            version = await self._newest()
+        self._becomes(EngineState.UP, version)
         self._publication.set()  # a version may have been published meanwhile
 
-    def leave(self) -> None:
-        """It gets no more requests."""
-        self.up = False
-        self.changed(self)
+    def suspect(self) -> None:
+        """A request broke off: it gets no more until it replies, or is replaced."""
+        if self.state is EngineState.UP:
+            self._becomes(EngineState.SUSPECTED, self.version)
+            self._suspicion.set()
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
         """Replace it when it dies; `say` gets a sentence each time.
@@ -131,13 +146,13 @@ class EngineHandle:
         while True:
             await self.replace(await self.process.ended(), say)
 
-    async def replace(self, how: str, say: Callable[[str], None]) -> None:
-        """A new process for one that ended, which happened as `how` says."""
+    async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
+        """A new process for one that ended, which happened as `how` says; `publication` as for `start`."""
         while True:
             self._count_death(how)
             say(f"{self.name} {how}: a new one is started")
             try:
-                return await self.start()
+                return await self.start(publication)
             except RoleDied as death:
                 how = death.how
             except DeadlineExceeded as late:
@@ -150,36 +165,36 @@ class EngineHandle:
         Raises:
             RoleDied: it has died too often.
         """
-        self.version = None
         self._restarts += 1
         if (health := self._health) is not None:
             wasted = health.wasted + health.unfinished
             self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
         self._health = None
-        self.leave()
+        self._becomes(EngineState.DOWN, None)
         if self.restarts.exceeded_by_one_more():
             raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
 
     async def _reinstate(self) -> NoReturn:
-        """A suspected engine that replies gets requests again; one that runs and does not reply for `deadlines.hung`
-        seconds is killed, and so replaced."""
+        """A suspected engine that replies gets requests again; one that does not for `deadlines.hung` seconds is
+        killed, and so replaced."""
         while True:
-            await self.suspected.wait()
-            self.suspected.clear()
-            since = time.monotonic()
-            while self._runs_without_requests():
-                await asyncio.sleep(RETRY_SECONDS)
-                try:
-                    await self.client.health()
-                except (EngineLost, DeadlineExceeded, WireError):
-                    if self._runs_without_requests() and time.monotonic() - since > self.deadlines.hung:
-                        self.process.kill()
-                else:
-                    if self._runs_without_requests():
-                        self._join()
+            await self._suspicion.wait()
+            self._suspicion.clear()
+            try:
+                async with asyncio.timeout(self.deadlines.hung):
+                    await self._until_it_replies()
+            except TimeoutError:
+                if self.state is EngineState.SUSPECTED:
+                    self.process.kill()
 
-    def _runs_without_requests(self) -> bool:
-        return self.process.running and not self._starting and not self.up
+    async def _until_it_replies(self) -> None:
+        while self.state is EngineState.SUSPECTED:
+            await asyncio.sleep(RETRY_SECONDS)
+            with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):
+                await self.client.health()
+                if self.state is EngineState.SUSPECTED:
+                    self._becomes(EngineState.UP, self.version)
+                    self._publication.set()  # a version may have been published meanwhile
 
     async def stop(self, grace: float) -> None:
         """End it; returns when it is gone."""
@@ -202,20 +217,21 @@ class EngineHandle:
             await self._until_due()
             self._publication.clear()
             version = self.published
-            if self.version is None or self.version >= version or not self.process.running:
+            if self.version is None or self.version >= version:
                 continue
             try:
-                self.version = await self.client.update(version)
+                await self._load(version)
             except EngineLost:
-                self.leave()  # dead or not, it comes back with the newest version
-                self.suspected.set()
-                continue
+                self.suspect()  # dead or not, it comes back with the newest version
             except WireError:
                 if self.published == version:
-                    raise
-                continue  # newer versions have taken the place of this one meanwhile
-            self._loaded = time.monotonic()
-            self.changed(self)
+                    raise  # else newer versions have taken the place of this one meanwhile
+
+    async def _load(self, version: int) -> None:
+        version = await self.client.update(version)
+        self._loaded = time.monotonic()
+        if self.serves:  # else it has been replaced meanwhile
+            self._becomes(self.state, version)
 
     async def _until_due(self) -> None:
         """`load_interval` seconds after the last load; at once if it has no requests."""
@@ -249,8 +265,9 @@ class EngineHandle:
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while self.version is None or self.version < version:
                 with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
-                    self.version = await self.client.update(version)
-                    break
+                    if self.serves:
+                        await self._load(version)
+                        continue
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def until_it_serves(self, version: int) -> None:
@@ -294,7 +311,8 @@ class EngineHandle:
             health = await self.client.health()
             if asked == self._restarts:
                 self._health = health
-            self._spans += await self.client.spans()
+            spans = await self.client.spans()
+            self._spans += spans  # after the wait, in which they may have been drained
 
     def drain_spans(self) -> list[Span]:
         """The spans since the last call."""

@@ -28,7 +28,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Segment,
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.handle import EngineHandle, EngineState
 from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.controller import Controller, ControllerState
@@ -79,7 +79,7 @@ class EnginePool:
         self._free = asyncio.Event()
 
     def listen(self, on_load: Callable[[int], None]) -> None:
-        """`on_load` gets the live version whenever it may have changed."""
+        """`on_load` gets the live version whenever it may have changed, and -1 while no engine serves one."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:
@@ -93,11 +93,11 @@ class EnginePool:
         return min((engine.version for engine in self._engines.values() if engine.version is not None), default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
-        if engine.up != (engine.name in self._router.up):
-            (self._router.join if engine.up else self._router.leave)(engine.name)
+        up = engine.state is EngineState.UP
+        if up != (engine.name in self._router.up):
+            (self._router.join if up else self._router.leave)(engine.name)
         self._free.set()
-        if engine.version is not None:
-            self._on_load(self.live)
+        self._on_load(self.live)  # grows also when the one that served the oldest version dies
 
     async def start(self, version: int) -> None:
         """Start all engines; each loads the newest publication, `version` or later, before it serves.
@@ -110,11 +110,11 @@ class EnginePool:
 
     async def _start(self, engine: EngineHandle) -> None:
         try:
-            await engine.start()
+            await engine.start(engine.spec.publication_seconds)
         except RoleDied as death:
             if not engine.process.killed:
                 raise
-            await engine.replace(death.how, self._say)
+            await engine.replace(death.how, self._say, engine.spec.publication_seconds)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions from the least-loaded engine; requests that are given together begin there in the same step.
@@ -141,8 +141,7 @@ class EnginePool:
                 yield completion
         except EngineLost:
             if not ids & engine.given_up:
-                engine.leave()
-                engine.suspected.set()
+                engine.suspect()
             raise
         finally:
             engine.open -= ids
@@ -195,7 +194,7 @@ class EnginePool:
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Ask every engine for its health (for `counted`) and its spans, which are returned. An engine that does not
         reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters for now."""
-        polls = [engine.poll() for engine in self._engines.values() if engine.up]
+        polls = [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]
         if polls:
             await asyncio.wait(polls, timeout=patience)
         return [span for engine in self._engines.values() for span in engine.drain_spans()]
@@ -247,6 +246,14 @@ class GroupInFlight:
         resumed = any(prefix.token_ids for prefix in prefixes)
         return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
 
+    def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
+        """Add new tokens to what the open request has, by its order; gives those of each member."""
+        for place, piece in pieces.items():
+            member = self.members[place]
+            if member not in self.ended:  # else its last tokens have arrived meanwhile
+                self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
+                yield member, piece
+
     def known(self, member: int) -> int:
         """How many tokens of a member are journaled."""
         return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
@@ -255,10 +262,13 @@ class GroupInFlight:
 class InFlight:
     """Generates for the workflow (satisfies `core.engine.Generate`)."""
 
-    def __init__(self, engines: Engines, journal: SegmentJournal, restored: Mapping[str, GroupInFlight]) -> None:
-        """`restored`: the groups that an earlier process of the run had in flight."""
+    def __init__(
+        self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
+    ) -> None:
+        """`journal` None: nothing is kept, and a group that was lost starts again from its first token. `restored`: the
+        groups that an earlier process of the run had in flight."""
         self._engines, self._journal = engines, journal
-        self._groups: dict[str, GroupInFlight] = dict(restored)
+        self._groups: dict[str, GroupInFlight] = dict(restored or {})
         self._ending = False
         self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
@@ -285,16 +295,14 @@ class InFlight:
                     except EngineLost:
                         if self._ending:
                             await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
-                        self._lost(group)
-                        raise
+                        if self._journal is None:
+                            group.ended.clear()
+                        raise  # another engine continues what is known
                     break
         finally:
             group.judging = len(group.ended) == len(request.seeds)
         for _, completion in sorted(group.ended.items()):
             yield completion
-
-    def _lost(self, group: GroupInFlight) -> None:
-        """An engine was lost with the group: another one continues what is known."""
 
     def end(self) -> None:
         """The run ends: engines are about to be told to give completions up."""
@@ -315,25 +323,21 @@ class InFlight:
 
         `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
         """
+        if (journal := self._journal) is None:
+            return
         async with self._keeping:
             for id, group in self._groups.items():
                 for member in group.ended.keys() - group.journaled:
                     piece = group.ended[member].segment.after(group.known(member))
-                    self._journal.journal(trajectory_id(id, member), piece)
+                    journal.journal(trajectory_id(id, member), piece)
                     group.journaled.add(member)
             turns = {id: group.turn for id, group in self._groups.items()}
             known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
             for id, pieces in (await self._engines.partials(known, patience)).items():
                 group_now = self._groups.get(id)
                 if group_now is not None and group_now.turn == turns.get(id):
-                    self._keep_pieces(id, group_now, pieces)
-
-    def _keep_pieces(self, id: str, group: GroupInFlight, pieces: Mapping[int, Segment]) -> None:
-        for place, piece in pieces.items():
-            member = group.members[place]
-            if member not in group.ended:  # else its last tokens have arrived meanwhile
-                group.prefixes[member] = group.prefixes.get(member, Segment()) + piece
-                self._journal.journal(trajectory_id(id, member), piece)
+                    for member, piece in group_now.extend(pieces):
+                        journal.journal(trajectory_id(id, member), piece)
 
 
 def restore(

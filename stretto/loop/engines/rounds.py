@@ -7,7 +7,8 @@ Which rows a step computes together decides the last bits of their numbers. Here
 weights: a round is every group that may start when none is in flight (`rollout.controller.Controller`), its portions
 are dealt by the place in it, and a portion goes to an engine as a whole and is alone there. Which engine that is, and
 when, makes no difference. Groups leave a round in its order and in one go, so that the ledger, whenever the run is
-killed, knows the round as in flight or as over: the run that goes on asks all of it again, from its first tokens.
+killed, knows the round as in flight or as over: the run that goes on asks all of it again, from its first tokens. So
+does one that has lost an engine (`loop.engines.pool.InFlight` without a journal).
 (docs/decisions/0010-rounds.md)
 """
 
@@ -18,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
-from stretto.loop.engines.pool import Engines, GroupInFlight, InFlight, SegmentJournal
 from stretto.rollout.controller import Ticket
 from stretto.worlds.single_turn import Workflow
 
@@ -142,17 +142,3 @@ class Rounds:
         for gate in self._gates.values():
             if not gate.done():
                 gate.set_result(None)
-
-
-class WholeGroups(InFlight):
-    """A group that was lost starts again from its first token, after a crash as after the loss of an engine: the
-    numbers of a completion depend on nothing that happened on the way."""
-
-    def __init__(self, engines: Engines, journal: SegmentJournal) -> None:
-        super().__init__(engines, journal, {})
-
-    def _lost(self, group: GroupInFlight) -> None:
-        group.ended.clear()
-
-    async def keep(self, patience: float | None = None) -> None:
-        """Nothing is kept."""

@@ -6,7 +6,7 @@ import copy
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,12 @@ def save_policy(
     tokenizer_folder: Path | str,
     path: Path | str,
     parameters: Mapping[str, Tensor] | None = None,
+    add: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder; an older one there is replaced.
 
     `parameters`, by name, replace the model's own, for a model that is sharded over several processes. The folder
-    appears whole: it is written beside its place and renamed.
+    appears whole: it is written beside its place, `add` gets it to write more into it, and it is renamed.
 
     Raises:
         OSError: the folder cannot be written.
@@ -106,6 +107,8 @@ def save_policy(
                 model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
         except SafetensorError as error:  # how safetensors reports an error of the system
             raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
+        if add is not None:
+            add(folder)
 
 
 @contextmanager

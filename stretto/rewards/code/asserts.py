@@ -2,12 +2,14 @@
 
 An assert that runs beside the program can be fooled by it: an object that equals everything, an exit before the end. A
 call whose result is compared elsewhere cannot. So ``assert candidate([1, 2]) == 3`` becomes the call ``f([1, 2])`` and
-the result 3; an assert of another form is refused, it is never left out.
+the result 3, and ``assert abs(candidate(2) - 1.41) < 0.01`` a result and how far it may be off. An assert of another
+form is refused, it is never left out: ``assert candidate(1)`` asks for the truth of what may be no value at all.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,27 +61,30 @@ def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
             return _call(call, _value(wanted, statement), names, statement)
         case ast.Compare(left=wanted, ops=[ast.Eq()], comparators=[ast.Call() as call]):
             return _call(call, _value(wanted, statement), names, statement)
-        case ast.Call(func=ast.Name(id=name)) as call if name not in ("abs", "all", "any", "isinstance"):
-            return _call(call, True, names, statement)
-        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
-            return _call(call, False, names, statement)
         case ast.Compare(
             left=ast.Call(
                 func=ast.Name(id="abs"), args=[ast.BinOp(left=ast.Call() as call, op=ast.Sub(), right=wanted)]
             ),
-            ops=[ast.Lt() | ast.LtE()],
+            ops=[ast.Lt() | ast.LtE() as order],
+            comparators=[most],
         ):
-            return _call(call, float(_value(wanted, statement)), names, statement)
+            middle, within = _number(wanted, statement), _number(most, statement)
+            # Below a number is at most the float before it.
+            within = math.nextafter(within, -math.inf) if isinstance(order, ast.Lt) else within
+            return _call(call, middle, names, statement, within)
         case ast.Constant(value=True):
             return None
     raise _strange(statement)
 
 
-def _call(call: ast.Call, wanted: Any, names: dict[str, str], statement: ast.Assert) -> CallTest:
+def _call(
+    call: ast.Call, wanted: Any, names: dict[str, str], statement: ast.Assert, within: float | None = None
+) -> CallTest:
     if not isinstance(call.func, ast.Name) or call.keywords or (names and call.func.id not in names):
         raise _strange(statement)
     arguments = [plain(_value(argument, statement)) for argument in call.args]
-    return CallTest(call=names.get(call.func.id, call.func.id), args=tuple(arguments), accepted=(plain(wanted),))
+    name = names.get(call.func.id, call.func.id)
+    return CallTest(call=name, args=tuple(arguments), accepted=(plain(wanted),), within=within)
 
 
 def _value(node: ast.expr, statement: ast.Assert) -> Any:
@@ -87,6 +92,13 @@ def _value(node: ast.expr, statement: ast.Assert) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError):
         raise _strange(statement) from None
+
+
+def _number(node: ast.expr, statement: ast.Assert) -> float:
+    value = _value(node, statement)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _strange(statement)
+    return value
 
 
 def _strange(statement: ast.Assert) -> BadTests:

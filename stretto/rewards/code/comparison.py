@@ -82,6 +82,20 @@ def same_value(expected: Any, found: Any) -> bool:
     return type(expected) is type(found) and bool(expected == found)
 
 
+def near(expected: float, found: Any, within: float) -> bool:
+    """Is the result of a call a number that is no further than `within` from the expected one?
+
+    >>> near(1.41, 1.4142, 0.01), near(1.41, 1.43, 0.01), near(1.0, True, 0.01)
+    (True, False, False)
+    """
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return False
+    try:
+        return abs(found - expected) <= within
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
 def _close(expected: float, found: float) -> bool:
     if math.isnan(expected):
         return math.isnan(found)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stretto.rewards.code.comparison import same_text, same_value
+from stretto.rewards.code.comparison import near, same_text, same_value
 from stretto.rewards.code.formats import parse_tests
 from stretto.rewards.code.program import Program, extract_program, helpers
 from stretto.rewards.code.tests import CallTest, ProgramTests, StdinTest
@@ -122,7 +122,7 @@ class CodeReward:
         if ended.well and (len(results) != len(tests) + 1 or ended.output[-1:] != b"\n"):
             return 0, "it wrote among the results of its calls"
         right = [
-            "value" in result and any(same_value(wanted, result["value"]) for wanted in test.accepted)
+            "value" in result and _is_accepted(test, result["value"])
             for test, result in zip(tests, results, strict=False)
         ]
         if not ended.well:
@@ -169,6 +169,12 @@ class _Clock:
     def allow(self, tests: int) -> float:
         """Seconds for the next run, of the given number of tests."""
         return min(tests * self.config.seconds, self.left)
+
+
+def _is_accepted(test: CallTest, value: Any) -> bool:
+    if test.within is None:
+        return any(same_value(wanted, value) for wanted in test.accepted)
+    return any(near(wanted, value, test.within) for wanted in test.accepted)
 
 
 def _result(line: bytes) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class CallTest(Record, frozen=True):
     call: str
     args: tuple[Any, ...]
     accepted: tuple[Any, ...]
+    within: float | None = None  #: how far a number may be from the accepted one; None: as far as `same_value` allows
 
 
 class ProgramTests(Record, frozen=True):

@@ -23,7 +23,6 @@ from stretto.sandbox.probe import Report, probe
 from stretto.sandbox.sandbox import SandboxFailed
 from stretto.sandbox.walls import Walls
 
-_LARGEST_LINE = 256 << 20  # tests of competitions have inputs of many megabytes
 _SHOWN = 20
 
 
@@ -50,7 +49,7 @@ def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
         DataError: the file or some of its lines are not what they should be; nothing was judged.
         RewardFunctionError: no sandbox that is safe enough can be made here.
     """
-    lines = read_lines(path, CodeLine, largest=_LARGEST_LINE)
+    lines = read_lines(path, CodeLine)
     tests = read_tests([(line.place, line.fields.tests) for line in lines])
     walls, report = probe(config)
     print(report, file=sys.stderr)

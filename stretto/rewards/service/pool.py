@@ -21,14 +21,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RewardFunctionError, RoleDied, described
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.facts import Facts
 from stretto.rewards.service.judging import undecided
 from stretto.rewards.service.loading import PLACE
-from stretto.rewards.service.process import WorkerProcess
+from stretto.rewards.service.process import FORGED, WorkerProcess
 from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
 from stretto.rewards.service.wire import Request, ScoreItem, Verdicts
 
@@ -214,7 +214,8 @@ class RewardPool:
         assert slot.process is not None
         progress = slot.process.progress
         how = await slot.process.end()
-        lost = blame(tuple(slot.outstanding), slot.judged, progress)
+        # What wrote into the replies stands before its own reply: it is in the oldest chunk.
+        lost = blame(tuple(slot.outstanding.values()), slot.judged, 0 if how == FORGED else progress)
         slot.outstanding.clear()
         self._score_again(lost.innocent, how)
         if lost.culprit is not None:
@@ -259,10 +260,17 @@ class RewardPool:
             else:
                 self._queue.extendleft(Chunk(chunk.call, (index,)) for index in reversed(chunk.indices))
             return
-        slot.outstanding.append(chunk)
+        slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        chunk = slot.outstanding.popleft()
+        """
+        Raises:
+            WireError: it is no reply to the oldest request, so user code has written it.
+        """
+        request, chunk = next(iter(slot.outstanding.items()), (None, None))
+        if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
+            raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")
+        del slot.outstanding[reply.request]
         slot.judged += len(reply.verdicts)
         chunk.settle(reply.verdicts)
         seconds = reply.end - reply.start
@@ -328,7 +336,7 @@ class _Slot:
         self.name = name
         self.process: WorkerProcess | None = None
         self.ready = False
-        self.outstanding: deque[Chunk] = deque()
+        self.outstanding: dict[int, Chunk] = {}  # by request, the oldest first
         self.judged = 0
         self.condemned: int | None = None  # the counter at which the worker was killed for being stuck
         self.seen = 0

@@ -35,13 +35,15 @@ from stretto.rewards.service.wire import (
 )
 from stretto.sandbox.cgroups import remove_groups_of
 
+FORGED = "something wrote into its replies"
 _REAP_SECONDS = 5.0
 _MARK = "STRETTO_REWARD_WORKER"  # in the environment of a worker and, if they keep it, of all that it starts
 _SWEEPS = 5  # a process may start another one between two looks
 
 
 class WorkerProcess:
-    """A running worker. `on_reply` is called with each reply, `on_lost` once when its end of the wire closes.
+    """A running worker. `on_reply` is called with each reply, and a WireError that it raises ends the worker; `on_lost`
+    is called once, when the worker's end of the wire closes.
 
     Raises (from `start`):
         RewardFunctionError: the worker cannot use the reward function.
@@ -77,6 +79,7 @@ class WorkerProcess:
             self._process = _spawn(settings, log, self._mark)
         except OSError:
             ours.close()
+            await self.end()
             raise
         finally:
             theirs.close()
@@ -253,7 +256,7 @@ class _Wire(asyncio.Protocol):
             for body in self._unframer.feed(data):
                 self._received(self._decoder.decode(body))
         except (WireError, msgspec.DecodeError):
-            self._distrust("something wrote into its replies")  # user code, to a descriptor that is not its own
+            self._distrust(FORGED)  # user code, to a descriptor that is not its own
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()

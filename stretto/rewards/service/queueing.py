@@ -11,11 +11,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from stretto.core.records import Verdict
 from stretto.rewards.service.wire import ScoreItem
 
 _CHUNK_SECONDS = 0.02  # work worth one wake-up of the conductor, little enough to be shared among workers
 _CHUNK_ITEMS = 64
+_CHUNK_CHARACTERS = 64 << 20  # the tests of a program go with each of its completions, and a frame holds 1 GiB
 
 
 class Call:
@@ -53,10 +56,12 @@ class Chunk:
 
 
 def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
-    """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow items one by one."""
+    """Cut a call into chunks of about 20 ms of work: a quick group travels whole, slow or large items one by one."""
     size = _CHUNK_ITEMS
     if seconds_per_item > 0:
         size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))
+    longest = max(sum(map(len, msgspec.structs.astuple(item))) for item in call.items)
+    size = max(1, min(size, _CHUNK_CHARACTERS // max(1, longest)))
     total = len(call.items)
     return [Chunk(call, tuple(range(at, min(at + size, total)))) for at in range(0, total, size)]
 
@@ -85,6 +90,6 @@ def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
             rest = [Chunk(chunk.call, others)] if others else []
             return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
         at -= len(chunk.indices)
-    # The worker was between two items, or a reward has written over the counter.
-    again = [Chunk(chunk.call, chunk.indices, chunk.losses + 1) for chunk in outstanding[:1]]
+    # The worker was between two items, or a reward has written over the counter: each is judged alone to find out.
+    again = [Chunk(chunk.call, (index,), chunk.losses + 1) for chunk in outstanding[:1] for index in chunk.indices]
     return Blame(None, (*again, *outstanding[1:]))

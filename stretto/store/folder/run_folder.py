@@ -15,6 +15,7 @@ lock                                        the process that writes here now
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -63,15 +64,16 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
-        held = lock.acquire(folder)
-        problem = _why_not_new(folder)
-        if problem is not None:
-            os.close(held)
-            raise RunFolderError([problem])
-        sweep([folder])
-        for inner in _INNER:
-            (folder / inner).mkdir(exist_ok=True)
-        return cls(folder, held)
+        with contextlib.ExitStack() as undo:
+            run = cls(folder, lock.acquire(folder))
+            undo.callback(run.release)
+            if (problem := _why_not_new(folder)) is not None:
+                raise RunFolderError([problem])
+            sweep([folder])
+            for inner in _INNER:
+                (folder / inner).mkdir(exist_ok=True)
+            undo.pop_all()
+        return run
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:

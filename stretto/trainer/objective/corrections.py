@@ -69,7 +69,3 @@ def sequence_mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
     mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))
     return Weights(behavior_weight(tokens).masked_fill(outside, 0.0), outside)
-
-
-def _weight(tokens: LossTokens) -> Tensor:
-    return ratio_of(tokens.anchor_logprobs - tokens.behavior_logprobs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import peft
@@ -27,18 +27,21 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
 
 
-def save_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks, folder: Path) -> None:
-    """Write the adapters alone as peft writes them; every rank calls it, the first one writes."""
+def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Callable[[Path], None]:
+    """What writes the adapters alone into a policy's folder, as peft does; every rank calls it, one of them writes."""
     layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
-    if ranks.rank == 0:
+
+    def write(policy: Path) -> None:
         tensors = {
             f"base_model.model.{name}.{kind}.weight": matrix.cpu()
             for name, both in layers.items()
             for kind, matrix in zip(("lora_A", "lora_B"), both, strict=True)
         }
-        folder.mkdir(parents=True)
+        (folder := policy / "adapter").mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _peft_config(config, layers).save_pretrained(str(folder))
+
+    return write
 
 
 def _peft_config(config: LoraConfig, names: Iterable[str]) -> peft.LoraConfig:

@@ -82,12 +82,14 @@ class RankGroup:
         return None if isinstance(loss, Failed) and loss.problem.endswith(f": {error}") else loss
 
     async def _watch(self, port: int, tell: Callable[[RankLost | Failed], None]) -> None:
-        ends = [asyncio.create_task(self._live(rank, port)) for rank in self._wires]
-        (loss, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        self._loss.set_result(loss.result())
+        ends = [asyncio.create_task(self._live(rank, port), name=f"rank {rank}") for rank in self._wires]
+        (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        error = end.exception()  # whatever it is: unless it is reported, rank 0 hangs in a collective
+        loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
+        self._loss.set_result(loss)
         await asyncio.sleep(_STUCK_SECONDS)
         if not self._ending:
-            tell(loss.result())
+            tell(loss)
             os._exit(EXIT_CODE)  # the main thread hangs in a collective
 
     async def _live(self, rank: int, port: int) -> RankLost | Failed:

@@ -47,7 +47,7 @@ from stretto.trainer.messages import (
     Trained,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.lora import adapt, save_adapters
+from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankGroup
@@ -154,10 +154,10 @@ class TrainerRole:
         start = time.monotonic()
         ours = self._ranks.rank == 0
         parameters = {name: tensor.cpu() for name, tensor in self._trainer.full_parameters() if ours}
+        model, lora = self._trainer.learner.model, self._config.lora
+        write_adapters = gather_adapters(model, lora, self._ranks) if lora is not None else None
         if ours:
-            save_policy(self._trainer.learner.model, Path(self._spec.model), Path(folder), parameters)
-        if self._config.lora is not None:
-            save_adapters(self._trainer.learner.model, self._config.lora, self._ranks, Path(folder) / "adapter")
+            save_policy(model, Path(self._spec.model), Path(folder), parameters, write_adapters)
         span = Span(role="trainer", name="checkpoint", start=start, end=time.monotonic(), version=self._trainer.version)
         return PolicySaved(folder=folder, span=span)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import LARGEST_ROW
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.task import Question, Questions
 
@@ -68,7 +69,7 @@ def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask) -> 
     answer = row[task.answer_field]
     if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         answer = str(answer)
-    answer = jsonl.text(answer, f"{place}: {task.answer_field}")
+    answer = jsonl.text(answer, f"{place}: {task.answer_field}", LARGEST_ROW)  # it may be the tests of a program
     return Question(
         id=str(number),
         text=text,

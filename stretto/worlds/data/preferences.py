@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto.core.jsonl import mistake
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.task import Question
 
@@ -48,5 +49,5 @@ def _pair(row: dict[str, Any], number: int, place: str, fields: Fields) -> Pair:
     rejected = jsonl.text(row[fields.rejected], f"{place}: {fields.rejected}")
     if chosen == rejected:
         remedy = f"{fields.chosen!r} and {fields.rejected!r} must differ"
-        raise jsonl.Mistake(place, f"both completions are {jsonl.shown(chosen)}", remedy)
+        raise mistake(place, f"both completions are {jsonl.shown(chosen)}", remedy)
     return Pair(Question(id=str(number), text=text, answer=chosen, messages=messages, place=place), rejected)

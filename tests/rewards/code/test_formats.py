@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import pickle
 import zlib
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from stretto.rewards.code.asserts import BadTests
+from stretto.rewards.code.comparison import near
 from stretto.rewards.code.formats import parse_tests
 from stretto.rewards.code.tests import CallTest, StdinTest
 from stretto.sandbox.values import plain
@@ -28,7 +30,7 @@ HUMANEVAL = {
     "test": (
         "METADATA = {'author': 'x'}\n\ndef check(candidate):\n    '''All of it.'''\n    assert True, 'a comment'\n"
         "    assert candidate(3, 8) == 11, 'first'\n    assert 5 == candidate(2, 3)\n"
-        "    assert abs(candidate(0.5, 0.25) - 0.75) < 1e-6\n    assert not candidate(0, 0)\n"
+        "    assert abs(candidate(0.5, 0.25) - 0.75) < 1e-6\n"
         "    assert candidate((1,), (2,)) == (1, 2)\n    assert candidate(-1, 2) is True\n"
     ),
 }
@@ -90,12 +92,24 @@ def test_the_asserts_of_humaneval_become_calls_and_results() -> None:
         ((3, 8), 11),
         ((2, 3), 5),
         ((0.5, 0.25), 0.75),
-        ((0, 0), False),
         ((plain((1,)), plain((2,))), plain((1, 2))),
         ((-1, 2), True),
     ]
     assert {test.call for test in tests.calls} == {"add"}
     assert (tests.preamble, tests.entry_point) == ("def add(a, b):\n", "add")
+
+
+@pytest.mark.parametrize(
+    ("order", "off"), [("< 0.25", {0.0: True, 0.2: True, 0.25: False}), ("<= 0.25", {0.25: True, 0.3: False})]
+)
+def test_the_tolerance_of_an_assert_is_that_of_the_test(order: str, off: dict[float, bool]) -> None:
+    [test] = parse_tests({"test_list": [f"assert abs(root(2) - 1.5) {order}"]}).calls
+    assert test.accepted == (1.5,)
+    assert test.within is not None
+    assert {by: near(1.5, 1.5 + by, test.within) for by in off} == off
+    assert not near(1.5, True, 9.0)
+    assert not near(1.5, 10**400, 9.0)
+    assert not near(1.5, math.nan, 9.0)
 
 
 def test_the_packed_tests_of_livecodebench_are_unpacked() -> None:
@@ -151,6 +165,10 @@ def test_a_packed_pickle_runs_nothing() -> None:
         (HUMANEVAL | {"test": "def check(candidate):\n  assert candidate(*x) == 1"}, "no comparison of a call"),
         (HUMANEVAL | {"test": "def check(candidate):\n  pass"}, "there are no tests"),
         ({"test_list": ["assert f(1) > 2"]}, "no comparison of a call with a literal"),
+        ({"test_list": ["assert f(1)"]}, "no comparison of a call with a literal"),
+        ({"test_list": ["assert not f(1)"]}, "no comparison of a call with a literal"),
+        ({"test_list": ["assert abs(f(1) - 'a') < 1"]}, "no comparison of a call with a literal"),
+        ({"test_list": ["assert abs(f(1) - 2) < eps"]}, "no comparison of a call with a literal"),
         ({"test_list": ["f(1)"]}, "not of the form"),
         ({"test_list": ["assert f(1) == 2"], "test_imports": [3]}, "test_imports is list, not a text"),
         ({"test_list": ["assert f(1) == 2"], "test_imports": ["import"]}, "test_imports is no Python: invalid syntax"),

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, RewardFunctionError, RoleDied
+from stretto.core.frames import frame
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.pool import RewardPool, check_reward
-from stretto.rewards.service.wire import ScoreItem
+from stretto.rewards.service.wire import ScoreItem, Verdicts
 
 _MODULE = """
 import os, signal, sys, time
@@ -202,6 +203,22 @@ def test_a_reward_that_writes_to_the_wire_is_undecided(config: Make, written: st
     assert [verdict.reason for verdict in work] == [f"worker died: {how}"]
 
 
+def forged(request: int, verdicts: int) -> str:
+    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    return frame(Verdicts(request=request, verdicts=(verdict,) * verdicts, start=0.0, end=1.0)).hex()
+
+
+@pytest.mark.parametrize(("request_id", "count"), [(1, 0), (1, 3), (7, 2)], ids=["empty", "too long", "of another"])
+def test_a_reply_to_no_request_is_not_believed(config: Make, request_id: int, count: int) -> None:
+    """Two completions in one chunk: the one that writes the reply is blamed, the other is judged."""
+    work = scored(
+        config("pool_rewards:garbage", patience=20.0),
+        lambda pool: pool.score([*items(forged(request_id, count), answer="socket"), *items("", answer="nothing")]),
+    )
+    assert [verdict.reason for verdict in work] == ["worker died: something wrote into its replies", ""]
+    assert outcomes(work) == ["undecided", "right"]
+
+
 def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(config: Make) -> None:
     said: list[str] = []
 
@@ -313,6 +330,7 @@ def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, mo
 
     with pytest.raises(RoleDied, match=r"rewards cannot be started: /nowhere/python: No such file"):
         scored(config(patience=5.0), work)
+    assert "stretto-progress" not in Path("/proc/self/maps").read_text()
 
 
 def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Path) -> None:

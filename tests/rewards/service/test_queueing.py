@@ -15,12 +15,12 @@ from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
 from stretto.rewards.service.wire import ScoreItem
 
 
-async def _call(size: int) -> Call:
-    return Call([ScoreItem(prompt="", completion=str(index), answer="") for index in range(size)])
+async def _call(size: int, answer: str) -> Call:
+    return Call([ScoreItem(prompt="", completion=str(index), answer=answer) for index in range(size)])
 
 
-def call_of(size: int) -> Call:
-    return asyncio.run(_call(size))
+def call_of(size: int, answer: str = "") -> Call:
+    return asyncio.run(_call(size, answer))
 
 
 def test_a_quick_group_travels_whole_and_slow_answers_one_by_one() -> None:
@@ -49,7 +49,12 @@ def test_nobody_is_blamed_for_a_worker_that_died_between_two_answers() -> None:
     call = call_of(3)
     found = blame([Chunk(call, (0, 1, 2))], judged=0, progress=4)
     assert found.culprit is None
-    assert found.innocent == (Chunk(call, (0, 1, 2), losses=1),)
+    assert found.innocent == tuple([Chunk(call, (index,), losses=1) for index in (0, 1, 2)])
+
+
+def test_items_with_large_tests_go_in_chunks_that_a_frame_holds() -> None:
+    call = call_of(7, answer="x" * (20 << 20))
+    assert [len(chunk.indices) for chunk in chunks(call, 0.0)] == [3, 3, 1]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 50), st.data())

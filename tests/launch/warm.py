@@ -1,0 +1,201 @@
+"""Commands and fork servers that need not import anything: one process per session imports what a run needs, which
+takes five seconds of a processor, and each of them is forked from it.
+
+A command is the real one from `stretto.cli.main.main` on, in a process, a session and surroundings of its own, beside a
+fork server of its own. What comes before, the imports, is left to commands that are started without this (``cold``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.core.records import Record
+from stretto.processes import fork_server as product
+from stretto.processes import fork_server_role
+from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
+from stretto.processes.heartbeat import PARENT, die_with_parent
+from stretto.processes.spawn import Spawn, Spawner, environment
+
+ROOT = Path(__file__).parents[2]
+MARK = "STRETTO_TEST_MARK"
+_COMMANDS: tuple[str, ...] = (
+    "stretto.launch.commands.train",
+    "stretto.dashboard.plots.plots",
+    "stretto.dashboard.terminal.summary",
+)
+_COMMANDS += ("stretto.dashboard.terminal.progress", "tests.launch.warm")
+_ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
+_REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
+
+
+class Surroundings(Record, frozen=True):
+    """What a command finds: everything that a new process is given."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    out: str
+    err: str
+
+
+@cache
+def session_server() -> ForkServer:
+    """The process that all others are forked from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        patch.setenv(MARK, "0" * 32)
+        server = ForkServer([*ROLES, *_COMMANDS])
+    atexit.register(server.close)
+    return server
+
+
+@contextmanager
+def session_fork_server() -> Iterator[Spawner]:
+    """In place of `stretto.processes.fork_server.fork_server`: that of the session, without what it forks meanwhile."""
+    server = session_server()
+    before = children_of(server.pid)
+    try:
+        yield server
+    finally:
+        for pid in set(children_of(server.pid)) - set(before):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    """The living child processes of a process."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for text in lists for child in text.read_text().split()]
+
+
+class WarmCommand:
+    """As `subprocess.Popen`, as far as the tests need it."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        self._out, self._err = (folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
+        told = Surroundings(tuple(arguments), dict(environment), str(folder), str(self._out), str(self._err))
+        spec = msgspec.json.encode(told).decode()
+        self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far:
+            message = msgspec.msgpack.encode(Spawn("tests.launch.warm", spec, os.devnull))
+            socket.send_fds(session_server()._wire, [message], [far.fileno()])
+        self._wire.settimeout(100)
+        spawned = _REPLY.decode(self._wire.recv(LONGEST_MESSAGE))
+        assert isinstance(spawned, Spawned), spawned
+        self.pid = spawned.pid
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._wire], [], [], 0)[0]:
+            said = self._wire.recv(LONGEST_MESSAGE)
+            ended = _REPLY.decode(said) if said else None
+            self.returncode = ended.code if isinstance(ended, Exited) else -signal.SIGKILL
+            self._wire.close()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None and not select.select([self._wire], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("stretto", timeout)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.wait(timeout)
+        out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
+        return out, err
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Forked:
+    """As `subprocess.Popen` to a `ForkServer`, for a child that was forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> None:
+        os.waitpid(self.pid, 0)
+
+
+def main(arguments: list[str]) -> int:
+    """In the process of a command: the command, or the fork server that is forked from it."""
+    told = msgspec.json.decode(arguments[0], type=Surroundings)
+    _put_into(told)
+    command = os.getpid()
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        near.close()
+        return _become_fork_server(far, command)
+    far.close()
+    near.setblocking(False)
+
+    def opened(modules: Sequence[str] = ROLES) -> ForkServer:
+        server = object.__new__(ForkServer)
+        near.send(msgspec.msgpack.encode(tuple(modules)))
+        server.__dict__.update(_usable=True, _wire=near, _process=_Forked(pid))
+        return server
+
+    product.__dict__["ForkServer"] = opened
+    from stretto.cli.main import main as command_line
+
+    sys.argv = ["stretto", *told.arguments]
+    command_line()
+    return 0
+
+
+def _put_into(told: Surroundings) -> None:
+    for number, path in ((1, told.out), (2, told.err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666), number)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(told.environment)
+    _mark(told.environment[MARK].encode())
+    os.chdir(told.folder)
+    sys.path[0] = told.folder
+    tempfile.tempdir = None
+    fork_server_role.show_as([sys.executable, "-m", "stretto.cli.main", *told.arguments])
+
+
+def _mark(mark: bytes) -> None:
+    """Write it over that of the session in this process's environment, as /proc shows it."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT])
+    at = ctypes.string_at(start, end - start).index(f"{MARK}=".encode()) + len(MARK) + 1
+    ctypes.memmove(start + at, mark, len(mark))
+
+
+def _become_fork_server(wire: socket.socket, command: int) -> int:
+    silent = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(silent, standard)
+    os.setsid()
+    die_with_parent(command)
+    os.environ.update(environment(1))
+    os.environ.pop(PARENT, None)
+    number = wire.detach()
+    fork_server_role.show_as([sys.executable, "-m", "stretto.processes.fork_server_role", str(number)])
+    return fork_server_role.main([str(number)])
