@@ -172,10 +172,12 @@ def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
         if start != reached or end < start:
             return []
         reached = end
+        name = "0" if name == _STARTED_WITH else name
         version = int(name) if name.isdecimal() and len(name) <= _LONGEST_VERSION else -1
         told += [version] * (min(end, count) - min(start, count))
     return told
 
 
 _LONGEST_VERSION = 18  # digits
+_STARTED_WITH = "default"  #: as vLLM and SGLang call the weights of the folder that they were started with
 _ROUNDING = 1e-3  #: above 0, for a probability of 1 in half precision
