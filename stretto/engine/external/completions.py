@@ -47,8 +47,8 @@ class OpenCompletion:
             self.watch.completed(prefix.token_ids)
 
     def continuation(self, attempt: int, version: int) -> Continuation:
-        """What is asked of the server now, which has `version`. Its seed depends on the tokens so far: to begin the same random numbers
-        anew behind them would sample from another distribution."""
+        """What is asked of the server now, which has `version`. Its seed depends on the tokens so far: to begin the
+        same random numbers anew behind them would sample from another distribution."""
         self.told = self.uncertain = 0
         self.had = [version]
         request, done = self.request, len(self.token_ids)
@@ -110,7 +110,9 @@ class OpenCompletion:
         if reason == "stop" and not (self.told and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             raise WireError(f"{self.request.id}: the server stopped after {tokens} tokens, the last no stop token")
         if reason == "length" and tokens != self.limit:
-            raise WireError(f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length")
+            raise WireError(
+                f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length"
+            )
 
     def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
         """Take the versions that the server tells of the request that has ended.
@@ -170,10 +172,12 @@ def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
         if start != reached or end < start:
             return []
         reached = end
+        name = "0" if name == _STARTED_WITH else name
         version = int(name) if name.isdecimal() and len(name) <= _LONGEST_VERSION else -1
         told += [version] * (min(end, count) - min(start, count))
     return told
 
 
 _LONGEST_VERSION = 18  # digits
+_STARTED_WITH = "default"  #: as vLLM and SGLang call the weights of the folder that they were started with
 _ROUNDING = 1e-3  #: above 0, for a probability of 1 in half precision

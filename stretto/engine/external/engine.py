@@ -41,7 +41,7 @@ _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 class WeightsFolder(Protocol):
     """Published versions as folders that a server loads."""
 
-    def stage(self, version: int, /) -> Path:
+    def folder_of(self, version: int, /) -> Path:
         """A folder with the weights of `version`, every byte of which was checked.
 
         Raises:
@@ -217,7 +217,7 @@ class ExternalEngine:
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
             if version > self.version or not self._counts.updates:
-                folder = await asyncio.to_thread(self._weights.stage, version)
+                folder = await asyncio.to_thread(self._weights.folder_of, version)
                 await self._load(folder, version)
             return self.version
         finally:

@@ -22,7 +22,7 @@ class StagedWeights:
             if file.is_file() and not file.name.endswith(_OTHER_WEIGHTS):
                 _link(folder / file.name, file)
 
-    def stage(self, version: int, /) -> Path:
+    def folder_of(self, version: int, /) -> Path:
         """The folder, with the weights of `version`."""
         _link(self._folder / _WEIGHTS, self._subscriber.hold(version, self._folder.name))
         return self._folder

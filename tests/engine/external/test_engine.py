@@ -259,7 +259,7 @@ def test_two_updates_at_once_are_loaded_one_after_the_other() -> None:
     async def scenario() -> None:
         server = ToyServer()
         engine = engine_over(server)
-        assert await asyncio.gather(engine.update(3), engine.update(4), engine.update(4)) == [3, 4, 4]
+        assert list(await asyncio.gather(engine.update(3), engine.update(4), engine.update(4))) == [3, 4, 4]
         assert (server.version, server.paused, (await engine.health()).updates) == (4, False, 2)
 
     asyncio.run(scenario())

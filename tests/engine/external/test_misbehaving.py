@@ -124,6 +124,15 @@ def test_with_keep_versions_that_contradict_what_was_loaded_end_the_engine(spans
     asyncio.run(scenario())
 
 
+def test_the_weights_that_a_server_was_started_with_are_version_0() -> None:
+    async def scenario() -> None:
+        server = Scripted([Delta((7,) * 6, (-1.0,) * 6, ended="length", spans=(("default", 0, 6),))])
+        (found,) = await completions_of(server, engine_over(server).submit_all([request("ab", max_tokens=6)]))
+        assert found.versions == (0,) * 6
+
+    asyncio.run(scenario())
+
+
 async def ends_with(engine: ExternalEngine, error: type[StrettoError], message: str) -> None:
     with pytest.raises(error, match=message):
         await engine.update(2)
