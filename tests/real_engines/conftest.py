@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
+from stretto.model.hf.build import build_policy
 from tests.launch.running import Laboratory
 from tests.real_engines.serving import MODEL, Installed, RealServer, compile_ahead
-from stretto.model.hf.build import build_policy
 
 
 @pytest.fixture(scope="session", params=["vllm", "sglang"])

@@ -34,8 +34,15 @@ from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySub
 from tests.engine.answering import shaken
 from tests.tiny_policy import TINY
 
-#: vLLM's attention on a processor takes heads of 32 numbers at least.
-MODEL = BuildConfig.model_validate(TINY.model_dump() | {"head_dim": 32, "context_length": 1024})
+#: vLLM's attention on a processor takes heads of 32 numbers at least; with many letters, completions are long.
+MODEL = BuildConfig.model_validate(
+    TINY.model_dump()
+    | {
+        "head_dim": 32,
+        "context_length": 1024,
+        "alphabet": "0123456789+-=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    }
+)
 START_SECONDS = 400.0  # a first start compiles the packages
 _COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pydantic", "openai", "numba")
 
@@ -58,7 +65,9 @@ class Installed:
 def compile_ahead(python: Path) -> None:
     """The bytecode of a new environment, by two processes: a server alone would compile for minutes."""
     packages = Path(
-        subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
     )
     folders = [str(packages / name) for name in _COMPILED if (packages / name).is_dir()]
     subprocess.run([python, "-m", "compileall", "-q", "-j", "2", *folders], check=False, stdout=subprocess.DEVNULL)
@@ -101,17 +110,6 @@ class RealServer:
             return await work
 
         return self._runner.run(awaited())
-
-    @property
-    def context_length(self) -> int:
-        async def described() -> int | None:
-            wire = self.wire()
-            try:
-                return (await wire.describe()).context_length
-            finally:
-                await wire.close()
-
-        return min(MODEL.context_length, self.run(described()) or MODEL.context_length)
 
     def close(self) -> None:
         self.run(self._process.stop())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,5 +100,3 @@ def test_a_wrong_version_is_far_from_the_right_one(server: RealServer) -> None:
     run = server.updated_amid(requests, "recompute", updates=1)
     swapped = Run(run.completions, {1: run.models[2], 2: run.models[1]})
     assert min(float(found.max()) for found in errors(swapped, requests, scoring.recomputed).values()) > 0.01
-
-

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -91,7 +92,8 @@ class ExternalEngine:
         self._sampling = asyncio.Event()  # cleared while weights are loaded
         self._sampling.set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._attempts = itertools.count()
+        # Servers know requests by name, for seconds after their end too: another adapter's are not to have ours.
+        self._attempts = itertools.count(secrets.randbits(48))
         self._counts = _Counts()
         self._spans = BusySpans(name)
         self._busy_since: float | None = None

@@ -1,0 +1,111 @@
+"""Promises of whole runs whose engine is a real server of vLLM or SGLang.
+
+- A run trains on what the server sampled, under each policy of staleness: its bound holds, the books balance, and the
+  checker finds every law kept. The server is one that runs already (`engine.addresses`), shared by the runs.
+- A server, one of its workers, or the process between it and the conductor is killed in mid-completion: a new one is
+  started, completions go on behind the tokens that were journalled, nothing is lost or trained twice, and no process of
+  a server outlives the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stretto.audit.check import check_run
+from tests.launch.running import Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
+from tests.launch.test_staleness import trained_ages
+from tests.real_engines.serving import MODEL, Installed, RealServer
+
+STEPS = 10
+BUILT = [f"model.build.{key}={value}" for key, value in MODEL.model_dump().items()]
+SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
+
+#: The processes of a server, in words of their command lines; the first is its main process.
+PROCESSES = {
+    "vllm": ("vllm.entrypoints", "VLLM::EngineCore", "VLLM::Worker"),
+    "sglang": ("sglang.launch_server", "sglang::scheduler", "sglang::detokenizer"),
+}
+ADAPTER = "stretto.engine.external.role"
+
+
+def assert_all_is_well(run_dir: Path, steps: int) -> None:
+    """Every law of the checker holds, and the books balance."""
+    found = assert_the_law(run_dir)
+    assert found.steps == steps
+    assert found.trajectories.failed == 0
+    findings = check_run(run_dir)
+    assert findings.kept, findings.breaches
+
+
+@pytest.mark.parametrize("policy", ["train", "wait", "mask", "expire"])
+def test_the_bound_holds_under_every_policy(
+    server: RealServer, installed: Installed, laboratory: Laboratory, tmp_path: Path, policy: str
+) -> None:
+    run_dir = tmp_path / "run"
+    engine = (f"engine.kind={server.kind}", f"engine.addresses=['{server.address}']")
+    rollout = (f"rollout.beyond_bound={policy}", f"trainer.steps={STEPS}")
+    with laboratory.train(run_dir, *SETTINGS, *engine, *rollout) as command:
+        ended = command.end(150)
+        assert ended.code == 0, ended.out + ended.err
+        command.assert_nothing_is_left()
+    assert_all_is_well(run_dir, STEPS)
+    found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
+    trained = [trajectory for trajectory in trajectories if trajectory["state"] == "trained"]
+    ages = trained_ages(trajectories)
+    assert found.interrupted > 0, "updates came while nothing was in flight"
+    if policy == "wait":
+        assert max(t["trained_step"] - 1 - t["versions"][0] for t in trained) <= 1
+    if policy == "expire":
+        assert max(ages) <= 1
+    if policy in ("mask", "expire"):
+        within = [age for age in ages if age <= 1]
+        assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
+    assert found.staleness.bound == (None if policy == "train" else 1) or policy == "train"
+
+
+@pytest.mark.timeout(600)
+def test_killed_servers_cost_nothing_and_leave_nothing(
+    installed: Installed, laboratory: Laboratory, tmp_path: Path
+) -> None:
+    disturbed(installed, laboratory, tmp_path / "run", ["main", "worker", "adapter"])
+
+
+def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills: list[str]) -> None:
+    """A run whose engine's processes are killed one after the other, each while completions are in flight."""
+    steps = STEPS * (len(kills) + 1)
+    engine = (f"engine.kind={installed.kind}", f"engine.python={installed.python}")
+    names = PROCESSES[installed.kind]
+    with laboratory.train(
+        run_dir, *SETTINGS, *engine, f"trainer.steps={steps}", "trainer.checkpoint_every=10"
+    ) as command:
+        for number, kill in enumerate(kills):
+            wait_until_step(command, run_dir, (number + 1) * STEPS - STEPS // 2)
+            victims = command.processes({"main": names[0], "worker": names[1], "adapter": ADAPTER}[kill])
+            assert victims, f"{kill}: no such process among {names}"
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: said(run_dir).count("a new one is started") > number, "a new engine", command)  # noqa: B023
+        ended = command.end(300)
+        assert ended.code == 0, ended.out + ended.err
+        command.assert_nothing_is_left()
+    assert_all_is_well(run_dir, steps)
+    trajectories = exported(laboratory, run_dir)
+    assert all(trajectory["group"].endswith(".0") for trajectory in trajectories), "no prompt was asked twice"
+    assert said(run_dir).count("a new one is started") == len(kills)
+
+
+def wait_until_step(command: Command, run_dir: Path, step: int) -> None:
+    """A start of a server takes as long as many steps."""
+    for _ in range(4):
+        try:
+            wait_until(lambda: steps_done(run_dir) >= step, f"step {step}", command)
+        except AssertionError as late:
+            if "not in" not in str(late):
+                raise
+        else:
+            return
+    raise AssertionError(f"step {step} has not come:\n{said(run_dir)[-2000:]}")
