@@ -146,21 +146,35 @@ class SharedMemorySubscriber:
         """
         return publication.read(self._mapped(version), version).tensors
 
-    def verified(self, version: int) -> Path:
-        """The file of `version`, a safetensors file, once every byte was checked; it may be gone two versions later.
+    def hold(self, version: int, holder: str) -> Path:
+        """The file of `version`, a safetensors file, once every byte was checked: a second name of it, which stays
+        until `holder` holds another version, however many are published meanwhile.
 
         Raises:
-            TornPublication, WireError: as for `load`.
+            TornPublication, WireError: as for `load`; `holder` holds what it held before.
         """
-        publication.verify(self._mapped(version), version)
-        return _path(self._run, self._folder, version)
+        mine = f"{_prefix(self._run)}{holder}-"
+        held = self._folder / f"{mine}{version:06d}.held"
+        held.unlink(missing_ok=True)
+        try:
+            held.hardlink_to(_path(self._run, self._folder, version))
+            publication.verify(_map(held), version)
+        except FileNotFoundError:
+            raise self._gone(version) from None
+        except TornPublication:
+            held.unlink()
+            raise
+        _unlink(file for file in self._folder.glob(f"{mine}*.held") if file != held)
+        return held
 
     def _mapped(self, version: int) -> memoryview:
         try:
             return _map(_path(self._run, self._folder, version))
         except FileNotFoundError:
-            found = f"the newest there is {self.newest()}"
-            raise WireError(f"{self._folder}: version {version} is not published; {found}") from None
+            raise self._gone(version) from None
+
+    def _gone(self, version: int) -> WireError:
+        return WireError(f"{self._folder}: version {version} is not published; the newest there is {self.newest()}")
 
 
 def _prefix(run: str) -> str:

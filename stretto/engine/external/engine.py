@@ -104,14 +104,17 @@ class ExternalEngine:
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
         """Send every completion of the requests to the server."""
+        self._check_working()
+        taken = set(self._open)
         vocab_size, context = self._limits.vocab_size, self._limits.context_length
         for request in requests:
             check_request(request, vocab_size, context)
             check_prefixes(request, vocab_size, context, self.version)
             if request.sampling.stop:
                 self._stop_texts.check_served()
-            if request.id in self._open:
+            if request.id in taken:
                 raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+            taken.add(request.id)
         stream = Stream(sum(len(request.seeds) for request in requests))
         for request in requests:
             limit = min(request.sampling.max_tokens, context - len(request.prompt_token_ids))
@@ -122,14 +125,16 @@ class ExternalEngine:
             ]
             self._open[request.id] = opened
             self._tasks[request.id] = [asyncio.create_task(self._complete(completion)) for completion in opened]
+            for task in self._tasks[request.id]:
+                task.add_done_callback(self._notice)
             self._counts.prefilled += len(request.prompt_token_ids)
         return stream
 
     def close(self, request: str) -> None:
         """End a request: the server notices that the connections of its completions are closed."""
-        for completion in self._open.pop(request, ()):
-            if completion.stream.missing:
-                self._counts.wasted += len(completion.token_ids)
+        opened = self._open.pop(request, [])
+        if not all(completion.done for completion in opened):  # a group is judged whole
+            self._counts.wasted += sum(len(completion.token_ids) for completion in opened)
         tasks = self._tasks.pop(request, [])
         for task in tasks:
             task.cancel()
@@ -138,7 +143,8 @@ class ExternalEngine:
         """Bring one completion to its end."""
         try:
             while True:
-                await self._sampling.wait()  # an update has a deadline of its own
+                while not self._sampling.is_set():  # the next update may begin before this task has its turn
+                    await self._sampling.wait()  # an update has a deadline of its own
                 ended = await self._stream(completion)
                 if ended in _REASONS:
                     return completion.end(_REASONS[ended])
@@ -150,13 +156,19 @@ class ExternalEngine:
         except EngineLost as lost:  # the conductor gives the rest to another engine
             completion.stream.break_off(lost.how)
         except StrettoError as error:  # the server cannot be trusted with another token
+            completion.distrust()
             completion.stream.break_off(str(error))
+            self._fail(error)
+
+    def _notice(self, task: asyncio.Task[None]) -> None:
+        """Raise in `run` what no server may cause: an error of this program."""
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     async def _stream(self, completion: OpenCompletion) -> str:
         """The tokens of one request to the server; returns why they ended, "abort" if an update has ended them."""
-        asked, loads = completion.continuation(next(self._attempts)), self._loads
-        ended = ""
+        asked, loads = completion.continuation(next(self._attempts), self.version), self._loads
+        ended, stopped = "", False
         spans: tuple[tuple[str, int, int], ...] = ()
         self._enter()
         completion.asked = True
@@ -165,19 +177,24 @@ class ExternalEngine:
                 async for delta in deltas:
                     if loads != self._loads and not completion.told and not self._keep:
                         return "abort"  # nobody knows which version sampled its first token
-                    spans = delta.spans or spans
-                    stopped = completion.take(delta, self.version, self._limits.vocab_size)
-                    self._counts.generated += len(delta.token_ids)
-                    if ended := "stop" if stopped else delta.ended:
+                    spans, ended = delta.spans or spans, delta.ended
+                    if not stopped:
+                        before = completion.told
+                        stopped = completion.take(delta, self.version, self._limits.vocab_size)
+                        self._counts.generated += completion.told - before
+                    if ended or (stopped and not completion.uncertain):  # versions come with the end alone
                         break
         finally:
             completion.asked = False
             self._leave()
-        if ended == "abort" and loads == self._loads:
+        if ended == "abort" and loads == self._loads and not stopped:
             raise EngineLost(self.name, f"gave up {completion.request.id}")
-        if not ended:
+        if not ended and (not stopped or completion.uncertain):
             raise EngineLost(self.name, ENDED)
-        completion.stamp(spans, self.version)
+        completion.stamp(spans)
+        if stopped:
+            return "stop"
+        completion.check_end(ended)
         return ended
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
@@ -198,6 +215,7 @@ class ExternalEngine:
         with waiting(self.name, "the update before", 0.0):
             await self._changing.acquire()
         try:
+            self._check_working()
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
             if version > self.version or not self._counts.updates:
@@ -214,25 +232,24 @@ class ExternalEngine:
         try:
             await self._make.pause(keep=self._keep)
             if self._keep:
-                self._mark_running()
+                self._mark_running(version)
             else:
                 await self._drain()
             await self._make.load(folder, version, keep=self._keep)
             self.version = version
             await self._make.resume()
-        except StrettoError as error:  # nobody knows which weights it has now
-            self._fail(error)
+        except BaseException as error:  # cancelled or not: nobody knows which weights it has now
+            self._fail(error if isinstance(error, StrettoError) else EngineLost(self.name, "was stopped while loading"))
             raise
-        finally:
-            self._sampling.set()
+        self._sampling.set()
         self._counts.updates += 1
         self._spans.add("load", start, time.monotonic(), version)
 
-    def _mark_running(self) -> None:
+    def _mark_running(self, version: int) -> None:
         """The tokens that come from now on have a version that the server tells at the end."""
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
-                completion.updated = True
+                completion.had.append(version)
                 completion.interrupted += completion.told > 0
                 self._counts.interrupted += completion.told > 0
 
@@ -260,12 +277,13 @@ class ExternalEngine:
     async def health(self) -> EngineHealth:
         """Version, queue and counters; what waits in the server counts as running."""
         counts = self._counts
-        unfinished = sum(len(completion.token_ids) for opened in self._open.values() for completion in opened)
+        opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
+        unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))
         now = time.monotonic()
         busy = counts.busy_seconds + (now - self._busy_since if self._busy_since is not None else 0.0)
         return EngineHealth(
             version=self.version,
-            running=sum(map(len, self._open.values())),
+            running=sum(not completion.done for completion in itertools.chain.from_iterable(opened)),
             waiting=0,
             generated=counts.generated,
             prefilled=counts.prefilled,
@@ -283,7 +301,11 @@ class ExternalEngine:
         self._note_busy()
         return self._spans.drain()
 
-    def _fail(self, error: StrettoError) -> None:
+    def _check_working(self) -> None:
+        if self._failure.done():
+            raise EngineLost(self.name, "is stopping")
+
+    def _fail(self, error: BaseException) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 

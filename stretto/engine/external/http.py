@@ -15,6 +15,8 @@ from stretto.engine.http.connections import Connection, Connections
 _JSON = "application/json"
 _OK, _BAD_REQUEST, _UNPROCESSABLE, _SERVER_ERROR = 200, 400, 422, 500
 _SHOWN = 300
+_LOOK_SECONDS = 5.0
+_LARGEST_EVENT = 64 << 20
 
 
 class JsonServer:
@@ -51,9 +53,9 @@ class JsonServer:
             return body.decode(errors="replace")
 
     async def status(self, path: str) -> int:
-        """The status of a GET, 0 if nobody answers."""
-        bound = deadline(self._owner, f"{path} of {self.name}", self._seconds)
-        with suppress(EngineLost, DeadlineExceeded):
+        """The status of a GET, 0 if nobody answers soon."""
+        bound = deadline(self._owner, f"{path} of {self.name}", min(_LOOK_SECONDS, self._seconds))
+        with suppress(EngineLost, DeadlineExceeded, WireError):
             async with bound, self._connections.one() as connection:
                 self._send(connection, "GET", path, None)
                 await _rest(connection)
@@ -77,9 +79,11 @@ class JsonServer:
                     if connection.status != _OK:
                         raise refused(self.name, path, connection.status, part + await _rest(connection))
                 *events, rest = (rest + part).split(b"\n\n")
+                if len(rest) > _LARGEST_EVENT:
+                    raise WireError(f"{self.name} sends an event of {path} without an end: {len(rest):,} bytes so far")
                 for event in events:
                     data = event.strip().removeprefix(b"data:").strip()
-                    if data and data != b"[DONE]":
+                    if data and data != b"[DONE]" and not data.startswith(b":"):  # a comment keeps connections alive
                         yield data
                 if not part:
                     return

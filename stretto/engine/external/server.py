@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
 
-from stretto.core.errors import DeadlineExceeded, RoleDied
+from stretto.core.deadlines import deadline
+from stretto.core.errors import RoleDied
+from stretto.core.tasks import cancel_and_wait
 from stretto.engine.external.make import Launch, Make
 from stretto.processes.spawn import describe_exit
 
@@ -47,13 +50,15 @@ class ServerProcess:
     async def ended(self) -> RoleDied:
         """How it ended."""
         code = await self._guard.wait()
-        return RoleDied(f"the server of {self.name}", describe_exit(128 - code if code > 128 else code))
+        killed = code - 128 in set(signal.Signals)
+        return RoleDied(f"the server of {self.name}", describe_exit(128 - code if killed else code))
 
     async def stop(self) -> None:
         """End it, and every process that it has started."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
-        await asyncio.wait_for(self._guard.wait(), _STOP_SECONDS)
+        async with deadline(self.name, "the end of its server", _STOP_SECONDS):
+            await self._guard.wait()
 
 
 class GivenServer:
@@ -85,17 +90,20 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
         RoleDied: it ended instead.
         DeadlineExceeded: that takes longer than `seconds`.
     """
-    ended = asyncio.create_task(server.ended())
-    end = time.monotonic() + seconds
+    ended, answering = asyncio.create_task(server.ended()), asyncio.create_task(_answers(make))
     try:
-        while not await make.ready():
-            if ended.done():
-                raise ended.result()
-            if time.monotonic() > end:
-                raise DeadlineExceeded(server.name, "its server to be ready", seconds)
-            await asyncio.sleep(_LOOK_SECONDS)
+        async with deadline(server.name, "its server to be ready", seconds):
+            await asyncio.wait((ended, answering), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ended.result()
+        answering.result()
     finally:
-        ended.cancel()
+        await cancel_and_wait([ended, answering])
+
+
+async def _answers(make: Make) -> None:
+    while not await make.ready():
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _changed(environment: Mapping[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ class StagedWeights:
 
     def stage(self, version: int, /) -> Path:
         """The folder, with the weights of `version`."""
-        _link(self._folder / _WEIGHTS, self._subscriber.verified(version))
+        _link(self._folder / _WEIGHTS, self._subscriber.hold(version, self._folder.name))
         return self._folder
 
 
