@@ -22,7 +22,7 @@ from tests.real_engines import scoring
 from tests.real_engines.scoring import TOLERANCE
 from tests.real_engines.serving import RealServer, Run
 
-LENGTH = 600
+LENGTH = 900
 
 
 def wanted(**sampling: Any) -> list[GenerateRequest]:
@@ -52,8 +52,7 @@ def assert_whole(run: Run) -> None:
     for completion in run.completions:
         assert len(completion.token_ids) == len(completion.behavior_logprobs) == len(completion.versions) == LENGTH
         assert all(before <= after for before, after in pairwise(completion.versions))
-    assert {version for completion in run.completions for version in completion.versions} == {1, 2, 3, 4}
-    assert sum(len(set(completion.versions)) for completion in run.completions) > 3 * 16
+    assert sum(len(set(completion.versions)) for completion in run.completions) > 2 * 16
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

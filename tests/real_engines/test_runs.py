@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.launch.test_staleness import trained_ages
 from tests.real_engines.serving import MODEL, Installed, RealServer
 
 STEPS = 10
-BUILT = [f"model.build.{key}={value}" for key, value in MODEL.model_dump().items()]
+BUILT = [f"model.build.{key}={json.dumps(value)}" for key, value in MODEL.model_dump().items()]
 SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
 
 #: The processes of a server, in words of their command lines; the first is its main process.
@@ -41,13 +42,13 @@ def assert_all_is_well(run_dir: Path, steps: int) -> None:
     assert findings.kept, findings.breaches
 
 
-@pytest.mark.parametrize("policy", ["train", "wait", "mask", "expire"])
+@pytest.mark.parametrize("beyond_bound", ["train", "wait", "mask", "expire"])
 def test_the_bound_holds_under_every_policy(
-    server: RealServer, installed: Installed, laboratory: Laboratory, tmp_path: Path, policy: str
+    server: RealServer, installed: Installed, laboratory: Laboratory, tmp_path: Path, beyond_bound: str
 ) -> None:
     run_dir = tmp_path / "run"
     engine = (f"engine.kind={server.kind}", f"engine.addresses=['{server.address}']")
-    rollout = (f"rollout.beyond_bound={policy}", f"trainer.steps={STEPS}")
+    rollout = (f"rollout.beyond_bound={beyond_bound}", f"trainer.steps={STEPS}")
     with laboratory.train(run_dir, *SETTINGS, *engine, *rollout) as command:
         ended = command.end(150)
         assert ended.code == 0, ended.out + ended.err
@@ -57,14 +58,14 @@ def test_the_bound_holds_under_every_policy(
     trained = [trajectory for trajectory in trajectories if trajectory["state"] == "trained"]
     ages = trained_ages(trajectories)
     assert found.interrupted > 0, "updates came while nothing was in flight"
-    if policy == "wait":
+    if beyond_bound == "wait":
         assert max(t["trained_step"] - 1 - t["versions"][0] for t in trained) <= 1
-    if policy == "expire":
+    if beyond_bound == "expire":
         assert max(ages) <= 1
-    if policy in ("mask", "expire"):
+    if beyond_bound in ("mask", "expire"):
         within = [age for age in ages if age <= 1]
         assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
-    assert found.staleness.bound == (None if policy == "train" else 1) or policy == "train"
+    assert found.staleness.bound == (None if beyond_bound == "train" else 1)
 
 
 @pytest.mark.timeout(600)
