@@ -65,7 +65,6 @@ def test_the_bound_holds_under_every_policy(
     if beyond_bound in ("mask", "expire"):
         within = [age for age in ages if age <= 1]
         assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
-    assert found.staleness.bound == (None if beyond_bound == "train" else 1)
 
 
 @pytest.mark.timeout(600)
