@@ -110,7 +110,9 @@ class OpenCompletion:
         if reason == "stop" and not (self.told and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             raise WireError(f"{self.request.id}: the server stopped after {tokens} tokens, the last no stop token")
         if reason == "length" and tokens != self.limit:
-            raise WireError(f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length")
+            raise WireError(
+                f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length"
+            )
 
     def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
         """Take the versions that the server tells of the request that has ended.

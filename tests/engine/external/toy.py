@@ -17,10 +17,10 @@ from typing import Literal
 from stretto.core.errors import EngineLost, TornPublication, WireError
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
-from stretto.engine.http.client import decoded
 from stretto.engine.backend import Stream
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.make import Continuation, Delta, Served
+from stretto.engine.http.client import decoded
 from stretto.engine.native.stops import StopTexts
 
 VOCABULARY, CONTEXT, STOP = 50, 64, 1
@@ -180,7 +180,11 @@ def engine_over(
 
 
 def request(
-    name: str, completions: int = 1, max_tokens: int = 12, stop: tuple[str, ...] = (), prefixes: tuple[Segment, ...] = ()
+    name: str,
+    completions: int = 1,
+    max_tokens: int = 12,
+    stop: tuple[str, ...] = (),
+    prefixes: tuple[Segment, ...] = (),
 ) -> GenerateRequest:
     """A request whose prompt depends on its name."""
     sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(STOP,), stop=stop)
