@@ -1,11 +1,11 @@
-"""What stretto adds to a server of vLLM or SGLang: tokens per second of the server alone, and of the server as an engine.
+"""What stretto adds to a server of vLLM or SGLang: tokens per second of the server alone, and as an engine of a run.
 
     python -m benchmarks.external                       both makes, 64 concurrent completions, 3 rounds
     python -m benchmarks.external --kinds vllm --rounds 5
 
 Alone, a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
 stretto asks for them, and throws the bytes away. As an engine, the same prompts go through the conductor's client and
-the adapter's process (`engine.external.role`), which reads, checks and stamps every token. Both by turns, on one server.
+the adapter's process (`engine.external.role`), which reads, checks and stamps every token. Both by turns, one server.
 """
 
 from __future__ import annotations

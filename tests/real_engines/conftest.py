@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.real_engines.serving import MODEL, Installed, RealServer, compile_ahe
 @pytest.fixture(scope="session", params=["vllm", "sglang"])
 def installed(request: pytest.FixtureRequest) -> Installed:
     """A make, and the interpreter of its environment."""
-    kind: str = request.param
+    kind: Literal["vllm", "sglang"] = request.param
     environment = Environment(kind)
     new = not environment.ready()
     try:
