@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 Kind = Literal["native", "vllm", "sglang"]
 
@@ -59,6 +59,13 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="numbers of weights and cache")
     transport: Literal["unix", "tcp"] = Field("unix", description="wire to the conductor on one machine")
     base_port: int = Field(8300, ge=1, le=65_535, description="first port when transport is tcp")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_engine_for_each_address(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("addresses") and isinstance(values["addresses"], (list, tuple)):
+            return {"count": len(values["addresses"])} | values
+        return values
 
     @property
     def cache_bytes(self) -> int:

@@ -20,7 +20,7 @@ _GRACE_SECONDS = 2.0
 def main(command: list[str]) -> int:
     """Return when the server has ended, or standard input has."""
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(stop, signal.SIG_IGN)  # the end of standard input is what ends it
+        signal.signal(stop, lambda *_: None)  # the end of standard input ends it; SIG_IGN would be the server's too
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, restore_signals=True)
     ended = os.pidfd_open(server.pid)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.engine.capabilities import CAPABILITIES
 from stretto.launch.preflight.plan import Plan
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
@@ -35,7 +36,8 @@ class MemoryEstimate:
 def estimate_memory(plan: Plan) -> MemoryEstimate:
     """Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
     checkpoint is written; reference and critic, if any; for each rank the activations of one micro-batch, and for each
-    but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache."""
+    but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in the
+    processes of its server if it has one."""
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
@@ -52,6 +54,10 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     item = width[recipe.engine.dtype]
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
+    if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
+        engine = _PROCESS_BYTES
+    elif recipe.engine.kind != "native":
+        engine += CAPABILITIES[recipe.engine.kind].process_bytes
     others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4
     return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
 
@@ -104,7 +110,8 @@ def warnings(plan: Plan) -> Sequence[str]:
     """Sentences about settings that work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
-    threads = recipe.engine.count * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
+    served = 0 if recipe.engine.addresses else recipe.engine.count
+    threads = served * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     longest = plan.longest_prompt + plan.sampling.max_tokens

