@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,11 +26,8 @@ STEPS = 10
 BUILT = [f"model.build.{key}={json.dumps(value)}" for key, value in MODEL.model_dump().items()]
 SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
 
-#: The processes of a server, in words of their command lines; the first is its main process.
-PROCESSES = {
-    "vllm": ("vllm.entrypoints", "VLLM::EngineCore", "VLLM::Worker"),
-    "sglang": ("sglang.launch_server", "sglang::scheduler", "sglang::detokenizer"),
-}
+#: A server's main process and one of its workers, in words of their command lines.
+PROCESSES = {"vllm": ("vllm.entrypoints", "VLLM::EngineCore"), "sglang": ("sglang.launch_server", "sglang::scheduler")}
 ADAPTER = "stretto.engine.external.role"
 
 
@@ -78,24 +76,50 @@ def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills
     """A run whose engine's processes are killed one after the other, each while completions are in flight."""
     steps = STEPS * (len(kills) + 1)
     engine = (f"engine.kind={installed.kind}", f"engine.python={installed.python}")
-    names = PROCESSES[installed.kind]
-    with laboratory.train(
-        run_dir, *SETTINGS, *engine, f"trainer.steps={steps}", "trainer.checkpoint_every=10"
-    ) as command:
+    main, worker = PROCESSES[installed.kind]
+    sessions: set[int] = set()
+    settings = (*SETTINGS, *engine, f"trainer.steps={steps}", "trainer.checkpoint_every=10")
+    with laboratory.train(run_dir, *settings) as command:
         for number, kill in enumerate(kills):
             wait_until_step(command, run_dir, (number + 1) * STEPS - STEPS // 2)
-            victims = command.processes({"main": names[0], "worker": names[1], "adapter": ADAPTER}[kill])
-            assert victims, f"{kill}: no such process among {names}"
+            sessions |= (session := {os.getsid(pid) for pid in command.processes(main)} - {0})
+            searched = command.processes(ADAPTER) if kill == "adapter" else of_sessions(session)
+            named = {"main": main, "worker": worker, "adapter": ADAPTER}[kill]
+            victims = [
+                pid for pid in searched if named in command_line(pid) and "external.guard" not in command_line(pid)
+            ]
+            assert victims, f"{kill}: none of {[command_line(pid) for pid in searched]}"
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: said(run_dir).count("a new one is started") > number, "a new engine", command)  # noqa: B023
+            wait_for_engines(command, run_dir, number + 1)
         ended = command.end(300)
         assert ended.code == 0, ended.out + ended.err
         command.assert_nothing_is_left()
+    assert of_sessions(sessions) == []
     assert_all_is_well(run_dir, steps)
     trajectories = exported(laboratory, run_dir)
     assert all(trajectory["group"].endswith(".0") for trajectory in trajectories), "no prompt was asked twice"
     assert said(run_dir).count("a new one is started") == len(kills)
+
+
+def of_sessions(sessions: set[int]) -> list[int]:
+    """The living processes of sessions; a server's workers overwrite their environment, by which others are found."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            if folder.name.isdecimal() and os.getsid(int(folder.name)) in sessions:
+                found.append(int(folder.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def wait_for_engines(command: Command, run_dir: Path, count: int) -> None:
+    wait_until(lambda: said(run_dir).count("a new one is started") >= count, f"{count} new engines", command)
 
 
 def wait_until_step(command: Command, run_dir: Path, step: int) -> None:

@@ -153,6 +153,10 @@ def test_a_given_server_that_falls_silent_is_named_with_its_address(monkeypatch:
 
 
 def test_the_guard_needs_no_more_than_the_standard_library() -> None:
-    script = "import sys, stretto.engine.external.guard as guard; print('torch' in sys.modules, 'msgspec' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    script = (
+        "import sys, stretto.engine.external.guard as guard; print('torch' in sys.modules, 'msgspec' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert told.stdout.split() == ["False", "False"]

@@ -21,7 +21,13 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
 def staging(tmp_path: Path) -> tuple[SharedMemoryPublisher, StagedWeights]:
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "model-00001-of-00002.safetensors", "pytorch.bin"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "pytorch.bin",
+    ):
         (model / name).write_text(name)
     (model / "model.safetensors.index.json").write_text("{}")
     subscriber = SharedMemorySubscriber("run", tmp_path / "mailbox")
