@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics test-engines format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -52,6 +52,9 @@ ifeq ($(shell uname -m),x86_64)
 	$(HASWELL) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
 	$(NEHALEM) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
 endif
+
+test-engines: .venv/ready-test  ## the tests with real servers of vLLM and SGLang; makes their environments, once
+	$(RUN) pytest tests/real_engines
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

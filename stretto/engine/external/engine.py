@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -22,7 +23,7 @@ from typing import Literal, Protocol
 
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
@@ -91,7 +92,8 @@ class ExternalEngine:
         self._sampling = asyncio.Event()  # cleared while weights are loaded
         self._sampling.set()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._attempts = itertools.count()
+        # Servers know requests by name, for seconds after their end too: another adapter's are not to have ours.
+        self._attempts = itertools.count(secrets.randbits(48))
         self._counts = _Counts()
         self._spans = BusySpans(name)
         self._busy_since: float | None = None
@@ -238,6 +240,8 @@ class ExternalEngine:
             await self._make.resume()
         except BaseException as error:  # cancelled or not: nobody knows which weights it has now
             self._fail(error if isinstance(error, StrettoError) else EngineLost(self.name, "was stopped while loading"))
+            if isinstance(error, DeadlineExceeded):
+                raise EngineLost(self.name, str(error)) from error
             raise
         self._sampling.set()
         self._counts.updates += 1

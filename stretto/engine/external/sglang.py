@@ -145,7 +145,9 @@ def _body(wanted: Continuation) -> dict[str, object]:
             "temperature": sampling.temperature,
             "sampling_seed": wanted.seed % (1 << 31),
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the recipe's stop tokens end a completion, whatever the model's config says
+            # True would ignore the stop tokens too. With them the model's own end a completion as well, which the
+            # adapter refuses where the recipe does not have them.
+            "ignore_eos": not sampling.stop_token_ids,
         },
     }
 

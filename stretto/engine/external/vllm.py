@@ -131,7 +131,9 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "PYTHONPATH": str(Path(worker.__file__).parent),
     }
     if on_cpu(config):  # compiling takes minutes, and threads that are bound to cores share them with other engines
-        flags += ("--enforce-eager",)
+        # A prompt computed in parts ends a server on a CPU: it winds back the request's random generator, which there
+        # has no offset (RuntimeError: CPU Generator does not use offset).
+        flags += ("--enforce-eager", "--no-enable-chunked-prefill")
         environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
 

@@ -71,7 +71,7 @@ class _Exchange:
             return
         try:
             status, message = 200, await self._handler(body)
-        except (WireError, msgspec.DecodeError) as error:
+        except (WireError, EngineLost, msgspec.DecodeError) as error:
             status, message = _refusal(error)
         await _reply(send, status, message)
 

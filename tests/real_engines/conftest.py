@@ -1,0 +1,56 @@
+"""Servers of vLLM and SGLang as their packages are, on this machine's processor; one of each for all tests.
+
+Their environments are made once, in the user's cache (`benchmarks.peers.environment`). Where a package cannot be
+installed, the tests of that make are skipped, with the installer's last words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from benchmarks.peers.environment import Environment, PeerUnavailable
+from stretto.model.hf.build import build_policy
+from tests.launch.running import Laboratory
+from tests.real_engines.serving import MODEL, Installed, RealServer, compile_ahead
+
+
+@pytest.fixture(scope="session", params=["vllm", "sglang"])
+def installed(request: pytest.FixtureRequest) -> Installed:
+    """A make, and the interpreter of its environment."""
+    kind: Literal["vllm", "sglang"] = request.param
+    environment = Environment(kind)
+    new = not environment.ready()
+    try:
+        python = environment.ensure()
+    except PeerUnavailable as problem:
+        pytest.skip(f"{kind} cannot be installed: {problem}")
+    if new:
+        compile_ahead(python)
+    return Installed(kind, python)
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the policy that the servers are started with."""
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    build_policy(MODEL, folder, seed=5)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(installed: Installed, policy: Path) -> Iterator[RealServer]:
+    """A running server of each make."""
+    started = RealServer(installed, policy)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"))

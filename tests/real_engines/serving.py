@@ -1,0 +1,204 @@
+"""A real server in a test's hands, and completions of it that updates interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stretto.core.frames import Unframer
+from stretto.core.records import Completion, GenerateRequest
+from stretto.core.tasks import cancel_and_wait
+from stretto.engine.backend import Stream
+from stretto.engine.config import EngineConfig
+from stretto.engine.external.engine import ExternalEngine, Limits
+from stretto.engine.external.http import JsonServer
+from stretto.engine.external.make import Make
+from stretto.engine.external.makes import MAKES
+from stretto.engine.external.server import ServerProcess, free_port, until_ready
+from stretto.engine.external.staging import StagedWeights
+from stretto.engine.http.client import decoded
+from stretto.engine.native.stops import StopTexts
+from stretto.model.hf.config import BuildConfig
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, remove
+from tests.engine.answering import shaken
+from tests.tiny_policy import TINY
+
+#: vLLM's attention on a processor takes heads of 32 numbers at least; with many letters, completions are long.
+MODEL = BuildConfig.model_validate(
+    TINY.model_dump()
+    | {
+        "head_dim": 32,
+        "context_length": 1024,
+        "alphabet": "0123456789+-=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    }
+)
+_ATTEMPTS = 5
+START_SECONDS = 400.0  # a first start compiles the packages
+_COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pydantic", "openai", "numba")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A make with its environment."""
+
+    kind: Literal["vllm", "sglang"]
+    python: Path
+
+    def config(self, **settings: object) -> EngineConfig:
+        return EngineConfig.model_validate(
+            {"kind": self.kind, "python": str(self.python), "cache_gib": 0.25, "slots": 64, "device": "cpu"} | settings
+        )
+
+
+def compile_ahead(python: Path) -> None:
+    """The bytecode of a new environment, by two processes: a server alone would compile for minutes."""
+    packages = Path(
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
+    )
+    folders = [str(packages / name) for name in _COMPILED if (packages / name).is_dir()]
+    subprocess.run([python, "-m", "compileall", "-q", "-j", "2", *folders], check=False, stdout=subprocess.DEVNULL)
+
+
+class RealServer:
+    """A server of a make. Its event loop lives as long as it: tests run in it one after the other."""
+
+    def __init__(self, installed: Installed, policy: Path, **settings: object) -> None:
+        self.kind = installed.kind
+        self.policy = policy
+        self._runner = asyncio.Runner()
+        self._config = installed.config(**settings)
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        self._process = self.run(self._start(port))
+
+    async def _start(self, port: int) -> ServerProcess:
+        make = MAKES[self.kind]
+        process = await ServerProcess.start(self.kind, make.launch(self._config, str(self.policy), port))
+        wire = self.wire()
+        try:
+            await until_ready(process, wire, START_SECONDS)
+        except BaseException:
+            await process.stop()
+            raise
+        finally:
+            await wire.close()
+        return process
+
+    def wire(self) -> Make:
+        """New connections to it."""
+        http = JsonServer(self.kind, self.address, seconds=60.0, token_seconds=60.0)
+        return MAKES[self.kind].server(http, 60.0)
+
+    def run(self, work: Awaitable[Result]) -> Result:
+        """Do something in the event loop of the server."""
+
+        async def awaited() -> Result:
+            return await work
+
+        return self._runner.run(awaited())
+
+    def close(self) -> None:
+        self.run(self._process.stop())
+        self._runner.close()
+
+    def updated_amid(
+        self, requests: Sequence[GenerateRequest], on_update: Literal["recompute", "keep"], updates: int = 3
+    ) -> Run:
+        """Completions of the requests, with updates that come while they are in flight. A server may be done with them
+        before a busy machine has let this process ask for all updates: then they are sampled again."""
+        for _ in range(_ATTEMPTS):
+            run = self.run(_updated_amid(self, requests, on_update, updates))
+            if {version for completion in run.completions for version in completion.versions} == run.models.keys():
+                return run
+        raise AssertionError(f"{self.kind} was done before an update, {_ATTEMPTS} times")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of requests, and the plain model of each version."""
+
+    completions: list[Completion]
+    models: dict[int, PreTrainedModel]
+
+
+async def _updated_amid(
+    server: RealServer, requests: Sequence[GenerateRequest], on_update: Literal["recompute", "keep"], updates: int
+) -> Run:
+    plain: Any = AutoModelForCausalLM.from_pretrained(server.policy, dtype=torch.float32).eval()
+    models: dict[int, PreTrainedModel] = {1: plain}
+    models |= {version: shaken(plain, version) for version in range(2, updates + 2)}
+    expected = sum(len(request.seeds) * request.sampling.max_tokens for request in requests)
+    async with engine(server, on_update) as (served, publish):
+        publish(1, plain)
+        await served.update(1)
+        stream = served.submit_all(requests)
+        for version in range(2, updates + 2):
+            await _until_generated(served, expected * (version - 1) // 60)
+            publish(version, models[version])
+            assert await served.update(version) == version
+        return Run(await completions_of(stream), models)
+
+
+async def _until_generated(served: ExternalEngine, tokens: int) -> None:
+    async with asyncio.timeout(120):
+        while (await served.health()).generated < tokens:
+            await asyncio.sleep(0.005)
+
+
+async def completions_of(stream: Stream) -> list[Completion]:
+    """All completions of a stream, once they have ended."""
+    unframer, found = Unframer(), []
+    async with asyncio.timeout(180):
+        while stream.missing:
+            assert not stream.broken, "the stream broke off"
+            found += [decoded(body, Completion) for body in unframer.feed(await stream.next())]
+        if stream.ready:
+            found += [decoded(body, Completion) for body in unframer.feed(await stream.next())]
+    return found
+
+
+class _Publish:
+    """Publishes a model's parameters as a version."""
+
+    def __init__(self, publisher: SharedMemoryPublisher) -> None:
+        self._publisher = publisher
+
+    def __call__(self, version: int, model: PreTrainedModel) -> None:
+        self._publisher.publish(version, model.named_parameters())
+
+
+@asynccontextmanager
+async def engine(
+    server: RealServer, on_update: Literal["recompute", "keep"]
+) -> AsyncIterator[tuple[ExternalEngine, _Publish]]:
+    """An engine over the server, without a version yet, and a trainer's end of its mailbox."""
+    with tempfile.TemporaryDirectory(prefix="stretto-real-") as name:
+        folder, run = Path(name), "real"
+        publisher = SharedMemoryPublisher(run, folder / "mailbox")
+        weights = StagedWeights(SharedMemorySubscriber(run, folder / "mailbox"), server.policy, folder / "staged")
+        wire = server.wire()
+        context = (await wire.describe()).context_length or MODEL.context_length
+        limits = Limits(len(MODEL.vocabulary), min(MODEL.context_length, context))
+        texts = StopTexts(partial(load_tokenizer, str(server.policy)))
+        served = ExternalEngine(server.kind, wire, limits, weights, texts, on_update)
+        working = asyncio.create_task(served.run())
+        try:
+            yield served, _Publish(publisher)
+        finally:
+            await cancel_and_wait([working])
+            remove(run, folder / "mailbox")

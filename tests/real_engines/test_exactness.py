@@ -1,0 +1,101 @@
+"""Promise: every token of a real server has the log-probability that the weights of its version give it.
+
+16 completions are in flight when three updates come. Each token is scored again by transformers in float32, to 1e-4:
+
+- "recompute": under its version alone, prompt and all tokens before it included;
+- "keep": over the cache that the versions before have left, which is how it was sampled;
+- under a temperature that is not 1, and, by vLLM, in the renormalised distribution of top_k and top_p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.core.records import GenerateRequest, Sampling
+from tests.real_engines import scoring
+from tests.real_engines.scoring import TOLERANCE
+from tests.real_engines.serving import RealServer, Run
+
+LENGTH = 900
+
+
+def wanted(**sampling: Any) -> list[GenerateRequest]:
+    """Four prompts of several lengths, four completions of each, none of which ends early."""
+    random = np.random.default_rng(7)
+    return [
+        GenerateRequest(
+            id=f"r{number}",
+            prompt_token_ids=tuple(random.integers(2, 22, length).tolist()),
+            seeds=tuple(range(10 * number, 10 * number + 4)),
+            sampling=Sampling(max_tokens=LENGTH, **sampling),
+        )
+        for number, length in enumerate((1, 5, 12, 30))
+    ]
+
+
+def errors(
+    run: Run, requests: list[GenerateRequest], score: Callable[..., torch.Tensor]
+) -> dict[tuple[str, int], torch.Tensor]:
+    by_id = {request.id: request for request in requests}
+    return {(c.request, c.member): score(run.models, by_id[c.request], c) for c in run.completions}
+
+
+def assert_whole(run: Run) -> None:
+    """Sixteen completions of all their tokens, sampled by four versions that never go back."""
+    assert len({(c.request, c.member) for c in run.completions}) == len(run.completions) == 16
+    for completion in run.completions:
+        assert len(completion.token_ids) == len(completion.behavior_logprobs) == len(completion.versions) == LENGTH
+        assert all(before <= after for before, after in pairwise(completion.versions))
+    assert sum(len(set(completion.versions)) for completion in run.completions) > 2 * 16
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_after_recomputing_updates_every_token_has_the_logprob_of_its_version(
+    server: RealServer, temperature: float
+) -> None:
+    requests = wanted(temperature=temperature)
+    run = server.updated_amid(requests, "recompute")
+    assert_whole(run)
+    worst = max(float(found.max()) for found in errors(run, requests, scoring.recomputed).values())
+    assert worst < TOLERANCE
+    assert all(completion.interrupted >= len(set(completion.versions)) - 1 for completion in run.completions)
+
+
+def test_after_updates_that_keep_the_cache_every_token_has_the_logprob_it_was_sampled_with(server: RealServer) -> None:
+    requests = wanted()
+    run = server.updated_amid(requests, "keep")
+    assert_whole(run)
+    assert max(float(found.max()) for found in errors(run, requests, scoring.kept).values()) < TOLERANCE
+    alone = errors(run, requests, scoring.recomputed)
+    for completion in run.completions:
+        found = alone[completion.request, completion.member]
+        first = completion.versions.count(completion.versions[0])
+        assert found[:first].max() < TOLERANCE
+        assert found[first:].max() > 100 * TOLERANCE, "the versions are too alike for this test"
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.3, "top_k": 9, "top_p": 0.7}])
+def test_the_logprobs_of_vllm_are_of_the_renormalised_distribution(
+    server: RealServer, filters: dict[str, float]
+) -> None:
+    if server.kind != "vllm":
+        pytest.skip("SGLang's log-probabilities ignore the filters, which is why they are refused")
+    requests = wanted(**filters)
+    run = server.updated_amid(requests, "recompute", updates=1)
+    found = torch.cat(list(errors(run, requests, scoring.recomputed).values()))
+    # Where probabilities add up to top_p within rounding, either side may keep one token more.
+    assert float((found < TOLERANCE).double().mean()) > 0.999
+
+
+def test_a_wrong_version_is_far_from_the_right_one(server: RealServer) -> None:
+    """The tests above can fail."""
+    requests = wanted()
+    run = server.updated_amid(requests, "recompute", updates=1)
+    swapped = Run(run.completions, {1: run.models[2], 2: run.models[1]})
+    assert min(float(found.max()) for found in errors(swapped, requests, scoring.recomputed).values()) > 0.01

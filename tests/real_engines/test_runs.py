@@ -1,0 +1,135 @@
+"""Promises of whole runs whose engine is a real server of vLLM or SGLang.
+
+- A run trains on what the server sampled, under each policy of staleness: its bound holds, the books balance, and the
+  checker finds every law kept. The server is one that runs already (`engine.addresses`), shared by the runs.
+- A server, one of its workers, or the process between it and the conductor is killed in mid-completion: a new one is
+  started, completions go on behind the tokens that were journalled, nothing is lost or trained twice, and no process of
+  a server outlives the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from stretto.audit.check import check_run
+from tests.launch.running import Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
+from tests.launch.test_staleness import trained_ages
+from tests.real_engines.serving import MODEL, Installed, RealServer
+
+STEPS = 10
+BUILT = [f"model.build.{key}={json.dumps(value)}" for key, value in MODEL.model_dump().items()]
+SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
+
+#: A server's main process and one of its workers, in words of their command lines.
+PROCESSES = {"vllm": ("vllm.entrypoints", "VLLM::EngineCore"), "sglang": ("sglang.launch_server", "sglang::scheduler")}
+ADAPTER = "stretto.engine.external.role"
+
+
+def assert_all_is_well(run_dir: Path, steps: int) -> None:
+    """Every law of the checker holds, and the books balance."""
+    found = assert_the_law(run_dir)
+    assert found.steps == steps
+    assert found.trajectories.failed == 0
+    findings = check_run(run_dir)
+    assert findings.kept, findings.breaches
+
+
+@pytest.mark.parametrize("beyond_bound", ["train", "wait", "mask", "expire"])
+def test_the_bound_holds_under_every_policy(
+    server: RealServer, installed: Installed, laboratory: Laboratory, tmp_path: Path, beyond_bound: str
+) -> None:
+    run_dir = tmp_path / "run"
+    engine = (f"engine.kind={server.kind}", f"engine.addresses=['{server.address}']")
+    rollout = (f"rollout.beyond_bound={beyond_bound}", f"trainer.steps={STEPS}")
+    with laboratory.train(run_dir, *SETTINGS, *engine, *rollout) as command:
+        ended = command.end(150)
+        assert ended.code == 0, ended.out + ended.err
+        command.assert_nothing_is_left()
+    assert_all_is_well(run_dir, STEPS)
+    found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
+    trained = [trajectory for trajectory in trajectories if trajectory["state"] == "trained"]
+    ages = trained_ages(trajectories)
+    assert max(ages) >= 1, "every completion began behind the last update"
+    if beyond_bound == "wait":
+        assert max(t["trained_step"] - 1 - t["versions"][0] for t in trained) <= 1
+    if beyond_bound == "expire":
+        assert max(ages) <= 1
+    if beyond_bound in ("mask", "expire"):
+        within = [age for age in ages if age <= 1]
+        assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
+
+
+@pytest.mark.timeout(600)
+def test_killed_servers_cost_nothing_and_leave_nothing(
+    installed: Installed, laboratory: Laboratory, tmp_path: Path
+) -> None:
+    disturbed(installed, laboratory, tmp_path / "run", ["main", "worker", "adapter"])
+
+
+def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills: list[str]) -> None:
+    """A run whose engine's processes are killed one after the other, each while completions are in flight."""
+    steps = STEPS * (len(kills) + 1)
+    engine = (f"engine.kind={installed.kind}", f"engine.python={installed.python}")
+    main, worker = PROCESSES[installed.kind]
+    sessions: set[int] = set()
+    settings = (*SETTINGS, *engine, f"trainer.steps={steps}", "trainer.checkpoint_every=10")
+    with laboratory.train(run_dir, *settings) as command:
+        for number, kill in enumerate(kills):
+            wait_until_step(command, run_dir, (number + 1) * STEPS - STEPS // 2)
+            sessions |= (session := {os.getsid(pid) for pid in command.processes(main)} - {0})
+            searched = command.processes(ADAPTER) if kill == "adapter" else of_sessions(session)
+            named = {"main": main, "worker": worker, "adapter": ADAPTER}[kill]
+            victims = [
+                pid for pid in searched if named in command_line(pid) and "external.guard" not in command_line(pid)
+            ]
+            assert victims, f"{kill}: none of {[command_line(pid) for pid in searched]}"
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            wait_for_engines(command, run_dir, number + 1)
+        ended = command.end(300)
+        assert ended.code == 0, ended.out + ended.err
+        command.assert_nothing_is_left()
+    assert of_sessions(sessions) == []
+    assert_all_is_well(run_dir, steps)
+    trajectories = exported(laboratory, run_dir)
+    assert all(trajectory["group"].endswith(".0") for trajectory in trajectories), "no prompt was asked twice"
+    assert said(run_dir).count("a new one is started") == len(kills)
+
+
+def of_sessions(sessions: set[int]) -> list[int]:
+    """The living processes of sessions; a server's workers overwrite their environment, by which others are found."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            if folder.name.isdecimal() and os.getsid(int(folder.name)) in sessions:
+                found.append(int(folder.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def wait_for_engines(command: Command, run_dir: Path, count: int) -> None:
+    wait_until(lambda: said(run_dir).count("a new one is started") >= count, f"{count} new engines", command)
+
+
+def wait_until_step(command: Command, run_dir: Path, step: int) -> None:
+    """A start of a server takes as long as many steps."""
+    for _ in range(4):
+        try:
+            wait_until(lambda: steps_done(run_dir) >= step, f"step {step}", command)
+        except AssertionError as late:
+            if "not in" not in str(late):
+                raise
+        else:
+            return
+    raise AssertionError(f"step {step} has not come:\n{said(run_dir)[-2000:]}")
