@@ -28,7 +28,7 @@ SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", 
 
 #: A server's main process and one of its workers, in words of their command lines.
 PROCESSES = {"vllm": ("vllm.entrypoints", "VLLM::EngineCore"), "sglang": ("sglang.launch_server", "sglang::scheduler")}
-ADAPTER = "stretto.engine.external.role"
+ADAPTER, GUARD = "stretto.engine.external.role", "stretto.engine.external.guard"
 
 
 def assert_all_is_well(run_dir: Path, steps: int) -> None:
@@ -82,12 +82,10 @@ def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills
     with laboratory.train(run_dir, *settings) as command:
         for number, kill in enumerate(kills):
             wait_until_step(command, run_dir, (number + 1) * STEPS - STEPS // 2)
-            sessions |= (session := {os.getsid(pid) for pid in command.processes(main)} - {0})
+            sessions |= (session := sessions_of_servers(command))
             searched = command.processes(ADAPTER) if kill == "adapter" else of_sessions(session)
             named = {"main": main, "worker": worker, "adapter": ADAPTER}[kill]
-            victims = [
-                pid for pid in searched if named in command_line(pid) and "external.guard" not in command_line(pid)
-            ]
+            victims = [pid for pid in searched if named in command_line(pid)]
             assert victims, f"{kill}: none of {[command_line(pid) for pid in searched]}"
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
@@ -100,6 +98,16 @@ def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills
     trajectories = exported(laboratory, run_dir)
     assert all(trajectory["group"].endswith(".0") for trajectory in trajectories), "no prompt was asked twice"
     assert said(run_dir).count("a new one is started") == len(kills)
+
+
+def sessions_of_servers(command: Command) -> set[int]:
+    """A guard starts its server in a session of its own."""
+    found = set()
+    for guard in command.processes(GUARD):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+            found |= {os.getsid(int(child)) for child in children}
+    return found
 
 
 def of_sessions(sessions: set[int]) -> list[int]:
