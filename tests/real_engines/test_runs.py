@@ -26,8 +26,9 @@ STEPS = 10
 BUILT = [f"model.build.{key}={json.dumps(value)}" for key, value in MODEL.model_dump().items()]
 SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
 
-#: A server's main process and one of its workers, in words of their command lines.
-PROCESSES = {"vllm": ("vllm.entrypoints", "VLLM::EngineCore"), "sglang": ("sglang.launch_server", "sglang::scheduler")}
+#: The main process of a server, in words of its command line.
+MAIN = {"vllm": "vllm.entrypoints", "sglang": "sglang.launch_server"}
+TRACKER = "resource_tracker"
 ADAPTER, GUARD = "stretto.engine.external.role", "stretto.engine.external.guard"
 
 
@@ -76,17 +77,22 @@ def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills
     """A run whose engine's processes are killed one after the other, each while completions are in flight."""
     steps = STEPS * (len(kills) + 1)
     engine = (f"engine.kind={installed.kind}", f"engine.python={installed.python}")
-    main, worker = PROCESSES[installed.kind]
+    main = MAIN[installed.kind]
     sessions: set[int] = set()
     settings = (*SETTINGS, *engine, f"trainer.steps={steps}", "trainer.checkpoint_every=10")
     with laboratory.train(run_dir, *settings) as command:
         for number, kill in enumerate(kills):
             wait_until_step(command, run_dir, (number + 1) * STEPS - STEPS // 2)
             sessions |= (session := sessions_of_servers(command))
-            searched = command.processes(ADAPTER) if kill == "adapter" else of_sessions(session)
-            named = {"main": main, "worker": worker, "adapter": ADAPTER}[kill]
-            victims = [pid for pid in searched if named in command_line(pid)]
-            assert victims, f"{kill}: none of {[command_line(pid) for pid in searched]}"
+            of_server = [pid for pid in of_sessions(session) if TRACKER not in command_line(pid)]
+            victims = {
+                "main": [pid for pid in of_server if main in command_line(pid)],
+                "worker": sorted(pid for pid in of_server if main not in command_line(pid))[
+                    :1
+                ],  # the first one started
+                "adapter": command.processes(ADAPTER),
+            }[kill]
+            assert victims, f"{kill}: none of {[command_line(pid) for pid in of_server]}"
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
             wait_for_engines(command, run_dir, number + 1)
