@@ -26,9 +26,10 @@ STEPS = 10
 BUILT = [f"model.build.{key}={json.dumps(value)}" for key, value in MODEL.model_dump().items()]
 SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
 
-#: A server's main process and one of its workers, in words of their command lines.
-PROCESSES = {"vllm": ("vllm.entrypoints", "VLLM::EngineCore"), "sglang": ("sglang.launch_server", "sglang::scheduler")}
-ADAPTER = "stretto.engine.external.role"
+#: The main process of a server, in words of its command line.
+MAIN = {"vllm": "vllm.entrypoints", "sglang": "sglang.launch_server"}
+TRACKER = "resource_tracker"
+ADAPTER, GUARD = "stretto.engine.external.role", "stretto.engine.external.guard"
 
 
 def assert_all_is_well(run_dir: Path, steps: int) -> None:
@@ -76,19 +77,22 @@ def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills
     """A run whose engine's processes are killed one after the other, each while completions are in flight."""
     steps = STEPS * (len(kills) + 1)
     engine = (f"engine.kind={installed.kind}", f"engine.python={installed.python}")
-    main, worker = PROCESSES[installed.kind]
+    main = MAIN[installed.kind]
     sessions: set[int] = set()
     settings = (*SETTINGS, *engine, f"trainer.steps={steps}", "trainer.checkpoint_every=10")
     with laboratory.train(run_dir, *settings) as command:
         for number, kill in enumerate(kills):
             wait_until_step(command, run_dir, (number + 1) * STEPS - STEPS // 2)
-            sessions |= (session := {os.getsid(pid) for pid in command.processes(main)} - {0})
-            searched = command.processes(ADAPTER) if kill == "adapter" else of_sessions(session)
-            named = {"main": main, "worker": worker, "adapter": ADAPTER}[kill]
-            victims = [
-                pid for pid in searched if named in command_line(pid) and "external.guard" not in command_line(pid)
-            ]
-            assert victims, f"{kill}: none of {[command_line(pid) for pid in searched]}"
+            sessions |= (session := sessions_of_servers(command))
+            of_server = [pid for pid in of_sessions(session) if TRACKER not in command_line(pid)]
+            victims = {
+                "main": [pid for pid in of_server if main in command_line(pid)],
+                "worker": sorted(pid for pid in of_server if main not in command_line(pid))[
+                    :1
+                ],  # the first one started
+                "adapter": command.processes(ADAPTER),
+            }[kill]
+            assert victims, f"{kill}: none of {[command_line(pid) for pid in of_server]}"
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
             wait_for_engines(command, run_dir, number + 1)
@@ -100,6 +104,16 @@ def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills
     trajectories = exported(laboratory, run_dir)
     assert all(trajectory["group"].endswith(".0") for trajectory in trajectories), "no prompt was asked twice"
     assert said(run_dir).count("a new one is started") == len(kills)
+
+
+def sessions_of_servers(command: Command) -> set[int]:
+    """A guard starts its server in a session of its own."""
+    found = set()
+    for guard in command.processes(GUARD):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            children = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+            found |= {os.getsid(int(child)) for child in children}
+    return found
 
 
 def of_sessions(sessions: set[int]) -> list[int]:
