@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
-from stretto.engine.native.backend import NativeBackend
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
 from stretto.engine.openai.app import OpenAIApp
@@ -89,8 +88,8 @@ async def openai_served(
     api_key: str = "",
 ) -> AsyncIterator[tuple[httpx.AsyncClient, GracefulServer]]:
     """An HTTP client of a running server, and that server."""
-    generation = kind(engine)
-    tokens = EngineApp(NativeBackend(generation, mailbox or Mailbox()))
+    generation = kind(engine, mailbox or Mailbox())
+    tokens = EngineApp(generation)
     app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens, api_key)
     server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")

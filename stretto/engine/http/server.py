@@ -27,7 +27,6 @@ from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
 from stretto.engine.http.asgi import LARGEST_BODY, read_body, reply, when_gone
 from stretto.engine.http.lifecycle import Runner, bind, run_app, server_of
-from stretto.engine.native.backend import NativeBackend
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import (
@@ -159,9 +158,9 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str) 
     newest = subscriber.newest()
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
-    generation = Generation(engine)
+    generation = Generation(engine, subscriber)
     # Groups that another engine has lost come with all their tokens, and rounds with all their groups.
-    await serve_app(EngineApp(NativeBackend(generation, subscriber), LARGEST_FRAME), listen, generation)
+    await serve_app(EngineApp(generation, LARGEST_FRAME), listen, generation)
 
 
 async def serve_app(app: EngineApp, listen: str, runner: Runner) -> None:

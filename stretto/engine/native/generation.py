@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from stretto.core.errors import EngineLost, RefusedRequest
-from stretto.core.records import MOST_ANSWERS, Completion, GenerateRequest
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import EngineLost, RefusedRequest, WireError
+from stretto.core.events import Span
+from stretto.core.records import MOST_ANSWERS, Completion, GenerateRequest, Partials
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.completions import Progress
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import BrokenLogits
+from stretto.weights.mailbox import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +60,15 @@ class FrameListener(Stream):
 
 
 class Generation:
-    """An engine and its listeners."""
+    """An engine and its listeners (satisfies `engine.backend.Backend`).
 
-    def __init__(self, engine: NativeEngine) -> None:
+    No method awaits while it touches the engine, so weights are loaded between two steps.
+    """
+
+    def __init__(self, engine: NativeEngine, mailbox: Subscriber | None = None) -> None:
+        """Without a `mailbox` the engine keeps the weights that it has."""
         self.engine = engine
+        self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
         self._listeners: dict[str, CompletionListener] = {}
         self._sent: dict[str, list[int]] = {}  # tokens of each completion that its listener has, by request
@@ -115,6 +123,33 @@ class Generation:
         if listener is not None and listener.missing:
             listener.break_off()
             self.engine.abort(request)
+
+    def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """What unfinished completions have beyond their known tokens."""
+        found: Partials = {}
+        for progress in self.engine.progress(known):
+            found.setdefault(progress.request, {})[progress.member] = progress.segment
+        return found
+
+    async def update(self, version: int) -> int:
+        """Load a published version; returns the version that samples the next token.
+
+        Raises:
+            WireError, RefusedRequest: as for `weights.mailbox.Subscriber.load` and `NativeEngine.update`.
+        """
+        if self._mailbox is None:
+            raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
+        if version != self.engine.version or not self.engine.updates:
+            self.engine.update(version, self._mailbox.load(version))
+        return self.engine.version
+
+    async def health(self) -> EngineHealth:
+        """Version, queue and counters."""
+        return self.engine.health()
+
+    def drain_spans(self) -> list[Span]:
+        """What the engine did since the last call."""
+        return self.engine.drain_spans()
 
     async def run(self) -> None:
         """Step while there is work, until cancelled. An error of the engine breaks off all requests and is raised."""

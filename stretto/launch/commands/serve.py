@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import torch
 import uvloop
-from torch import Tensor
 
-from stretto.core.errors import Problem, RecipeError, WireError
+from stretto.core.errors import Problem, RecipeError
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
-from stretto.engine.native.backend import NativeBackend
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
 from stretto.engine.openai.app import OpenAIApp
@@ -31,22 +29,6 @@ _KEEP_ALIVE_SECONDS = 120
 _PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
 _OF_A_RUN = {"count": "one engine is served", "transport": "give --host and --port", "base_port": "give --port"}
-
-
-class NoMailbox:
-    """A mailbox without publications: the folder's weights stay (satisfies `weights.mailbox.Subscriber`)."""
-
-    def newest(self) -> int | None:
-        return None
-
-    def load(self, version: int) -> Mapping[str, Tensor]:
-        """
-        Raises:
-            WireError: always.
-        """
-        raise WireError(
-            f"version {version} cannot be loaded: this server serves one folder, and no run publishes to it"
-        )
 
 
 def engine_config(overrides: Sequence[str]) -> EngineConfig:
@@ -109,8 +91,7 @@ def serve(
     generation = SharedGeneration(engine)
     context = _context(engine, config)
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
-    tokens = EngineApp(NativeBackend(generation, NoMailbox()))
-    app = OpenAIApp(generation, served, tokenizer, tokens, api_key or "")
+    app = OpenAIApp(generation, served, tokenizer, EngineApp(generation), api_key or "")
     server = GracefulServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
     _allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused

@@ -192,7 +192,7 @@ def test_sglang_is_asked_as_it_documents() -> None:
         "stream": True,
         "return_logprob": True,
         "top_logprobs_num": 0,
-        "sampling_params": sampling | {"stop_token_ids": [1], "ignore_eos": True},
+        "sampling_params": sampling | {"stop_token_ids": [1], "ignore_eos": False},
     }
     assert asked == [("POST", "/generate", body)]
 
