@@ -277,7 +277,12 @@ class ExternalEngine:
             await self._make.close()
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters; what waits in the server counts as running."""
+        """Version, queue and counters; what waits in the server counts as running.
+
+        Raises:
+            EngineLost: the server cannot be trusted any more, so no request may come.
+        """
+        self._check_working()
         counts = self._counts
         opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
         unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))

@@ -19,7 +19,7 @@ from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Make
 from stretto.engine.external.makes import MAKES
-from stretto.engine.external.server import GivenServer, Server, ServerProcess, free_port, until_ready
+from stretto.engine.external.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto.engine.external.staging import StagedWeights
 from stretto.engine.http.server import EngineApp, serve_app
 from stretto.engine.native.stops import StopTexts
@@ -60,7 +60,7 @@ async def play(spec: EngineSpec) -> None:
     try:
         await until_ready(server, wire, spec.publication_seconds or _READY_SECONDS)
         engine = await _engine(spec, config, wire)
-        await serve_app(EngineApp(engine, LARGEST_FRAME), spec.address, _Life(engine, server))
+        await serve_app(EngineApp(engine, LARGEST_FRAME), spec.address, _Life(engine, server, wire))
     finally:
         await server.stop()
 
@@ -81,8 +81,8 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
 class _Life:
     """The engine and its server: the end of either ends both."""
 
-    def __init__(self, engine: ExternalEngine, server: Server) -> None:
-        self._engine, self._server = engine, server
+    def __init__(self, engine: ExternalEngine, server: Server, wire: Make) -> None:
+        self._engine, self._server, self._wire = engine, server, wire
 
     async def run(self) -> None:
         """Until cancelled.
@@ -90,7 +90,8 @@ class _Life:
         Raises:
             StrettoError: how the server ended, or why it cannot be trusted.
         """
-        ended, working = asyncio.create_task(self._server.ended()), asyncio.create_task(self._engine.run())
+        ended = asyncio.create_task(lost(self._server, self._wire))
+        working = asyncio.create_task(self._engine.run())
         try:
             await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
             raise ended.result() if ended.done() else _error_of(working)

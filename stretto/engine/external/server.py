@@ -69,12 +69,7 @@ class GivenServer:
 
     async def ended(self) -> RoleDied:
         """That it has not answered for a while."""
-        silent_since = time.monotonic()
-        while time.monotonic() - silent_since < _SILENT_SECONDS:
-            await asyncio.sleep(_WATCH_SECONDS)
-            if await self._make.ready():
-                silent_since = time.monotonic()
-        return RoleDied(f"the server {self._address}", f"does not answer for {_SILENT_SECONDS:g} s")
+        return await _silence(f"the server {self._address}", self._make)
 
     async def stop(self) -> None:
         """It goes on; its owner ends it."""
@@ -101,12 +96,33 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
         await cancel_and_wait([ended, answering])
 
 
+async def lost(server: Server, make: Make) -> RoleDied:
+    """How a server that was ready was lost: it ended, or does not answer. One whose workers have died may wait for the
+    requests that it has, and so for ever."""
+    ends = [asyncio.create_task(server.ended()), asyncio.create_task(_silence(f"the server of {server.name}", make))]
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        await cancel_and_wait([*ends])
+
+
+async def _silence(server: str, make: Make) -> RoleDied:
+    since = time.monotonic()
+    while time.monotonic() - since < _SILENT_SECONDS:
+        await asyncio.sleep(_WATCH_SECONDS)
+        if await make.ready():
+            since = time.monotonic()
+    return RoleDied(server, f"does not answer for {_SILENT_SECONDS:g} s")
+
+
 async def _answers(make: Make) -> None:
     while not await make.ready():
         await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _changed(environment: Mapping[str, str]) -> list[str]:
-    """The words of ``env`` for a server's environment, without what would give another interpreter our packages."""
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    """The words of ``env`` for a server's environment, without what would give another interpreter our packages, or keep
+    it from bytecode: without that, each start takes minutes."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     return [word for name in ours for word in ("-u", name)] + [f"{name}={value}" for name, value in environment.items()]

@@ -17,7 +17,7 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, RoleDied
 from stretto.engine.external import server as servers
 from stretto.engine.external.make import Launch
-from stretto.engine.external.server import GivenServer, ServerProcess, until_ready
+from stretto.engine.external.server import GivenServer, ServerProcess, lost, until_ready
 from tests.engine.external.toy import ToyServer
 
 #: A server with a child of its own, as vLLM has; it writes both ids into a file.
@@ -148,6 +148,20 @@ def test_a_given_server_that_falls_silent_is_named_with_its_address(monkeypatch:
         await asyncio.sleep(0.1)
         assert not answering.done()
         answering.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_lives_and_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers have died, and it waits for the requests that it has."""
+    monkeypatch.setattr(servers, "_WATCH_SECONDS", 0.005)
+    monkeypatch.setattr(servers, "_SILENT_SECONDS", 0.03)
+
+    async def scenario() -> None:
+        server = await ServerProcess.start("engine-0", Launch(("sleep", "600"), {}))
+        assert str(await lost(server, Never())) == "the server of engine-0 does not answer for 0.03 s"
+        await server.stop()
+        assert (await lost(server, ToyServer())).role == "the server of engine-0"
 
     asyncio.run(scenario())
 
