@@ -122,7 +122,7 @@ async def _answers(make: Make) -> None:
 
 
 def _changed(environment: Mapping[str, str]) -> list[str]:
-    """The words of ``env`` for a server's environment, without what would give another interpreter our packages, or keep
-    it from bytecode: without that, each start takes minutes."""
+    """The words of ``env`` for a server's environment, without what would give another interpreter our packages, or
+    keep it from writing bytecode: without that, each start takes minutes."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     return [word for name in ours for word in ("-u", name)] + [f"{name}={value}" for name, value in environment.items()]
