@@ -52,6 +52,11 @@ async def answering(path: Path, reply: bytes) -> AsyncIterator[HttpEngine]:
         (b"SSH-2.0-OpenSSH\r\n", EngineLost, "broke off"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhalf", EngineLost, "broke off"),
         (
+            b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 21\r\n\r\nInternal Server Error",
+            EngineLost,
+            "broke off a request",
+        ),
+        (
             b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\noops",
             WireError,
             "a reply that no engine of ours sends",

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
@@ -240,8 +240,8 @@ class ExternalEngine:
             await self._make.resume()
         except BaseException as error:  # cancelled or not: nobody knows which weights it has now
             self._fail(error if isinstance(error, StrettoError) else EngineLost(self.name, "was stopped while loading"))
-            if isinstance(error, DeadlineExceeded):
-                raise EngineLost(self.name, str(error)) from error
+            if isinstance(error, StrettoError):  # another engine may do better, so the run goes on
+                raise EngineLost(self.name, f"failed to load version {version}: {error}") from error
             raise
         self._sampling.set()
         self._counts.updates += 1

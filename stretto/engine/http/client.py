@@ -18,7 +18,7 @@ from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateRe
 
 Message = TypeVar("Message")
 
-_OK = 200
+_OK, _SERVER_ERROR = 200, 500
 _NAMED = 3  # requests that a message names
 
 
@@ -71,7 +71,7 @@ class HttpEngine:
                 async with deadline(self._owner, f"the next completion to {requested}", self._answer_seconds):
                     part = await connection.read()
                     if connection.status != _OK:
-                        raise refusal(part + await self._rest(connection))
+                        raise refusal(self.name, connection.status, part + await self._rest(connection))
                 for body in unframer.feed(part):
                     missing -= 1
                     yield decoded(body, Completion)
@@ -121,7 +121,7 @@ class HttpEngine:
             connection.send(method, path, body)
             reply = await self._rest(connection)
             if connection.status != _OK:
-                raise refusal(reply)
+                raise refusal(self.name, connection.status, reply)
             return reply
 
     @staticmethod
@@ -144,12 +144,13 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
         raise WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})") from None
 
 
-def refusal(body: bytes) -> WireError | EngineLost:
-    """The error that the engine raised, from the body of its reply."""
+def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
+    """The error that the engine raised, from the status and the body of its reply."""
     try:
         told = decoded(body, Refusal)
     except WireError as error:
-        return error
+        # Its server breaks off what is open with this status when the engine has failed.
+        return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
     if told.error == "EngineLost":
