@@ -43,7 +43,11 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ),
     ("a misspelt loss", '[algorithm]\nloss = "sappo"', ["kind 'sappo' is unknown", "did you mean 'sapo'?"]),
     ("an unknown key of a union", '[task]\nkind = "jsonl"\nfile = "x"\nhold_out = 3', ["task.hold_out", "'held_out'"]),
-    ("an unknown key of nothing like it", "[engine]\nzzz = 1", ["engine.zzz", "allowed: base_port, batching, "]),
+    (
+        "an unknown key of nothing like it",
+        "[engine]\nzzz = 1",
+        ["engine.zzz", "allowed: addresses, arguments, base_port, batching, "],
+    ),
     ("a text for a number", '[trainer]\nsteps = "3"', ["trainer.steps: '3'", "valid integer"]),
     ("a fraction for a count", "[trainer]\nsteps = 3.5", ["trainer.steps: 3.5", "integer"]),
     ("a bool for a number", "[trainer]\nsteps = true", ["trainer.steps: True", "valid integer"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,12 +52,14 @@ async def play(spec: EngineSpec) -> None:
     address = spec.server or f"127.0.0.1:{free_port()}"
     http = JsonServer(spec.name, address, seconds=_REPLY_SECONDS, token_seconds=_TOKEN_SECONDS)
     wire = make.server(http, _TOKEN_SECONDS)
-    port = int(address.rpartition(":")[2])
-    server: Server = (
-        GivenServer(spec.name, address, wire)
-        if spec.server
-        else await ServerProcess.start(spec.name, make.launch(config, spec.model, port))
-    )
+    if spec.server:
+        server: Server = GivenServer(spec.name, address, wire)
+    else:
+        temporary = Path(spec.scratch) / "temporary"  # a server that is killed leaves sockets and caches in it
+        temporary.mkdir(parents=True, exist_ok=True)
+        launch = make.launch(config, spec.model, int(address.rpartition(":")[2]))
+        environment = launch.environment | {"TMPDIR": str(temporary)}
+        server = await ServerProcess.start(spec.name, replace(launch, environment=environment))
     try:
         await until_ready(server, wire, spec.publication_seconds or _READY_SECONDS)
         engine = await _engine(spec, config, wire)
