@@ -54,6 +54,8 @@ ifeq ($(shell uname -m),x86_64)
 endif
 
 test-engines: .venv/ready-test  ## the tests with real servers of vLLM and SGLang; makes their environments, once
+	-$(RUN) benchmarks.peers.environment vllm
+	-$(RUN) benchmarks.peers.environment sglang
 	$(RUN) pytest tests/real_engines
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from stretto.model.hf.build import build_policy
 from tests.launch.running import Laboratory
-from tests.real_engines.serving import MODEL, Installed, RealServer, compile_ahead
+from tests.real_engines.serving import MODEL, Installed, RealServer
 
 
 @pytest.fixture(scope="session", params=["vllm", "sglang"])
@@ -23,13 +23,10 @@ def installed(request: pytest.FixtureRequest) -> Installed:
     """A make, and the interpreter of its environment."""
     kind: Literal["vllm", "sglang"] = request.param
     environment = Environment(kind)
-    new = not environment.ready()
     try:
         python = environment.ensure()
     except PeerUnavailable as problem:
         pytest.skip(f"{kind} cannot be installed: {problem}")
-    if new:
-        compile_ahead(python)
     return Installed(kind, python)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
@@ -44,9 +43,7 @@ MODEL = BuildConfig.model_validate(
     }
 )
 _ATTEMPTS = 5
-START_SECONDS = 400.0  # a first start compiles the packages
-_COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pydantic", "openai", "numba")
-
+START_SECONDS = 400.0
 Result = TypeVar("Result")
 
 
@@ -61,17 +58,6 @@ class Installed:
         return EngineConfig.model_validate(
             {"kind": self.kind, "python": str(self.python), "cache_gib": 0.25, "slots": 64, "device": "cpu"} | settings
         )
-
-
-def compile_ahead(python: Path) -> None:
-    """The bytecode of a new environment, by two processes: a server alone would compile for minutes."""
-    packages = Path(
-        subprocess.check_output(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-        ).strip()
-    )
-    folders = [str(packages / name) for name in _COMPILED if (packages / name).is_dir()]
-    subprocess.run([python, "-m", "compileall", "-q", "-j", "2", *folders], check=False, stdout=subprocess.DEVNULL)
 
 
 class RealServer:
