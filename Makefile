@@ -56,6 +56,7 @@ endif
 test-engines: .venv/ready-test  ## the tests with real servers of vLLM and SGLang; makes their environments, once
 	-$(RUN) benchmarks.peers.environment vllm
 	-$(RUN) benchmarks.peers.environment sglang
+	-$(RUN) benchmarks.peers.environment verifiers
 	$(RUN) pytest tests/real_engines
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
