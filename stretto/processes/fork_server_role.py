@@ -100,10 +100,12 @@ class Server:
             os.close(descriptor)
 
 
-def send(wire: int, message: Spawned | NotSpawned | Exited) -> None:
-    """One message; nothing if nobody waits for it any more."""
+def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
+    """One message; False if nobody waits for it any more."""
     with contextlib.suppress(BrokenPipeError):
         os.write(wire, msgspec.msgpack.encode(message))
+        return True
+    return False
 
 
 def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> int:
@@ -129,7 +131,8 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> int:
         os._exit(1)
     with contextlib.suppress(OSError):  # it keeps the server's command line then
         show_as([sys.executable, "-m", spawn.module, spawn.spec])
-    send(wire, Spawned(os.getpid()))
+    if not send(wire, Spawned(os.getpid())):
+        os._exit(0)  # the start was cancelled, and what the role was to read may be gone
     os.close(wire)
     code: int = importlib.import_module(spawn.module).main([spawn.spec])
     return code

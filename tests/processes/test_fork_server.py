@@ -81,6 +81,26 @@ def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_ow
     assert (tmp_path / "log.txt").read_text() == "up\n"
 
 
+def test_a_role_whose_start_was_cancelled_does_nothing(tmp_path: Path) -> None:
+    """What it was to read may be gone by the time at which the server has imported its modules."""
+    cancelled, wanted = tmp_path / "cancelled", tmp_path / "wanted"
+    cancelled.mkdir()
+    wanted.mkdir()
+
+    async def work(server: ForkServer) -> None:
+        for _ in range(20):
+            start = asyncio.create_task(server.start(spawn(cancelled, StubbornSpec(seconds=0.0))))
+            await asyncio.sleep(0)
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+        role = await server.start(spawn(wanted, StubbornSpec(seconds=0.0)))  # forked after them
+        await role.wait()
+        await up(wanted)
+
+    served(work)
+    assert (cancelled / "log.txt").read_text() == ""
+
+
 def test_a_role_is_known_by_its_command_line(tmp_path: Path) -> None:
     async def work(server: ForkServer) -> str:
         role = await server.start(spawn(tmp_path, StubbornSpec()))

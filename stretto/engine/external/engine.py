@@ -211,7 +211,7 @@ class ExternalEngine:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     async def update(self, version: int) -> int:
-        """Stage, pause, load, resume. Staging reads and checks every byte, before anything is paused."""
+        """Check every byte, and only then pause, load and resume."""
         with waiting(self.name, "the update before", 0.0):
             await self._changing.acquire()
         try:

@@ -5,8 +5,8 @@
     load     POST /update_weights_from_disk     with the version that is stamped on every token from then on
     resume   POST /continue_generation
 
-Needs SGLang 0.5.20 or newer. Its log-probabilities are those after the temperature alone, so that top_p, top_k and
-min_p are refused (`engine.external.makes`); on a CPU it has no seeds.
+Its log-probabilities are those after the temperature alone, so that top_p, top_k and min_p are refused
+(`engine.capabilities`, which also has the oldest release); on a CPU it has no seeds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import WireError
+from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.http import JsonServer, refused
 from stretto.engine.external.make import Continuation, Delta, Launch, Served, on_cpu
 
-NEEDED = "SGLang 0.5.20 or newer"
+NEEDED = CAPABILITIES["sglang"].needed
 _GENERATE = "/generate"
 _LAST_PLACES = 2  # of the context, which SGLang leaves empty
 

@@ -6,7 +6,8 @@
              POST /update_weight_version           stamped on every token from then on
     resume   POST /resume
 
-Needs vLLM 0.32 or newer with ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``.
+Needs ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``; the oldest release is in
+`engine.capabilities`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import msgspec
 
 from stretto.core.errors import WireError
 from stretto.core.records import Likeliest
+from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto.engine.external import worker
 from stretto.engine.external.http import JsonServer, refused
 from stretto.engine.external.make import Continuation, Delta, Launch, Served, on_cpu
 
-NEEDED = "vLLM 0.32 or newer, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
 _NO_PROBABILITY = -9000.0  # what is below was filtered out: vLLM writes -9999
 
