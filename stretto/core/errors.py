@@ -209,6 +209,21 @@ class EngineLost(RoleError):
         return f"{self.engine} {self.how}"
 
 
+class EngineLeft(EngineLost):
+    """The engine has left the run, or its machine has: the requests that it had are not the cause."""
+
+
+class MemberLost(RoleError):
+    """A machine that ran roles has left the run, or does not answer any more: its roles cannot be replaced there."""
+
+    def __init__(self, member: str, how: str) -> None:
+        self.member, self.how = member, how
+        super().__init__(member, how)
+
+    def __str__(self) -> str:
+        return f"{self.member} {self.how}"
+
+
 class DeadlineExceeded(RoleError):
     """A wait ran past its deadline."""
 

@@ -6,6 +6,8 @@ seconds of the machine's monotonic clock (`time.monotonic`), which all processes
 
 from __future__ import annotations
 
+import msgspec
+
 from stretto.core.records import Record
 
 
@@ -21,3 +23,7 @@ class Span(Record, frozen=True):
     start: float
     end: float
     version: int = -1
+
+    def shifted(self, seconds: float) -> Span:
+        """The same span on a clock that is `seconds` ahead: that of another machine, say."""
+        return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self

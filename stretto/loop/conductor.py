@@ -28,7 +28,8 @@ from stretto.core.records import Batch
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.pool import EnginePool, InFlight
+from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder

@@ -14,7 +14,7 @@ from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Update, derive_seed
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
-from stretto.loop.engines.pool import attempts
+from stretto.loop.engines.in_flight import attempts
 from stretto.loop.records.recorder import Evaluation, Recorder
 from stretto.store.series.samples import SampledCompletion
 from stretto.worlds.single_turn import Detokenize, Score

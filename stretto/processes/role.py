@@ -40,6 +40,7 @@ class RoleProcess:
         imported its modules; until then the seconds in which it does not compute count, and ten are allowed."""
         self.name = name
         self.log = log
+        self.clock_offset = 0.0  # its clock is ours
         self._module = module
         self._hung = hung
         self._spawner = spawner

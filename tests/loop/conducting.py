@@ -26,7 +26,8 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.pool import EnginePool, InFlight, restore
+from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work

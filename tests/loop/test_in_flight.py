@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
-from stretto.loop.engines.pool import InFlight
+from stretto.loop.engines.in_flight import InFlight
 
 ANSWER = tuple(range(100, 110))
 

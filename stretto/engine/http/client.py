@@ -111,6 +111,10 @@ class HttpEngine:
         body = await self._exchange("/spans", None, "its spans", self._health_seconds)
         return decoded(body, list[Span])
 
+    def break_off(self) -> None:
+        """Close every connection at once."""
+        self._connections.break_off()
+
     async def close(self) -> None:
         """Close the connections."""
         self._connections.close()

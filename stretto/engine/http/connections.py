@@ -71,6 +71,11 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close it without waiting for what is not sent yet."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
@@ -104,6 +109,7 @@ class Connections:
         self._engine = engine
         self._path, self._host, self._port = split_address(address)
         self._idle: list[Connection] = []
+        self._used: set[Connection] = set()
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
@@ -116,9 +122,11 @@ class Connections:
         while self._idle and not self._idle[-1].reusable:
             self._idle.pop().close()
         connection = self._idle.pop() if self._idle else await self._connect()
+        self._used.add(connection)
         try:
             yield connection
         finally:
+            self._used.discard(connection)
             if connection.reusable:
                 self._idle.append(connection)
             else:
@@ -128,6 +136,12 @@ class Connections:
         """Close what is idle; a connection in use closes when its exchange ends."""
         while self._idle:
             self._idle.pop().close()
+
+    def break_off(self) -> None:
+        """Close all of them: an exchange in progress ends with EngineLost."""
+        self.close()
+        for connection in self._used:
+            connection.abort()
 
     async def _connect(self) -> Connection:
         loop, protocol = asyncio.get_running_loop(), lambda: Connection(self._engine)

@@ -20,7 +20,7 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
-from stretto.loop.engines.pool import GroupInFlight, InFlight, restore
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
 from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
 from stretto.loop.learner.recovery import Recovery, seal_start

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine, EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Partials
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
@@ -31,13 +31,42 @@ _POLL_SECONDS = 0.005
 _GIVE_UP_SECONDS = 1.0
 
 
+class EngineProcess(Protocol):
+    """Where an engine runs: in a process of this machine (`processes.role`), or of another (`cluster.member`)."""
+
+    log: Path
+    clock_offset: float  # seconds from its clock to ours
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def killed(self) -> bool: ...
+
+    async def start(self, spec: msgspec.Struct, threads: int) -> None:
+        """
+        Raises:
+            RoleDied: the system has no room for another process.
+            MemberLost: its machine is gone.
+        """
+        ...
+
+    async def ended(self) -> str: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class EngineState(Enum):
-    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED, and from each of them back to DOWN."""
+    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED or BEHIND, and from each of them back to DOWN."""
 
     DOWN = auto()  # it has no process, or that has ended
     STARTING = auto()  # it loads its model, and what was published meanwhile
     UP = auto()  # it gets requests
     SUSPECTED = auto()  # a request broke off: it gets no more until it replies, or is replaced
+    BEHIND = auto()  # it has not loaded the newest version for too long: it gets no requests until it has
+    LEAVING = auto()  # it gets no requests, and what it has is given up
 
 
 @dataclass
@@ -53,7 +82,7 @@ class EngineHandle:
     """
 
     spec: EngineSpec
-    process: RoleProcess
+    process: EngineProcess
     client: Engine
     deadlines: DeadlinesConfig
     restarts: RestartBudget
@@ -64,6 +93,8 @@ class EngineHandle:
     published: int = -1
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
+    leaving: bool = False  # it is about to leave the run, or has
+    _behind_since: float = math.inf  # when the version came that it has not loaded, by `time.monotonic`
     _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,11 +134,37 @@ class EngineHandle:
     @property
     def serves(self) -> bool:
         """It has a version, and can load another one."""
+        return self.state in (EngineState.UP, EngineState.SUSPECTED, EngineState.BEHIND)
+
+    @property
+    def counts(self) -> bool:
+        """Its version bounds the live one."""
         return self.state in (EngineState.UP, EngineState.SUSPECTED)
 
     def _becomes(self, state: EngineState, version: int | None) -> None:
+        if self.leaving and state is not EngineState.DOWN:
+            state = EngineState.LEAVING
         self.state, self.version = state, version
+        if version is None or version >= self.published:
+            self._behind_since = math.inf
         self.changed(self)
+
+    def leaves(self) -> None:
+        """It gets no requests from now on."""
+        self.leaving = True
+        self._becomes(EngineState.LEAVING, self.version)
+
+    def is_gone(self) -> None:
+        """It has left: its requests break off, and its counters stay."""
+        self.leaving = True
+        self._becomes(EngineState.DOWN, None)
+        self.client.break_off()
+
+    def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
+        """An engine that is behind the newest version for more than `seconds` does not hold up admission."""
+        if self.state is EngineState.UP and time.monotonic() - self._behind_since > seconds + self.load_interval:
+            self._becomes(EngineState.BEHIND, self.version)
+            say(f"{self.name} has not loaded a version for {seconds:g} s: it gets no groups until it has caught up")
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
@@ -171,6 +228,7 @@ class EngineHandle:
             self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
         self._health = None
         self._becomes(EngineState.DOWN, None)
+        self.client.break_off()  # to another machine a connection stays open until its end is noticed
         if self.restarts.exceeded_by_one_more():
             raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
 
@@ -208,6 +266,8 @@ class EngineHandle:
     def publish(self, version: int) -> None:
         """`version` is in the mailbox."""
         self.published = version
+        if self.version is not None and self.version < version:
+            self._behind_since = min(self._behind_since, time.monotonic())
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
@@ -231,7 +291,8 @@ class EngineHandle:
         version = await self.client.update(version)
         self._loaded = time.monotonic()
         if self.serves:  # else it has been replaced meanwhile
-            self._becomes(self.state, version)
+            caught_up = self.state is EngineState.BEHIND and version >= self.published
+            self._becomes(EngineState.UP if caught_up else self.state, version)
 
     async def _until_due(self) -> None:
         """`load_interval` seconds after the last load; at once if it has no requests."""
@@ -263,7 +324,7 @@ class EngineHandle:
     async def reach(self, version: int) -> None:
         """Return when it serves `version` or a newer one; loads it where needed."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
-            while self.version is None or self.version < version:
+            while (self.version is None or self.version < version) and not self.leaving:
                 with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
                     if self.serves:
                         await self._load(version)
@@ -274,6 +335,8 @@ class EngineHandle:
         """Return when it serves `version` or a newer one."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while self.version is None or self.version < version:
+                if self.leaving:
+                    raise EngineLeft(self.name, "has left the run")
                 await asyncio.sleep(RETRY_SECONDS)
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────
@@ -311,7 +374,7 @@ class EngineHandle:
             health = await self.client.health()
             if asked == self._restarts:
                 self._health = health
-            spans = await self.client.spans()
+            spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
             self._spans += spans  # after the wait, in which they may have been drained
 
     def drain_spans(self) -> list[Span]:
