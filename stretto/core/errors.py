@@ -16,7 +16,8 @@
     │   └── NothingMoves         no process makes progress; names who waits for what
     ├── WireError                a message or a publication that is not whole
     │   ├── TornPublication      weights whose size or checksum does not fit
-    │   └── RefusedRequest       a request the engine will not serve; names the field
+    │   ├── RefusedRequest       a request the engine will not serve; names the field
+    │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
     ├── StoreError               the run folder's contents contradict themselves
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
@@ -271,6 +272,17 @@ class RefusedRequest(WireError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.found}; {self.allowed}"
+
+
+class HandshakeRefused(WireError):
+    """Another process did not prove that it has the key, or did not let this one in."""
+
+    def __init__(self, peer: str, how: str) -> None:
+        self.peer, self.how = peer, how
+        super().__init__(peer, how)
+
+    def __str__(self) -> str:
+        return f"{self.peer} {self.how}"
 
 
 class StoreError(StrettoError):
