@@ -231,6 +231,44 @@ def serve(
 
 
 @app.command()
+def engine(
+    join: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS|RUN_DIR", help="host:port of a run, or its folder if it is seen here."),
+    ],
+    token: Annotated[
+        str | None, typer.Option(envvar="STRETTO_TOKEN", help="Token of the run, from its join.json.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, max=64, help="Engines on this machine; its GPUs are dealt to them.")] = 1,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address by which the run reaches this machine [default: that by which it reaches the run]."),
+    ] = None,
+    tls: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem.")] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Seconds to look for the run, at first and after it was lost.")
+    ] = 600.0,
+) -> None:
+    """Join a run that goes on elsewhere, and generate for it until it ends. Ctrl-C drains this machine first."""
+    with _importing():
+        from stretto.launch.commands.join import offer, work
+
+    brought = offer(join, token, count=count, host=host, tls=tls, patience=patience)
+    raise typer.Exit(work(brought, lambda text: print(text, flush=True)))
+
+
+@app.command()
+def scale(
+    run: RunFolder,
+    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="The number of engines from now on.")],
+) -> None:
+    """Change the number of engines of a run that is going on."""
+    from stretto.launch.commands.join import scale as change
+
+    print(change(run, changes))
+
+
+@app.command()
 def inspect(
     run: RunFolder,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -19,6 +19,11 @@ async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -
         await cancel_and_wait([task, watcher])
 
 
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Return when one of them is done; none of them is cancelled. The deadline is the caller's."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
 async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until they have ended; their results and errors are dropped."""
     for task in tasks:

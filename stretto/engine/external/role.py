@@ -7,6 +7,7 @@ trainer ─► mailbox ─► this process: verified, staged ─► the server l
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from stretto.engine.external.server import GivenServer, Server, ServerProcess, f
 from stretto.engine.external.staging import StagedWeights
 from stretto.engine.http.server import EngineApp, serve_app
 from stretto.engine.native.stops import StopTexts
-from stretto.engine.spec import EngineSpec
+from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.heartbeat import begin_role
@@ -63,7 +64,8 @@ async def play(spec: EngineSpec) -> None:
     try:
         await until_ready(server, wire, spec.publication_seconds or _READY_SECONDS)
         engine = await _engine(spec, config, wire)
-        await serve_app(EngineApp(engine, LARGEST_FRAME), spec.address, _Life(engine, server, wire))
+        app = EngineApp(engine, LARGEST_FRAME, os.environ.pop(ENGINE_KEY, ""))
+        await serve_app(app, spec.address, _Life(engine, server, wire), spec.tls)
     finally:
         await server.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -40,6 +41,8 @@ class HttpEngine:
         answer_seconds: float = 600.0,
         load_seconds: float = 120.0,
         health_seconds: float = 30.0,
+        key: str = "",
+        context: ssl.SSLContext | None = None,
     ) -> None:
         """
         Args:
@@ -47,11 +50,13 @@ class HttpEngine:
             answer_seconds: the longest wait for the next completion of a request.
             load_seconds: the longest wait for a version to be loaded.
             health_seconds: the longest wait for any other reply; the engine replies between two steps.
+            key: what the engine has to be sent; "" for none.
+            context: for TLS; None without.
         """
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
-        self._connections = Connections(name, address)
+        self._connections = Connections(name, address, key, context)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.

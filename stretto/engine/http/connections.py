@@ -7,6 +7,7 @@ all else that it does (docs/decisions/0007-own-connections.md). The parsing is h
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -28,8 +29,9 @@ class Connection(asyncio.Protocol):
         ...
     """
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, key: str = "") -> None:
         self._engine = engine
+        self._authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._transport: asyncio.Transport | None = None
         self._wake = asyncio.Event()
         self._lost = False
@@ -50,7 +52,8 @@ class Connection(asyncio.Protocol):
         """Begin an exchange in bodies of the type `media`."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
-        headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n\r\n"
+        headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
+        headers += f"{self._authorization}\r\n"
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: engine\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
@@ -105,8 +108,8 @@ class Connection(asyncio.Protocol):
 class Connections:
     """The connections to one engine: made when needed, kept for the next exchange."""
 
-    def __init__(self, engine: str, address: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: str, address: str, key: str = "", context: ssl.SSLContext | None = None) -> None:
+        self._engine, self._key, self._context = engine, key, context
         self._path, self._host, self._port = split_address(address)
         self._idle: list[Connection] = []
         self._used: set[Connection] = set()
@@ -144,15 +147,17 @@ class Connections:
             connection.abort()
 
     async def _connect(self) -> Connection:
-        loop, protocol = asyncio.get_running_loop(), lambda: Connection(self._engine)
+        loop, protocol = asyncio.get_running_loop(), lambda: Connection(self._engine, self._key)
         try:
             async with deadline(f"the client of {self._engine}", "a connection", _CONNECT_SECONDS):
                 if self._path is not None:
                     _, made = await loop.create_unix_connection(protocol, self._path)
                 else:
-                    _, made = await loop.create_connection(protocol, self._host, self._port)
+                    _, made = await loop.create_connection(protocol, self._host, self._port, ssl=self._context)
         except (ConnectionError, FileNotFoundError) as error:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
+        except ssl.SSLError as error:
+            raise EngineLost(self._engine, f"does not speak our TLS ({error.reason})") from None
         except OSError as error:  # ours, not the engine's: too many open files, for one
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made

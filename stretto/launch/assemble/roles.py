@@ -19,6 +19,7 @@ import msgspec
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
+from stretto.launch.assemble.cluster import Cluster, identity_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
@@ -47,6 +48,7 @@ class Roles:
     engines: EnginePool
     trainer: TrainerLink
     rewards: RewardPool
+    cluster: Cluster
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
@@ -64,7 +66,7 @@ class Roles:
         Raises:
             RoleDied: a role has died too often.
         """
-        await gather_or_cancel(self.engines.supervise(), self.trainer.supervise())
+        await gather_or_cancel(self.engines.supervise(), self.trainer.supervise(), self.cluster.supervise())
         raise AssertionError("a watcher never ends by itself")
 
     def progress(self) -> object:
@@ -118,6 +120,7 @@ async def running_roles(
             load_interval=recipe.engine.load_interval,
             router=ExclusiveRouter() if in_rounds(recipe) else Router(),
             spawner=spawner,
+            lag=recipe.cluster.lag,
         )
         rewards = _reward_pool(plan, folder, report)
         trainer.report_to(report)
@@ -126,11 +129,17 @@ async def running_roles(
         train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
         serve = partial(engines.start, version)
         starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
+        cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder))
         try:
+            await cluster.open()
             await stop.unless(gather_or_cancel(rewards.start(), *starts))
+            if not engines.names:
+                await stop.unless(engines.until_up(recipe.cluster.wait))
             record_facts(folder, rewards.facts)
-            yield Roles(engines, trainer, rewards)
+            yield Roles(engines, trainer, rewards, cluster)
         finally:
+            why, again = ("the run was stopped", True) if stop.requested else ("the run has ended", False)
+            await end_all(report, cluster.close(why, again))
             await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
 
 

@@ -192,6 +192,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
     restored = restore(controller, state, read_unfinished(context.folder.ledger))
     ledger.watch(CONTROLLER, controller.state)
     in_flight, workflow = _generation(context, roles, controller, restored)
+    roles.engines.keep_with(in_flight.keep)
     conductor = Conductor(
         controller=controller,
         workflow=workflow,

@@ -46,11 +46,13 @@ def engine_role(config: EngineConfig) -> str:
 
 
 def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """The engines of a run; `published` False: they serve the folder as it is."""
-    return [_engine_spec(plan, model, endpoints, number, published) for number in range(plan.recipe.engine.count)]
+    """The engines that a run starts itself; `published` False: they serve the folder as it is."""
+    count = plan.recipe.engine.count if plan.recipe.cluster.placer == "local" else 0
+    return [engine_spec(plan, model, endpoints, number, published) for number in range(count)]
 
 
-def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
+def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
+    """One engine of a run, on the run's own machine."""
     config = plan.recipe.engine
     unix = config.transport == "unix"
     deadlines = plan.recipe.deadlines
@@ -65,7 +67,7 @@ def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, pub
         # The trainer starts beside it, and then publishes.
         publication_seconds=deadlines.start + deadlines.save if published else 0.0,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
-        server=config.addresses[number] if config.addresses else None,
+        server=config.addresses[number] if number < len(config.addresses) else None,
         scratch=str(endpoints.sockets / f"engine-{number}"),
     )
 

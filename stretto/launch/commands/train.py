@@ -41,6 +41,7 @@ _MAY_CHANGE = (
     "evaluation",
     "deadlines",
     "store",
+    "cluster",
 )
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from stretto.cluster.config import ClusterConfig
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.functions import with_named_reward
@@ -44,6 +45,7 @@ _PATHS = (
     "algorithm.reference.path",
     "preferences.file",
     "preferences.reference",
+    "cluster.tls",
 )
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -79,6 +81,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="wrap")
     @classmethod

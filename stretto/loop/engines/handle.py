@@ -34,8 +34,13 @@ _GIVE_UP_SECONDS = 1.0
 class EngineProcess(Protocol):
     """Where an engine runs: in a process of this machine (`processes.role`), or of another (`cluster.member`)."""
 
-    log: Path
-    clock_offset: float  # seconds from its clock to ours
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def clock_offset(self) -> float:
+        """Seconds from its clock to ours."""
+        ...
 
     @property
     def running(self) -> bool: ...

@@ -63,6 +63,7 @@ class EnginePool:
         self._published = -1
         self._on_load: Callable[[int], None] = lambda version: None
         self._keep: Callable[[], Awaitable[None]] = _nothing
+        self._announce: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = router or Router()
         self._free = asyncio.Event()
@@ -80,6 +81,15 @@ class EnginePool:
     def keep_with(self, keep: Callable[[], Awaitable[None]]) -> None:
         """`keep` journals the tokens in flight; an engine that leaves is asked for them first."""
         self._keep = keep
+
+    def announce_with(self, announce: Callable[[int], None]) -> None:
+        """`announce` tells other machines of a version that is published."""
+        self._announce = announce
+
+    @property
+    def published(self) -> int:
+        """The newest version in the mailbox."""
+        return self._published
 
     @property
     def changed(self) -> Callable[[EngineHandle], None]:
@@ -253,6 +263,7 @@ class EnginePool:
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine loads it."""
         self._published = version
+        self._announce(version)
         for engine in self._engines.values():
             engine.publish(version)
 

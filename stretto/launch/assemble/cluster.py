@@ -1,0 +1,271 @@
+"""Other machines in a run: the gate where they join, the server of weights, and the engines that they bring."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from stretto.cluster.gate import Doors, Gate
+from stretto.cluster.member import Member
+from stretto.cluster.messages import Terms
+from stretto.core.errors import Problem, RecipeError, RoleDied
+from stretto.core.records import Record
+from stretto.core.tasks import NamedTasks, first_of
+from stretto.core.tls import client_context
+from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec
+from stretto.launch.preflight.plan import Plan
+from stretto.loop.engines.guest import guest
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.pool import EnginePool
+from stretto.processes.handshake import new_key
+from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
+from stretto.processes.spawn import Spawner
+from stretto.store.folder.run_folder import RunFolder
+from stretto.weights.role import WeightsServerSpec
+
+TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
+JOIN = "join.json"  #: of a run folder: what a machine needs to join
+_WEIGHTS_ROLE = "stretto.weights.role"
+_STOP_GRACE = 1.0
+
+
+class JoinFile(Record, frozen=True):
+    """``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto scale`."""
+
+    run: str
+    token: str
+    address: str = ""  # of the gate for other machines; "" if none can join
+    control: str = ""  # of the gate for commands on the machine of the run
+    tls: str = ""
+
+
+def read_join_file(folder: Path) -> JoinFile:
+    """What a run has said of itself.
+
+    Raises:
+        RecipeError: it is not running, or not ours to read.
+    """
+    try:
+        return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise RecipeError([Problem(str(folder / JOIN), found, "give the folder of a run that is going on")]) from None
+
+
+@dataclass
+class Cluster:
+    """The machines of a run. `engines` may grow and shrink by `stretto scale`, and by machines that come and go."""
+
+    plan: Plan
+    folder: RunFolder
+    endpoints: Endpoints
+    engines: EnginePool
+    report: Callable[[str], None]
+    spawner: Spawner
+    identity: JoinFile
+    weights_port: int = 0
+    weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
+    _next: int = 0
+    _tasks: NamedTasks = field(default_factory=NamedTasks)
+    _hosts: dict[str, Member] = field(default_factory=dict)  # of guests, by engine
+
+    def __post_init__(self) -> None:
+        self._next = len(self.engines.names)
+        self._context = client_context(self.plan.recipe.cluster.tls)
+        doors = Doors(
+            terms=self._terms,
+            joined=self._joined,
+            scale=self.scale,
+            say=self.report,
+            logs=self.folder.logs,
+            refuses=self._why_not,
+        )
+        self.gate = Gate(self.identity.run, self.identity.token, doors)
+        self.engines.announce_with(self.gate.publish)
+
+    async def open(self) -> None:
+        """Listen for commands, and for machines if the recipe says where.
+
+        Raises:
+            RecipeError: an address cannot be had.
+        """
+        config = self.plan.recipe.cluster
+        control = await self.gate.open(f"unix:{self.endpoints.sockets}/control.sock")
+        address = ""
+        if config.listen:
+            self._serve_weights(config.listen)
+            address = await self.gate.open(config.listen, config.tls)
+            host, _, port = address.rpartition(":")
+            address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
+            self.report(
+                f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
+            )
+        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
+
+    async def supervise(self) -> NoReturn:
+        """Keep the server of weights alive."""
+        await self._tasks.watch()
+
+    async def close(self, why: str, again: bool) -> None:
+        """Dismiss every machine."""
+        await self.gate.close(why, again)
+        await self._tasks.close()
+
+    # ── the server of weights ────────────────────────────────────────────────────────────────────
+
+    def _serve_weights(self, listen: str) -> None:
+        host = listen.rpartition(":")[0] or "0.0.0.0"
+        key_file = self.endpoints.sockets / "weights.key"
+        key_file.touch(0o600)
+        key_file.write_text(self.weights_key)
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        self.weights_port = reserved.getsockname()[1]
+        spec = WeightsServerSpec(
+            run=self.endpoints.mailbox,
+            folder=str(self.endpoints.mailbox_folder),
+            model=str(self.folder.policy(0)),
+            address=f"{host}:{self.weights_port}",
+            key_file=str(key_file),
+            tls=self.plan.recipe.cluster.tls or None,
+        )
+        self._tasks.add("weights", self._keep_serving(spec, reserved))
+
+    async def _keep_serving(self, spec: WeightsServerSpec, reserved: socket.socket) -> None:
+        deadlines = self.plan.recipe.deadlines
+        process = RoleProcess("weights", _WEIGHTS_ROLE, self.folder.role_log("weights"), deadlines.hung, self.spawner)
+        restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        with reserved:  # nobody else gets its port
+            try:
+                while True:
+                    await process.start(spec, 1)
+                    how = await process.ended()
+                    if restarts.exceeded_by_one_more():
+                        raise RoleDied("weights", f"{how}, {len(restarts)} times", str(process.log))
+                    self.report(f"the server of weights {how}: a new one is started")
+                    await asyncio.sleep(RESTART_DELAY_SECONDS)
+            finally:
+                await process.stop(_STOP_GRACE)
+
+    # ── machines ─────────────────────────────────────────────────────────────────────────────────
+
+    def _why_not(self, kind: str) -> str:
+        return "" if kind == "engine" else f"the run has no place for a {kind!r}; it takes engines"
+
+    def _terms(self) -> Terms:
+        return Terms(
+            run=self.identity.run,
+            mailbox=self.endpoints.mailbox,
+            weights_port=self.weights_port,
+            weights_key=self.weights_key,
+            size=self.plan.base.parameters * 4,
+            published=self.engines.published,
+            lease=self.plan.recipe.cluster.lease,
+            hung=self.plan.recipe.deadlines.hung,
+        )
+
+    def _joined(self, member: Member) -> None:
+        names = [self._join(member, place) for place in range(len(member.places))]
+        self.report(f"{member.host} has joined with {', '.join(names)}; their weights come over the network")
+        self._tasks.add(member.name, self._look_after(member, names))
+
+    def _join(self, member: Member, number: int) -> str:
+        plan, place = self.plan, member.places[number]
+        spec = msgspec.structs.replace(
+            engine_spec(plan, Path(member.model), self.endpoints, self._take_number(), published=True),
+            address=place.address,
+            mailbox_folder=member.mailbox_folder,
+            scratch=place.scratch,
+            kernels=None,
+            tls=plan.recipe.cluster.tls,
+        )
+        recipe, changed = plan.recipe, self.engines.changed
+        role, interval = engine_role(recipe.engine), recipe.engine.load_interval
+        self._hosts[spec.name] = member
+        self.engines.join(guest(spec, number, member, role, recipe.deadlines, changed, interval, self._context))
+        return spec.name
+
+    def _take_number(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+    async def _look_after(self, member: Member, names: list[str]) -> None:
+        """Drain a machine's engines when it asks for it; returns when it is gone."""
+        await first_of(member.leaving, member.lost)
+        if not member.lost.done():
+            for name in names:
+                if name in self.engines.names:
+                    await self.engines.drain(name, member.leaving.result())
+            member.dismiss(member.leaving.result())
+        await member.lost
+        for name in names:
+            self._hosts.pop(name, None)
+            await self.engines.leave(name, f"{member.host} {member.lost.result()}")
+
+    # ── stretto scale ────────────────────────────────────────────────────────────────────────────
+
+    async def scale(self, wanted: int) -> str:
+        """Bring the number of engines to `wanted`; the sentence for the user.
+
+        Raises:
+            RecipeError: there cannot be so few, or the run cannot start more.
+        """
+        names = self.engines.names
+        if wanted < 1:
+            raise RecipeError([Problem("engines", str(wanted), "a run needs one engine at least")])
+        if wanted > len(names):
+            return self._grow(wanted - len(names))
+        leaving = names[wanted:]
+        for name in reversed(leaving):
+            await self.engines.drain(name, "stretto scale")
+            await self._dismiss_if_empty(name)
+        return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
+
+    def _grow(self, more: int) -> str:
+        config = self.plan.recipe.cluster
+        if config.placer != "local":
+            remedy = f"start them on machines: stretto engine --join {config.listen}"
+            raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
+        started = [self._start_one() for _ in range(more)]
+        return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
+
+    def _start_one(self) -> str:
+        recipe = self.plan.recipe
+        spec = engine_spec(self.plan, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
+        role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
+        changed = self.engines.changed
+        self.engines.join(EngineHandle.to(spec, logs, recipe.deadlines, role, self.spawner, changed, interval))
+        return spec.name
+
+    async def _dismiss_if_empty(self, name: str) -> None:
+        member = self._hosts.pop(name, None)
+        if member is not None and member not in self._hosts.values():
+            member.dismiss("stretto scale")
+
+
+def write_join_file(folder: RunFolder, content: JoinFile) -> None:
+    """Write it, for our user alone."""
+    part = folder.path / f".{JOIN}.{os.getpid()}.part"
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    part.replace(folder.path / JOIN)
+
+
+def identity_of(folder: RunFolder) -> JoinFile:
+    """Name and token of the run: those that it has, so that machines find it again after a crash."""
+    try:
+        known = read_join_file(folder.path)
+    except RecipeError:
+        known = JoinFile(run=f"{folder.path.name}-{time.time_ns():x}", token=new_key())
+    return msgspec.structs.replace(known, token=os.environ.get(TOKEN) or known.token)
