@@ -40,7 +40,8 @@ from stretto.engine.external.makes import MAKES
 from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
-from stretto.weights.shared_memory import SharedMemoryPublisher, remove
+from stretto.weights.folder import remove
+from stretto.weights.shared_memory import SharedMemoryPublisher
 
 CONCURRENT, TOKENS, VOCABULARY = 64, 128, 1024
 START_SECONDS, REPLY_SECONDS = 600.0, 300.0

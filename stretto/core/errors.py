@@ -12,6 +12,7 @@
     │   ├── RoleFailed           it reported an error from which it cannot continue
     │   ├── CheckpointLost       the trainer ended before a checkpoint was written
     │   ├── EngineLost           an engine that cannot be reached, or that broke off a completion
+    │   ├── SourceLost           a server of weights that cannot be reached, or that broke off a transfer
     │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
     │   └── NothingMoves         no process makes progress; names who waits for what
     ├── WireError                a message or a publication that is not whole
@@ -223,6 +224,17 @@ class MemberLost(RoleError):
 
     def __str__(self) -> str:
         return f"{self.member} {self.how}"
+
+
+class SourceLost(RoleError):
+    """A server of weights cannot be reached, or broke off a transfer and did not come back."""
+
+    def __init__(self, source: str, how: str) -> None:
+        self.source, self.how = source, how
+        super().__init__(source, how)
+
+    def __str__(self) -> str:
+        return f"the weights server {self.source} {self.how}"
 
 
 class DeadlineExceeded(RoleError):

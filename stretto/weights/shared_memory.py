@@ -10,65 +10,22 @@ A process that dies in the middle leaves at most a ``.partial`` file, which the 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
 import os
-import re
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 
 import xxhash
 from torch import Tensor
 
-from stretto.core.errors import DeadlineExceeded, TornPublication, WireError, naming
+from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
 from stretto.weights import publication
+from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, as_it_is
+from stretto.weights.manifest import header, verify
 
-SHARED = Path("/dev/shm")
-_KEPT = 2
 _LOOK_SECONDS = 0.02
-_RUN = re.compile(r"[A-Za-z0-9_.]+")
-_OWNED = "owned"
-
-
-def shared_folder(needed: int, fallback: Path) -> Path:
-    """The machine's shared memory if it has room for `needed` bytes and one version more, else `fallback`.
-
-    `needed` is the size of one version; containers often have 64 MiB of shared memory only.
-    """
-    if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > (_KEPT + 2) * needed:
-        return SHARED
-    return fallback
-
-
-def own(run: str, folder: Path) -> int:
-    """A descriptor whose lock marks the files of `run` in `folder` as in use; the kernel unlocks it when we die."""
-    path = folder / f"{_prefix(run)}{_OWNED}"
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # `remove_abandoned` of another run may hold it for an instant
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                return descriptor
-        os.close(descriptor)  # it has unlinked the file as abandoned
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Unlink the files of killed runs in `folder`, except those of other users."""
-    for path in folder.glob(f"stretto-*-v{_OWNED}"):
-        with contextlib.suppress(OSError), path.open("rb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _unlink(folder.glob(f"{path.name.removesuffix(_OWNED)}*"))
-
-
-def remove(run: str, folder: Path) -> int:
-    """Unlink everything of `run`, half-written files too; returns how many files there were."""
-    return _unlink(folder.glob(f"{_prefix(run)}*"))
 
 
 class SharedMemoryPublisher:
@@ -84,7 +41,7 @@ class SharedMemoryPublisher:
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
         folder.mkdir(parents=True, exist_ok=True)
-        _prefix(run)
+        prefix(run)
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
         """Write, check, switch; `gather` makes each tensor when it is written. Versions above `version`, which a run
@@ -97,18 +54,18 @@ class SharedMemoryPublisher:
         """
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
-        path = _path(self._run, self._folder, version)
+        path = path_of(self._run, self._folder, version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             _write(partial, version, dict(tensors), gather)
             _check(partial, version)
-            _unlink(file for number, file in _versions(self._run, self._folder) if number > version)
+            unlink(file for number, file in versions(self._run, self._folder) if number > version)
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        _unlink(file for _, file in _versions(self._run, self._folder)[:-_KEPT])
-        _unlink(self._folder.glob(f"{_prefix(self._run)}*.partial"))
+        unlink(file for _, file in versions(self._run, self._folder)[:-KEPT])
+        unlink(self._folder.glob(f"{prefix(self._run)}*.partial"))
 
 
 class SharedMemorySubscriber:
@@ -119,8 +76,8 @@ class SharedMemorySubscriber:
 
     def newest(self) -> int | None:
         """The version published last, None before the first."""
-        versions = _versions(self._run, self._folder)
-        return versions[-1][0] if versions else None
+        there = versions(self._run, self._folder)
+        return there[-1][0] if there else None
 
     def await_first(self, owner: str, seconds: float) -> int:
         """The newest version, once something is published.
@@ -153,23 +110,23 @@ class SharedMemorySubscriber:
         Raises:
             TornPublication, WireError: as for `load`; `holder` holds what it held before.
         """
-        mine = f"{_prefix(self._run)}{holder}-"
+        mine = f"{prefix(self._run)}{holder}-"
         held = self._folder / f"{mine}{version:06d}.held"
         held.unlink(missing_ok=True)
         try:
-            held.hardlink_to(_path(self._run, self._folder, version))
-            publication.verify(_map(held), version)
+            held.hardlink_to(path_of(self._run, self._folder, version))
+            verify(map_file(held), version)
         except FileNotFoundError:
             raise self._gone(version) from None
         except TornPublication:
             held.unlink()
             raise
-        _unlink(file for file in self._folder.glob(f"{mine}*.held") if file != held)
+        unlink(file for file in self._folder.glob(f"{mine}*.held") if file != held)
         return held
 
     def _mapped(self, version: int) -> memoryview:
         try:
-            return _map(_path(self._run, self._folder, version))
+            return map_file(path_of(self._run, self._folder, version))
         except FileNotFoundError:
             raise self._gone(version) from None
 
@@ -177,66 +134,22 @@ class SharedMemorySubscriber:
         return WireError(f"{self._folder}: version {version} is not published; the newest there is {self.newest()}")
 
 
-def _prefix(run: str) -> str:
-    if not _RUN.fullmatch(run):
-        raise ValueError(f"a run is named by letters, digits, '_' and '.', not {run!r}")
-    return f"stretto-{run}-v"
-
-
-def _path(run: str, folder: Path, version: int) -> Path:
-    return folder / f"{_prefix(run)}{version:06d}.weights"
-
-
-def _versions(run: str, folder: Path) -> list[tuple[int, Path]]:
-    """All whole publications, oldest first."""
-    prefix = _prefix(run)
-    files = ((path.stem.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*.weights"))
-    return sorted((int(number), path) for number, path in files if number.isdecimal())
-
-
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather) -> None:
     manifest, checksums = publication.plan(version, tensors), []
-    start = len(publication.header(manifest))
+    start = len(header(manifest))
     path.unlink(missing_ok=True)  # of a process with our number, or of somebody who guessed the name
-    with open(path, "wb", buffering=0, opener=_private) as file:
+    with open(path, "wb", buffering=0, opener=private) as file:
         for name, tensor in tensors.items():
             file.seek(start + manifest.tensors[name].data_offsets[0])
             checksum = xxhash.xxh3_64()
             for piece in publication.pieces(gather(name, tensor)):
                 checksum.update(piece)
-                _write_all(file, piece)
+                write_all(file, piece)
             checksums.append(checksum.hexdigest())
         file.seek(0)
-        _write_all(file, memoryview(publication.header(replace(manifest, checksums=tuple(checksums)))))
-
-
-def _write_all(file: FileIO, data: memoryview) -> None:
-    """Raises OSError with the path."""
-    with naming(Path(str(file.name))):
-        while data:
-            data = data[os.write(file.fileno(), data) :]
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        write_all(file, memoryview(header(replace(manifest, checksums=tuple(checksums)))))
 
 
 def _check(path: Path, version: int) -> None:
     """Read a publication back from the medium, every byte."""
-    publication.verify(_map(path), version)
-
-
-def _map(path: Path) -> memoryview:
-    with naming(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            raise TornPublication(f"{path.name} is empty")
-        # torch wants writable memory; a private mapping is, and stays the one copy since nobody writes.
-        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
-
-
-def _unlink(paths: Iterable[Path]) -> int:
-    files = list(paths)
-    for path in files:
-        path.unlink(missing_ok=True)
-    return len(files)
+    verify(map_file(path), version)

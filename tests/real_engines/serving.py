@@ -29,7 +29,8 @@ from stretto.engine.http.client import decoded
 from stretto.engine.native.stops import StopTexts
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, remove
+from stretto.weights.folder import remove
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.engine.answering import shaken
 from tests.tiny_policy import TINY
 

@@ -24,16 +24,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication, WireError
-from stretto.weights import publication
+from stretto.weights import manifest
+from stretto.weights.folder import own, remove, remove_abandoned, shared_folder
 from stretto.weights.mailbox import GatheringPublisher
-from stretto.weights.shared_memory import (
-    SharedMemoryPublisher,
-    SharedMemorySubscriber,
-    own,
-    remove,
-    remove_abandoned,
-    shared_folder,
-)
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -66,7 +60,7 @@ def test_what_a_dead_run_has_left_is_removed_and_what_a_living_one_has_stays(
 ) -> None:
     held = own("run", tmp_path)
     publisher.publish(1, [])
-    code = "from stretto.weights.shared_memory import *; own('dead', Path('.')); os.kill(os.getpid(), 9)"
+    code = "import os; from stretto.weights.folder import Path, own; own('dead', Path('.')); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -signal.SIGKILL
     SharedMemoryPublisher("dead", tmp_path).publish(3, [])
     SharedMemoryPublisher("nobody.knows", tmp_path).publish(3, [])
@@ -202,16 +196,16 @@ def test_a_flipped_bit_anywhere_is_found(bit: int) -> None:
     damaged = bytearray(IMAGE)
     damaged[bit // 8] ^= 1 << (bit % 8)
     with pytest.raises(TornPublication):
-        publication.verify(memoryview(damaged), 3)
+        manifest.verify(memoryview(damaged), 3)
 
 
 def test_every_byte_flipped_in_turn_is_found() -> None:
-    assert publication.verify(memoryview(IMAGE), 3)[0].version == 3
+    assert manifest.verify(memoryview(IMAGE), 3)[0].version == 3
     for position in range(len(IMAGE)):
         damaged = bytearray(IMAGE)
         damaged[position] ^= 0x10
         with pytest.raises(TornPublication):
-            publication.verify(memoryview(damaged), 3)
+            manifest.verify(memoryview(damaged), 3)
 
 
 def test_another_version_under_this_name_is_never_loaded(

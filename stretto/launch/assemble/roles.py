@@ -34,7 +34,7 @@ from stretto.rewards.service.pool import RewardPool
 from stretto.store import lock
 from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder
-from stretto.weights.shared_memory import SHARED, own, remove, remove_abandoned, shared_folder
+from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
 
 _SOCKETS = ".sockets"  # holds the path of the folder with the sockets of a run
 _STOP_GRACE = 1.0

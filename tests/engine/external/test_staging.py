@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from stretto.core.errors import TornPublication, WireError
 from stretto.engine.external.staging import StagedWeights
-from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, remove
+from stretto.weights.folder import remove
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:

@@ -1,0 +1,117 @@
+"""The files of a mailbox folder: how they are named, who owns them, how they are written and mapped; without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+
+from stretto.core.errors import TornPublication, naming
+
+SHARED = Path("/dev/shm")
+KEPT = 2  #: versions in a folder
+_RUN = re.compile(r"[A-Za-z0-9_.]+")
+_OWNED = "owned"
+
+
+def shared_folder(needed: int, fallback: Path) -> Path:
+    """The machine's shared memory if it has room for `needed` bytes and one version more, else `fallback`.
+
+    `needed` is the size of one version; containers often have 64 MiB of shared memory only.
+    """
+    if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > (KEPT + 2) * needed:
+        return SHARED
+    return fallback
+
+
+def own(run: str, folder: Path) -> int:
+    """A descriptor whose lock marks the files of `run` in `folder` as in use; the kernel unlocks it when we die."""
+    path = folder / f"{prefix(run)}{_OWNED}"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # `remove_abandoned` of another run may hold it for an instant
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)  # it has unlinked the file as abandoned
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Unlink the files of killed runs in `folder`, except those of other users."""
+    for path in folder.glob(f"stretto-*-v{_OWNED}"):
+        with contextlib.suppress(OSError), path.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlink(folder.glob(f"{path.name.removesuffix(_OWNED)}*"))
+
+
+def remove(run: str, folder: Path) -> int:
+    """Unlink everything of `run`, half-written files too; returns how many files there were."""
+    return unlink(folder.glob(f"{prefix(run)}*"))
+
+
+def prefix(run: str) -> str:
+    """What the names of a run's files begin with.
+
+    Raises:
+        ValueError: a name that could meet another run's.
+    """
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"a run is named by letters, digits, '_' and '.', not {run!r}")
+    return f"stretto-{run}-v"
+
+
+def path_of(run: str, folder: Path, version: int) -> Path:
+    """The file of a version."""
+    return folder / f"{prefix(run)}{version:06d}.weights"
+
+
+def versions(run: str, folder: Path) -> list[tuple[int, Path]]:
+    """All whole publications, oldest first."""
+    begin = prefix(run)
+    files = ((path.stem.removeprefix(begin), path) for path in folder.glob(f"{begin}*.weights"))
+    return sorted((int(number), path) for number, path in files if number.isdecimal())
+
+
+def write_all(file: FileIO, data: memoryview) -> None:
+    """Write all of it.
+
+    Raises:
+        OSError: with the path.
+    """
+    with naming(Path(str(file.name))):
+        while data:
+            data = data[os.write(file.fileno(), data) :]
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of new files that are their owner's alone; a file that is there already is not written through."""
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+
+
+def map_file(path: Path) -> memoryview:
+    """The bytes of a file, mapped.
+
+    Raises:
+        TornPublication: there are none.
+        OSError: with the path.
+    """
+    with naming(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            raise TornPublication(f"{path.name} is empty")
+        # torch wants writable memory; a private mapping is, and stays the one copy since nobody writes.
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
+
+
+def unlink(paths: Iterable[Path]) -> int:
+    """Unlink them all; returns how many there were."""
+    files = list(paths)
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)

@@ -1,0 +1,185 @@
+"""The bytes of one published version: a safetensors file, which any library of the field reads, with checksums.
+
+    offset  size
+    0       8     length of the header, little endian
+    8       n     JSON: __metadata__, then dtype, shape and place of each tensor; spaces up to a multiple of 64
+    8 + n   m     tensors without gaps, those of the widest numbers first, so that each begins at a multiple of its own
+
+    __metadata__  {"version": "7", "checksums": "<16 digits a tensor>", "header": "<16 digits>", "format": "pt", ...}
+
+`header` is the xxh3 of length and header, computed with zeros in its own place; `checksums` has the xxh3 of each tensor
+in the order of the header. So every byte is covered: a cut, a flipped bit or a write that stopped half-way is found
+before any tensor is handed out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from stretto.core.errors import TornPublication
+from stretto.core.records import Record
+
+_LENGTH = 8
+_ALIGNMENT = 64
+_LONGEST_HEADER = 1 << 28
+_PIECE = 1 << 20
+
+#: Headers of server and mirror: the run that both belong to, and the newest version of its mailbox.
+RUN, NEWEST = "stretto-run", "stretto-newest"
+_DIGITS = 16
+NO_CHECKSUM = "0" * _DIGITS
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Example: ``TensorEntry("F32", (64,), (40960, 41216))``: bytes 40960 to 41215, counted from the first tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.data_offsets[1] - self.data_offsets[0]
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element; 1 if there is none."""
+        return self.size // math.prod(self.shape) if self.size else 1
+
+
+class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: str
+    checksums: str
+    header: str = NO_CHECKSUM
+    format: str = "pt"
+    stretto: Literal["1"] = "1"
+
+
+@dataclass(frozen=True)
+class WeightsManifest:
+    """The header of a publication; `checksums` has those of `tensors`, in their order.
+
+    `seal` is the checksum of the header itself, and so stands for every byte: publications with equal seals are equal.
+    """
+
+    version: int
+    tensors: Mapping[str, TensorEntry]
+    checksums: tuple[str, ...]
+    seal: str = NO_CHECKSUM
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return max((entry.data_offsets[1] for entry in self.tensors.values()), default=0)
+
+
+def header(manifest: WeightsManifest) -> bytes:
+    """All bytes before the first tensor; their number does not depend on the checksums."""
+    metadata = _Metadata(version=str(manifest.version), checksums="".join(manifest.checksums))
+    sealed = msgspec.structs.replace(metadata, header=checksum(_encoded(manifest, metadata)))
+    return _encoded(manifest, sealed)
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """The xxh3 of `data` in 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def verify(raw: memoryview, version: int) -> tuple[WeightsManifest, int]:
+    """Check every byte of a publication; returns its manifest and where its tensors begin.
+
+    Raises:
+        TornPublication: it is not whole, or it is another version.
+    """
+    manifest, start = read_header(raw)
+    if manifest.version != version:
+        raise TornPublication(f"publication of version {manifest.version} was found in place of version {version}")
+    if len(raw) != start + manifest.size:
+        raise TornPublication(f"version {version} has {len(raw)} bytes, its manifest says {start + manifest.size}")
+    for (name, entry), expected in zip(manifest.tensors.items(), manifest.checksums, strict=True):
+        begin, end = entry.data_offsets
+        if checksum(raw[start + begin : start + end]) != expected:
+            raise TornPublication(f"version {version}: the checksum of {name} does not fit its {entry.size} bytes")
+    return manifest, start
+
+
+def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
+    """The manifest at the beginning of `raw`, and where the tensors begin; of them nothing is checked.
+
+    Raises:
+        TornPublication: it is no header, or not a whole one.
+    """
+    start = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
+    if len(raw) < _LENGTH or start > len(raw):
+        raise TornPublication(f"{len(raw)} bytes that do not begin like a publication, or end before their header")
+    text = bytes(raw[:start])
+    try:
+        fields = msgspec.json.decode(text[_LENGTH:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(fields.pop("__metadata__", msgspec.Raw(b"null")), type=_Metadata)
+        entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in fields.items()}
+        version = int(metadata.version)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise TornPublication(f"the header cannot be read: {error}") from error
+    if checksum(text.replace(metadata.header.encode(), NO_CHECKSUM.encode(), 1)) != metadata.header:
+        raise TornPublication("the checksum of the header does not fit")
+    places = range(0, len(metadata.checksums), _DIGITS)
+    checksums = tuple(metadata.checksums[place : place + _DIGITS] for place in places)
+    _check_places(entries, checksums)
+    return WeightsManifest(version, entries, checksums, metadata.header), start
+
+
+def manifest_of(file: int) -> tuple[WeightsManifest, int]:
+    """As `read_header`, from the beginning of an open file.
+
+    Raises:
+        TornPublication: as there.
+    """
+    length = int.from_bytes(os.pread(file, _LENGTH, 0), "little")
+    if length > _LONGEST_HEADER:
+        raise TornPublication(f"a header of {length} bytes, which no publication has")
+    return read_header(memoryview(os.pread(file, _LENGTH + length, 0)))
+
+
+class ModelFile(Record, frozen=True):
+    """A file of a model folder, as a weights server lists it; `digest` is its xxh3 of 128 bits, hexadecimal."""
+
+    name: str
+    size: int
+    digest: str
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a whole file, as in `ModelFile`."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]) -> None:
+    """Every byte belongs to one tensor, and has a checksum."""
+    if len(entries) != len(checksums):
+        raise TornPublication(f"{len(entries)} tensors with {len(checksums)} checksums")
+    expected = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
+        count = math.prod(entry.shape)
+        whole = entry.size % count == 0 if count > 0 else count == entry.size == 0
+        if entry.data_offsets[0] != expected or entry.size < 0 or not whole:
+            raise TornPublication(f"a tensor at the bytes {entry.data_offsets}, where one should begin at {expected}")
+        expected = entry.data_offsets[1]
+
+
+def _encoded(manifest: WeightsManifest, metadata: _Metadata) -> bytes:
+    text = msgspec.json.encode({"__metadata__": metadata} | dict(manifest.tensors))
+    length = -(-(_LENGTH + len(text)) // _ALIGNMENT) * _ALIGNMENT - _LENGTH
+    return length.to_bytes(_LENGTH, "little") + text.ljust(length)

@@ -1,0 +1,104 @@
+"""A weights server on a real socket, and a road to it on which bytes are lost, changed or late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stretto.weights.server import WeightsApp, bound, server_of
+
+KEY = "k" * 32
+_END_SECONDS = 10.0
+
+
+@contextmanager
+def serving(
+    folder: Path, model: Path, run: str = "run", key: str = KEY, port: int = 0, tls: Path | None = None
+) -> Iterator[str]:
+    """The address of a weights server that runs in a thread."""
+    listening = bound("127.0.0.1", port)
+    server = server_of(WeightsApp(run, folder, model, key), tls)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(_END_SECONDS)
+        listening.close()
+        assert not thread.is_alive()
+
+
+@dataclass
+class Road:
+    """A relay to `target` that does something to the replies.
+
+    `harm` gets the number of the connection, the place of a piece in the reply's bytes and the piece; it returns what
+    to pass on, None to break off.
+    """
+
+    target: str
+    harm: Callable[[int, int, bytes], bytes | None]
+    piece: int = 1 << 16
+    connections: int = 0
+    passed: int = 0
+    _ends: list[socket.socket] = field(default_factory=list)
+
+    @contextmanager
+    def open(self) -> Iterator[str]:
+        """Its address."""
+        listening = bound("127.0.0.1", 0)
+        accepting = threading.Thread(target=self._accept, args=(listening,))
+        accepting.start()
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            for end in [listening, *self._ends]:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+            accepting.join(_END_SECONDS)
+
+    def _accept(self, listening: socket.socket) -> None:
+        threads = []
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listening.accept()
+                self.connections += 1
+                self._ends.append(near)
+                threads.append(threading.Thread(target=self._relay, args=(near, self.connections)))
+                threads[-1].start()
+        for thread in threads:
+            thread.join(_END_SECONDS)
+
+    def _relay(self, near: socket.socket, number: int) -> None:
+        host, _, port = self.target.rpartition(":")
+        with contextlib.suppress(OSError), near, socket.create_connection((host, int(port))) as far:
+            self._ends.append(far)
+            request = b""
+            while not request.endswith(b"\r\n\r\n"):
+                if not (part := near.recv(4096)):
+                    return
+                request += part
+            far.sendall(request)
+            place = 0
+            while part := far.recv(self.piece):
+                harmed = self.harm(number, place, part)
+                place += len(part)
+                if harmed is None:
+                    return
+                near.sendall(harmed)
+                self.passed += len(harmed)
+
+
+def slowly(number: int, place: int, piece: bytes) -> bytes:
+    """A harm: fifty pieces a second."""
+    time.sleep(0.02)
+    return piece
