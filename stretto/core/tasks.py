@@ -34,6 +34,8 @@ async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
     """The results of all of them; the first failure cancels the others and is raised as it is."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    if not tasks:
+        return []
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:

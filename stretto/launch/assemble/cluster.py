@@ -117,6 +117,8 @@ class Cluster:
 
     async def close(self, why: str, again: bool) -> None:
         """Dismiss every machine."""
+        if self.folder.is_ours():
+            write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
         await self.gate.close(why, again)
         await self._tasks.close()
 
@@ -268,4 +270,5 @@ def identity_of(folder: RunFolder) -> JoinFile:
         known = read_join_file(folder.path)
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{time.time_ns():x}", token=new_key())
-    return msgspec.structs.replace(known, token=os.environ.get(TOKEN) or known.token)
+    token = os.environ.get(TOKEN) or known.token
+    return msgspec.structs.replace(known, token=token, address="", control="")

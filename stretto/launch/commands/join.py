@@ -40,8 +40,9 @@ def offer(
     if Path(join).is_dir():
         known = read_join_file(Path(join))
         if not known.address:
+            found = "it is not going on, or takes no machines"
             remedy = 'start the run with cluster.listen="HOST:PORT"'
-            raise RecipeError([Problem(f"--join {join}", "the run takes no machines", remedy)])
+            raise RecipeError([Problem(f"--join {join}", found, remedy)])
         join, token, tls = known.address, token or known.token, tls or known.tls
     host_part, _, port = join.rpartition(":")
     if not host_part or not port.isdecimal() or not 0 < int(port) < 65_536:
@@ -82,6 +83,8 @@ def scale(run: Path, changes: list[str]) -> str:
         found = " ".join(changes) or "nothing"
         raise RecipeError([Problem("stretto scale", repr(found), "say engines=N, with a number")])
     known = read_join_file(run)
+    if not known.control:
+        raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")])
     answer = asyncio.run(_ask(known.control, known.token, int(wanted["engines"]), run))
     if not answer.done:
         raise RecipeError([Problem(str(run), answer.text)])
