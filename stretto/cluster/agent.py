@@ -32,23 +32,23 @@ from stretto.cluster.messages import (
     KillRole,
     Leaving,
     LogText,
+    MachineReady,
     Mirrored,
     NewVersion,
     Place,
-    Prepared,
     RoleEnded,
     RoleStarted,
+    RunTerms,
     StartRole,
     StopRole,
-    Terms,
     ToAgent,
 )
 from stretto.cluster.wire import Wire, connect
-from stretto.core.errors import DeadlineExceeded, MemberLost, RoleDied, SourceLost, WireError
+from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, SourceLost, WireError
 from stretto.core.tasks import NamedTasks, cancel_and_wait
-from stretto.core.tls import client_context
 from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
+from stretto.processes.tls import client_context
 from stretto.weights.folder import SHARED, own, remove_abandoned, shared_folder
 from stretto.weights.mirror import Mirror
 
@@ -58,7 +58,6 @@ _BEAT_SECONDS = 1.0
 _LOG_BYTES = 64 << 10  # of each role, with each heartbeat
 _LEAVE_SECONDS = 30.0
 _PREFIX = "stretto-agent-"
-_YOUNG_SECONDS = 60.0  # a folder that is being made
 _REMEMBERED = 16  # round trips, of which the shortest tells the clock
 
 
@@ -102,16 +101,16 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
 
     Raises:
         HandshakeRefused: the run does not want this machine: another token, run or release.
-        MemberLost: no gate was found for `offer.patience` seconds.
+        MachineLost: no gate was found for `offer.patience` seconds.
         RecipeError: an address or a certificate is not what it should be.
     """
     run, since, told = "", time.monotonic(), False
     while not leave.is_set():
         try:
             session = await _Session.open(offer, run, say)
-        except (MemberLost, DeadlineExceeded) as error:
+        except (MachineLost, DeadlineExceeded) as error:
             if time.monotonic() - since > offer.patience:
-                raise MemberLost(offer.address, f"was not reached in {offer.patience:g} s: {error}") from None
+                raise MachineLost(offer.address, f"was not reached in {offer.patience:g} s: {error}") from None
             if not told:
                 say(f"{error}; asking again for {offer.patience:g} s")
             told = True
@@ -133,7 +132,7 @@ class _Session:
     """From a handshake to the end of that connection."""
 
     offer: Offer
-    terms: Terms
+    terms: RunTerms
     wire: Wire[ToAgent]
     say: Callable[[str], None]
     folder: Path
@@ -164,8 +163,8 @@ class _Session:
         except BaseException:
             writer.transport.abort()
             raise
-        if not isinstance(terms, Terms):
-            raise MemberLost(gate, "closed the connection")
+        if not isinstance(terms, RunTerms):
+            raise MachineLost(gate, "closed the connection")
         folder = Path(tempfile.mkdtemp(prefix="stretto-"))
         return cls(offer, terms, wire, say, folder, *_memory(folder, terms))
 
@@ -218,7 +217,7 @@ class _Session:
         self._take_seats()
         model, memory = str(self.folder / "model"), str(self.memory)
         places = tuple(Place(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
-        self.wire.send(Prepared(places=places, model=model, mailbox_folder=memory))
+        self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
         self._wish(self.terms.published)
         here = -1
         while True:
@@ -330,16 +329,17 @@ class _Session:
                 self.wire.send(LogText(name=seat.name, text=data.decode(errors="replace")))
 
 
-def _memory(folder: Path, terms: Terms) -> tuple[Path, int]:
+def _memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
     """A folder of our own for the weights, in shared memory if it has room, and the descriptor that marks it as in use.
     Those that killed agents have left are removed."""
     for left in SHARED.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
-            if time.time() - left.stat().st_mtime > _YOUNG_SECONDS:
-                remove_abandoned(left)
-                left.rmdir()
-    memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared_folder(terms.size, folder)))
-    return memory, own(terms.mailbox, memory)
+            remove_abandoned(left)
+            left.rmdir()
+    while True:
+        memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared_folder(terms.size, folder)))
+        with contextlib.suppress(FileNotFoundError):  # another agent has removed it as one that was left
+            return memory, own(terms.mailbox, memory)
 
 
 def places_of_gpus(count: int) -> tuple[Mapping[str, str], ...]:

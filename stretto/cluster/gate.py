@@ -1,6 +1,6 @@
 """The conductor's gate: where other machines join a run, and commands reach it.
 
-    agent ──handshake: token, release, run──► gate ──Terms──► agent ──Prepared──► Member ─► its roles start
+    agent ──handshake: token, release, run──► gate ──RunTerms──► agent ──MachineReady──► JoinedMachine ─► its roles start
     stretto scale ──────handshake───────────► gate ──Answer──►
 
 A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which.
@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 
 from stretto import __version__
-from stretto.cluster.member import Member
-from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, Answer, FromAgent, Join, Scale, Terms
+from stretto.cluster.machine import JoinedMachine
+from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, Answer, FromAgent, Join, RunTerms, Scale
 from stretto.cluster.wire import Wire
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, Problem, RecipeError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait
-from stretto.core.tls import server_context
 from stretto.processes.handshake import admit
+from stretto.processes.tls import server_context
 
 _HANDSHAKE_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
@@ -43,8 +43,8 @@ class Doors:
         scale: carries out `stretto scale`; its sentence, or a StrettoError.
     """
 
-    terms: Callable[[], Terms]
-    joined: Callable[[Member], None]
+    terms: Callable[[], RunTerms]
+    joined: Callable[[JoinedMachine], None]
     scale: Callable[[int], Awaitable[str]]
     say: Callable[[str], None]
     logs: Path
@@ -59,7 +59,7 @@ class Gate:
         self._servers: list[asyncio.Server] = []
         self._callers: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
-        self.members: dict[str, Member] = {}
+        self.machines: dict[str, JoinedMachine] = {}
 
     async def open(self, listen: str, tls: str = "") -> str:
         """Listen at ``host:port`` or ``unix:/path``, as often as wanted; returns the address, with its port.
@@ -83,20 +83,20 @@ class Gate:
         return f"{host or '0.0.0.0'}:{server.sockets[0].getsockname()[1]}"
 
     def publish(self, version: int) -> None:
-        """Tell every member that a version can be pulled."""
-        for member in self.members.values():
-            member.publish(version)
+        """Tell every machine that a version can be pulled."""
+        for machine in self.machines.values():
+            machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Dismiss every member, and take no more callers; `again`: the run may go on later."""
+        """Dismiss every machine, and take no more callers; `again`: the run may go on later."""
         for server in self._servers:
             server.close()
-        for member in self.members.values():
-            member.dismiss(why, again)
+        for machine in self.machines.values():
+            machine.dismiss(why, again)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
-                while self.members:
-                    await asyncio.wait([member.lost for member in self.members.values()])
+                while self.machines:
+                    await asyncio.wait([machine.lost for machine in self.machines.values()])
                     await asyncio.sleep(0)
         await cancel_and_wait([*self._callers])
 
@@ -145,23 +145,23 @@ class Gate:
 
     async def _host(self, join: Join, wire: Wire[FromAgent]) -> None:
         name = f"{join.host}-{next(self._numbers)}"
-        member = Member(name, join, wire, self._doors.logs)
+        machine = JoinedMachine(name, join, wire, self._doors.logs)
         terms = self._doors.terms()
         wire.send(terms)
-        self.members[name] = member
-        prepared = asyncio.create_task(self._introduce(member))
+        self.machines[name] = machine
+        prepared = asyncio.create_task(self._introduce(machine))
         try:
-            await member.serve(terms.lease)
+            await machine.serve(terms.lease)
         finally:
             prepared.cancel()
-            del self.members[name]
-            if not member.lost.done():
-                member.lost.set_result("was cut off")
+            del self.machines[name]
+            if not machine.lost.done():
+                machine.lost.set_result("was cut off")
 
-    async def _introduce(self, member: Member) -> None:
-        """Hand a member over once its model is there; the lease bounds the wait for one that has gone."""
-        await member.prepared.wait()
-        self._doors.joined(member)
+    async def _introduce(self, machine: JoinedMachine) -> None:
+        """Hand a machine over once its model is there; the lease bounds the wait for one that has gone."""
+        await machine.prepared.wait()
+        self._doors.joined(machine)
 
     async def _scale(self, engines: int, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,7 +1,7 @@
 """What the conductor's gate and the agents of other machines say to each other, in frames of MessagePack.
 
-agent ──► gate     Join (in the handshake), Prepared, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
-gate ──► agent     Terms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
+agent ──► gate     Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
+gate ──► agent     RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
 command ──► gate   Scale (in the handshake)
 gate ──► command   Answer
 """
@@ -37,7 +37,7 @@ class Answer(Record, frozen=True, tag=True):
     done: bool = True
 
 
-class Terms(Record, frozen=True, tag=True):
+class RunTerms(Record, frozen=True, tag=True):
     """What a machine has to know of the run: where its weights are served, and how long silence may last."""
 
     run: str
@@ -57,7 +57,7 @@ class Place(Record, frozen=True):
     scratch: str
 
 
-class Prepared(Record, frozen=True, tag=True):
+class MachineReady(Record, frozen=True, tag=True):
     """The model is there; roles can be started in these places."""
 
     places: tuple[Place, ...]
@@ -146,8 +146,8 @@ class Dismissed(Record, frozen=True, tag=True):
 
 
 FromCaller = Join | Scale
-FromAgent = Prepared | Beat | Mirrored | RoleStarted | RoleEnded | LogText | Leaving
-ToAgent = Terms | Echo | NewVersion | StartRole | StopRole | KillRole | Dismissed
+FromAgent = MachineReady | Beat | Mirrored | RoleStarted | RoleEnded | LogText | Leaving
+ToAgent = RunTerms | Echo | NewVersion | StartRole | StopRole | KillRole | Dismissed
 
 FROM_CALLER: msgspec.msgpack.Decoder[FromCaller] = msgspec.msgpack.Decoder(FromCaller)
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stretto.core.deadlines import StallTimer, deadline
-from stretto.core.errors import MemberLost, Problem, RecipeError
+from stretto.core.errors import MachineLost, Problem, RecipeError
 from stretto.core.frames import Unframer, frame
 
 _READ_BYTES = 1 << 16
@@ -101,7 +101,7 @@ async def connect(address: str, context: ssl.SSLContext | None) -> tuple[asyncio
     """A connection to ``host:port`` or ``unix:/path``.
 
     Raises:
-        MemberLost: nobody answers there.
+        MachineLost: nobody answers there.
         RecipeError: it is no address.
     """
     host, _, port = address.rpartition(":")
@@ -113,4 +113,4 @@ async def connect(address: str, context: ssl.SSLContext | None) -> tuple[asyncio
     except ValueError:
         raise RecipeError([Problem("address", repr(address), "give host:port")]) from None
     except OSError as error:
-        raise MemberLost(address, f"does not answer ({error.strerror or error})") from None
+        raise MachineLost(address, f"does not answer ({error.strerror or error})") from None

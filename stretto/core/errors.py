@@ -215,15 +215,15 @@ class EngineLeft(EngineLost):
     """The engine has left the run, or its machine has: the requests that it had are not the cause."""
 
 
-class MemberLost(RoleError):
+class MachineLost(RoleError):
     """A machine that ran roles has left the run, or does not answer any more: its roles cannot be replaced there."""
 
-    def __init__(self, member: str, how: str) -> None:
-        self.member, self.how = member, how
-        super().__init__(member, how)
+    def __init__(self, machine: str, how: str) -> None:
+        self.machine, self.how = machine, how
+        super().__init__(machine, how)
 
     def __str__(self) -> str:
-        return f"{self.member} {self.how}"
+        return f"{self.machine} {self.how}"
 
 
 class SourceLost(RoleError):

@@ -151,7 +151,7 @@ def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = 
     Args:
         listen: ``unix:/path/to.sock`` or ``host:port``.
         key: what clients have to send; "" for none.
-        tls: folder of certificates (`core.tls`), "" for none.
+        tls: folder of certificates (`processes.tls`), "" for none.
 
     Raises:
         RecipeError: the port is in use.

@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import NoReturn
 import msgspec
 
 from stretto.cluster.gate import Doors, Gate
-from stretto.cluster.member import Member
-from stretto.cluster.messages import Terms
+from stretto.cluster.machine import JoinedMachine
+from stretto.cluster.messages import RunTerms
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.records import Record
 from stretto.core.tasks import NamedTasks, first_of
-from stretto.core.tls import client_context
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.guest import guest
@@ -29,6 +27,7 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.processes.handshake import new_key
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.spawn import Spawner
+from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.role import WeightsServerSpec
 
@@ -76,7 +75,7 @@ class Cluster:
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
     _tasks: NamedTasks = field(default_factory=NamedTasks)
-    _hosts: dict[str, Member] = field(default_factory=dict)  # of guests, by engine
+    _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
@@ -164,8 +163,8 @@ class Cluster:
     def _why_not(self, kind: str) -> str:
         return "" if kind == "engine" else f"the run has no place for a {kind!r}; it takes engines"
 
-    def _terms(self) -> Terms:
-        return Terms(
+    def _terms(self) -> RunTerms:
+        return RunTerms(
             run=self.identity.run,
             mailbox=self.endpoints.mailbox,
             weights_port=self.weights_port,
@@ -176,43 +175,43 @@ class Cluster:
             hung=self.plan.recipe.deadlines.hung,
         )
 
-    def _joined(self, member: Member) -> None:
-        names = [self._join(member, place) for place in range(len(member.places))]
-        self.report(f"{member.host} has joined with {', '.join(names)}; their weights come over the network")
-        self._tasks.add(member.name, self._look_after(member, names))
+    def _joined(self, machine: JoinedMachine) -> None:
+        names = [self._join(machine, place) for place in range(len(machine.places))]
+        self.report(f"{machine.host} has joined with {', '.join(names)}; their weights come over the network")
+        self._tasks.add(machine.name, self._look_after(machine, names))
 
-    def _join(self, member: Member, number: int) -> str:
-        plan, place = self.plan, member.places[number]
+    def _join(self, machine: JoinedMachine, number: int) -> str:
+        plan, place = self.plan, machine.places[number]
         spec = msgspec.structs.replace(
-            engine_spec(plan, Path(member.model), self.endpoints, self._take_number(), published=True),
+            engine_spec(plan, Path(machine.model), self.endpoints, self._take_number(), published=True),
             address=place.address,
-            mailbox_folder=member.mailbox_folder,
+            mailbox_folder=machine.mailbox_folder,
             scratch=place.scratch,
             kernels=None,
             tls=plan.recipe.cluster.tls,
         )
         recipe, changed = plan.recipe, self.engines.changed
         role, interval = engine_role(recipe.engine), recipe.engine.load_interval
-        self._hosts[spec.name] = member
-        self.engines.join(guest(spec, number, member, role, recipe.deadlines, changed, interval, self._context))
+        self._hosts[spec.name] = machine
+        self.engines.join(guest(spec, number, machine, role, recipe.deadlines, changed, interval, self._context))
         return spec.name
 
     def _take_number(self) -> int:
         number, self._next = self._next, self._next + 1
         return number
 
-    async def _look_after(self, member: Member, names: list[str]) -> None:
+    async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
         """Drain a machine's engines when it asks for it; returns when it is gone."""
-        await first_of(member.leaving, member.lost)
-        if not member.lost.done():
+        await first_of(machine.leaving, machine.lost)
+        if not machine.lost.done():
             for name in names:
                 if name in self.engines.names:
-                    await self.engines.drain(name, member.leaving.result())
-            member.dismiss(member.leaving.result())
-        await member.lost
+                    await self.engines.drain(name, machine.leaving.result())
+            machine.dismiss(machine.leaving.result())
+        await machine.lost
         for name in names:
             self._hosts.pop(name, None)
-            await self.engines.leave(name, f"{member.host} {member.lost.result()}")
+            await self.engines.leave(name, f"{machine.host} {machine.lost.result()}")
 
     # ── stretto scale ────────────────────────────────────────────────────────────────────────────
 
@@ -250,9 +249,9 @@ class Cluster:
         return spec.name
 
     async def _dismiss_if_empty(self, name: str) -> None:
-        member = self._hosts.pop(name, None)
-        if member is not None and member not in self._hosts.values():
-            member.dismiss("stretto scale")
+        machine = self._hosts.pop(name, None)
+        if machine is not None and machine not in self._hosts.values():
+            machine.dismiss("stretto scale")
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:
@@ -269,6 +268,6 @@ def identity_of(folder: RunFolder) -> JoinFile:
     try:
         known = read_join_file(folder.path)
     except RecipeError:
-        known = JoinFile(run=f"{folder.path.name}-{time.time_ns():x}", token=new_key())
+        known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
     token = os.environ.get(TOKEN) or known.token
     return msgspec.structs.replace(known, token=token, address="", control="")

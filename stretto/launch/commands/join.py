@@ -14,7 +14,7 @@ from stretto import __version__
 from stretto.cluster.agent import Offer, places_of_gpus, run_agent
 from stretto.cluster.messages import ANSWER, Answer, Scale
 from stretto.cluster.wire import Wire, connect
-from stretto.core.errors import DeadlineExceeded, MemberLost, Problem, RecipeError, RunFolderError
+from stretto.core.errors import DeadlineExceeded, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.launch.assemble.cluster import TOKEN, read_join_file
 from stretto.processes.handshake import call
 
@@ -59,7 +59,7 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
     """Work for the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's engines first.
 
     Raises:
-        HandshakeRefused, MemberLost, RecipeError: see `cluster.agent.run_agent`.
+        HandshakeRefused, MachineLost, RecipeError: see `cluster.agent.run_agent`.
     """
     return asyncio.run(_work(brought, say))
 
@@ -102,8 +102,8 @@ async def _ask(control: str, token: str, engines: int, run: Path) -> Answer:
         wire.cut()
     except TimeoutError:
         raise DeadlineExceeded("stretto scale", "the run to reply", _SCALE_SECONDS) from None
-    except MemberLost:
+    except MachineLost:
         raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")]) from None
     if answer is None:
-        raise MemberLost("the run", "closed the connection")
+        raise MachineLost("the run", "closed the connection")
     return answer

@@ -6,8 +6,8 @@ import secrets
 import ssl
 from collections.abc import Callable
 
-from stretto.cluster.member import Member
-from stretto.core.errors import EngineLost, MemberLost
+from stretto.cluster.machine import JoinedMachine
+from stretto.core.errors import EngineLost, MachineLost
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.loop.config import DeadlinesConfig
@@ -19,7 +19,7 @@ class GuestEngine(HttpEngine):
     """The client of an engine on another machine: a version is transferred there before the engine pauses for it."""
 
     def __init__(
-        self, spec: EngineSpec, member: Member, deadlines: DeadlinesConfig, key: str, context: ssl.SSLContext | None
+        self, spec: EngineSpec, machine: JoinedMachine, deadlines: DeadlinesConfig, key: str, context: ssl.SSLContext | None
     ) -> None:
         super().__init__(
             spec.name,
@@ -30,13 +30,13 @@ class GuestEngine(HttpEngine):
             key=key,
             context=context,
         )
-        self._member, self._seconds = member, deadlines.load
+        self._machine, self._seconds = machine, deadlines.load
 
     async def update(self, version: int) -> int:
         """As `HttpEngine.update`; the machine may have pulled a newer version by then, which is loaded instead."""
         try:
-            version = await self._member.until_mirrored(version, self._seconds)
-        except MemberLost as loss:
+            version = await self._machine.until_mirrored(version, self._seconds)
+        except MachineLost as loss:
             raise EngineLost(self.name, str(loss)) from None
         return await super().update(version)
 
@@ -44,7 +44,7 @@ class GuestEngine(HttpEngine):
 def guest(
     spec: EngineSpec,
     place: int,
-    member: Member,
+    machine: JoinedMachine,
     role: str,
     deadlines: DeadlinesConfig,
     changed: Callable[[EngineHandle], None],
@@ -53,7 +53,7 @@ def guest(
 ) -> EngineHandle:
     """The engine in a place of a machine, not started yet; `role` is the module of its process."""
     key = secrets.token_hex(32)
-    process = member.role(place, spec.name, role, {ENGINE_KEY: key})
-    client = GuestEngine(spec, member, deadlines, key, context)
+    process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
+    client = GuestEngine(spec, machine, deadlines, key, context)
     restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
     return EngineHandle(spec, process, client, deadlines, restarts, changed, load_interval)

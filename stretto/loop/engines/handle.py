@@ -32,7 +32,7 @@ _GIVE_UP_SECONDS = 1.0
 
 
 class EngineProcess(Protocol):
-    """Where an engine runs: in a process of this machine (`processes.role`), or of another (`cluster.member`)."""
+    """Where an engine runs: in a process of this machine (`processes.role`), or of another (`cluster.machine`)."""
 
     @property
     def log(self) -> Path: ...
@@ -52,7 +52,7 @@ class EngineProcess(Protocol):
         """
         Raises:
             RoleDied: the system has no room for another process.
-            MemberLost: its machine is gone.
+            MachineLost: its machine is gone.
         """
         ...
 

@@ -18,10 +18,10 @@ from stretto.cluster.messages import (
     KillRole,
     Leaving,
     LogText,
+    MachineReady,
     Mirrored,
     NewVersion,
     Place,
-    Prepared,
     RoleEnded,
     RoleStarted,
     StartRole,
@@ -29,14 +29,14 @@ from stretto.cluster.messages import (
 )
 from stretto.cluster.wire import Wire
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, MemberLost, RoleDied, WireError
+from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireError
 from stretto.core.tasks import first_of
 
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
 
 
-class Member:
+class JoinedMachine:
     """See the module. `lost` holds how it was lost, or why it left."""
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
@@ -82,7 +82,7 @@ class Member:
             case Beat(sent, clock_offset):
                 self.clock_offset = clock_offset
                 self._wire.send(Echo(sent=sent, now=time.monotonic()))
-            case Prepared(places, model, mailbox_folder):
+            case MachineReady(places, model, mailbox_folder):
                 self.places, self.model, self.mailbox_folder = places, model, mailbox_folder
                 self.prepared.set()
             case Mirrored(version):
@@ -113,7 +113,7 @@ class Member:
         """Return when its mailbox has `version` or a newer one: the newest that it has.
 
         Raises:
-            MemberLost: it was lost.
+            MachineLost: it was lost.
             DeadlineExceeded: that takes longer than `seconds`.
         """
         async with deadline("conductor", f"{self.name} to pull version {version}", seconds):
@@ -125,7 +125,7 @@ class Member:
                 finally:
                     arrived.cancel()
                 if self.lost.done():
-                    raise MemberLost(self.name, self.lost.result())
+                    raise MachineLost(self.name, self.lost.result())
         return self.mirrored
 
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
@@ -146,21 +146,21 @@ class RemoteProcess:
     """A role's process on another machine, as `processes.role.RoleProcess` is one on this machine."""
 
     def __init__(
-        self, member: Member, place: int, name: str, module: str, log: Path, environment: Mapping[str, str]
+        self, machine: JoinedMachine, place: int, name: str, module: str, log: Path, environment: Mapping[str, str]
     ) -> None:
         self.name, self.log = name, log
-        self._member, self._place, self._module, self._environment = member, place, module, dict(environment)
+        self._machine, self._place, self._module, self._environment = machine, place, module, dict(environment)
         self._started: asyncio.Future[None] | None = None
         self._end: asyncio.Future[RoleEnded] | None = None
 
     @property
     def clock_offset(self) -> float:
         """Seconds from its clock to ours."""
-        return self._member.clock_offset
+        return self._machine.clock_offset
 
     @property
     def running(self) -> bool:
-        return self._end is not None and not self._end.done() and not self._member.lost.done()
+        return self._end is not None and not self._end.done() and not self._machine.lost.done()
 
     @property
     def killed(self) -> bool:
@@ -172,10 +172,10 @@ class RemoteProcess:
 
         Raises:
             RoleDied: its machine cannot start it.
-            MemberLost: the machine is lost.
+            MachineLost: the machine is lost.
         """
-        if self._member.lost.done():
-            raise MemberLost(self._member.name, self._member.lost.result())
+        if self._machine.lost.done():
+            raise MachineLost(self._machine.name, self._machine.lost.result())
         loop = asyncio.get_running_loop()
         started, self._end = loop.create_future(), loop.create_future()
         self._started = started
@@ -187,9 +187,9 @@ class RemoteProcess:
             threads=threads,
             environment=self._environment,
         )
-        self._member.send(order)
-        async with deadline("conductor", f"{self._member.name} to start {self.name}", _START_SECONDS):
-            await first_of(started, self._end, self._member.lost)
+        self._machine.send(order)
+        async with deadline("conductor", f"{self._machine.name} to start {self.name}", _START_SECONDS):
+            await first_of(started, self._end, self._machine.lost)
         if not started.done():
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
@@ -207,28 +207,28 @@ class RemoteProcess:
         """Wait until it ends, and say how. Without a deadline, as `RoleProcess.ended`.
 
         Raises:
-            MemberLost: the machine is lost, and it with it.
+            MachineLost: the machine is lost, and it with it.
         """
         assert self._end is not None, "start() comes first"
-        await first_of(self._end, self._member.lost)
+        await first_of(self._end, self._machine.lost)
         if not self._end.done():
-            raise MemberLost(self._member.name, self._member.lost.result())
+            raise MachineLost(self._machine.name, self._machine.lost.result())
         return self._end.result().how
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, then SIGKILL after `grace` seconds; returns when it is gone, or its machine is lost."""
         if self.running:
-            self._member.send(StopRole(place=self._place, grace=grace))
+            self._machine.send(StopRole(place=self._place, grace=grace))
             try:
                 async with deadline("conductor", f"{self.name} to end", grace + _END_SECONDS):
                     await self.ended()
-            except (MemberLost, DeadlineExceeded):
+            except (MachineLost, DeadlineExceeded):
                 return  # its agent, which has not replied, ends it when the lease is over
 
     def kill(self) -> None:
         if self.running:
-            self._member.send(KillRole(place=self._place))
+            self._machine.send(KillRole(place=self._place))
 
 
-#: Called with a member whose model is there.
-OnJoin = Callable[[Member], None]
+#: Called with a machine whose model is there.
+OnJoin = Callable[[JoinedMachine], None]
