@@ -1,7 +1,7 @@
 """The conductor's gate: where other machines join a run, and commands reach it.
 
-    agent ──handshake: token, release, run──► gate ──RunTerms──► agent ──MachineReady──► JoinedMachine ─► its roles start
-    stretto scale ──────handshake───────────► gate ──Answer──►
+    agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
+    stretto scale ──────handshake──────────► gate ──Answer──►
 
 A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which.
 """

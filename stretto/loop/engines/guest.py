@@ -19,7 +19,12 @@ class GuestEngine(HttpEngine):
     """The client of an engine on another machine: a version is transferred there before the engine pauses for it."""
 
     def __init__(
-        self, spec: EngineSpec, machine: JoinedMachine, deadlines: DeadlinesConfig, key: str, context: ssl.SSLContext | None
+        self,
+        spec: EngineSpec,
+        machine: JoinedMachine,
+        deadlines: DeadlinesConfig,
+        key: str,
+        context: ssl.SSLContext | None,
     ) -> None:
         super().__init__(
             spec.name,
