@@ -32,8 +32,9 @@ _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 28
 _PIECE = 1 << 20
 
-#: Headers of server and mirror: the run that both belong to, and the newest version of its mailbox.
-RUN, NEWEST = "stretto-run", "stretto-newest"
+#: Headers of server and mirror: the run that both belong to, the newest version of its mailbox, and in which form a
+#: publication travels.
+RUN, NEWEST, FORM = "stretto-run", "stretto-newest", "stretto-form"
 _DIGITS = 16
 NO_CHECKSUM = "0" * _DIGITS
 
@@ -173,7 +174,7 @@ def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]
     expected = 0
     for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
         count = math.prod(entry.shape)
-        whole = entry.size % count == 0 if count > 0 else count == entry.size == 0
+        whole = entry.size in (count, 2 * count, 4 * count, 8 * count) and count >= 0
         if entry.data_offsets[0] != expected or entry.size < 0 or not whole:
             raise TornPublication(f"a tensor at the bytes {entry.data_offsets}, where one should begin at {expected}")
         expected = entry.data_offsets[1]

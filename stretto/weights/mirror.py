@@ -12,30 +12,23 @@ abandoned (it was resumed before them) are unlinked as soon as the server tells 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import os
-import socket
-import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+from typing import Literal, TypeVar
 
 from stretto.core.deadlines import deadline, waiting
-from stretto.core.errors import RefusedRequest, SourceLost, TornPublication, WireError
-from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions, write_all
-from stretto.weights.manifest import NEWEST, RUN, ModelFile, digest_of, manifest_of, verify
+from stretto.core.errors import TornPublication, WireError
+from stretto.weights import delta
+from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
+from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
+from stretto.weights.source import Transfer, tls_context
 
-_PIECE = 1 << 20
-_RETRY_SECONDS = 0.1
-_LONGEST_TEXT = 1 << 20
+_DELTA = "delta:"
+_MEASURE_AGAIN = 16  # every so often the slower form is tried again
 
 T = TypeVar("T")
 
@@ -68,6 +61,7 @@ class Mirror:
         folder: Path,
         tls: Path | None = None,
         *,
+        delta: Literal["auto", "always", "never"] = "auto",
         patience: float = 10.0,
         seconds: float = 600.0,
     ) -> None:
@@ -75,13 +69,16 @@ class Mirror:
         Args:
             source: ``host:port`` of the weights server.
             tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
+            delta: whether the difference from a version that is here may travel instead of the whole: "auto" takes
+                what was the faster of the two, by its own measurements; "always" wherever the server makes one.
             patience: seconds without a new byte, over all attempts, after which the server is lost.
             seconds: in which a version, or the model, has to be here.
         """
         prefix(run)
-        self._source, self._key, self._run, self._folder = source, key, run, folder
-        self._tls = _context(tls) if tls is not None else None
+        self.source, self.folder, self._key, self._run = source, folder, key, run
+        self._tls = tls_context(tls) if tls is not None else None
         self._patience, self._seconds = patience, seconds
+        self._choice = _Choice(delta)
         self._one = asyncio.Lock()  # one transfer at a time, so what a reply says is newest is so at its end
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -107,13 +104,13 @@ class Mirror:
         """
         await self._in_thread("the model folder", partial(self._fetch_model, folder))
 
-    async def _in_thread(self, what: str, work: Callable[[_Transfer], T]) -> T:
+    async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
         """Run `work`; when it is cancelled or late, its connection is closed and it switches nothing."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
-            transfer = _Transfer(self._source, self._key, self._run, self._tls, self._patience)
-            async with deadline("the mirror", f"{what} from {self._source}", self._seconds):
+            transfer = Transfer(self.source, self._key, self._run, self._tls, self._patience)
+            async with deadline("the mirror", f"{what} from {self.source}", self._seconds):
                 task = asyncio.ensure_future(asyncio.to_thread(work, transfer))
                 try:
                     return await asyncio.shield(task)
@@ -126,44 +123,63 @@ class Mirror:
         finally:
             self._one.release()
 
-    def _pull(self, version: int, transfer: _Transfer) -> Pulled:
+    def _pull(self, version: int, transfer: Transfer) -> Pulled:
         start = time.perf_counter()
-        path = path_of(self._run, self._folder, version)
-        unlink(self._folder.glob(f"{prefix(self._run)}*.{os.getpid()}.partial"))
-        partial_file = path.with_suffix(f".{os.getpid()}.partial")
+        unlink(self.folder.glob(f"{prefix(self._run)}*.{os.getpid()}.partial"))
+        base = self._base(version)
+        asked, reason = self._choice.delta(base is not None)
         try:
-            with open(partial_file, "wb", buffering=0, opener=private) as file:
-                came = transfer.download(f"/versions/{version}", file, has=self._seal(version))
-            if came:
-                manifest, _ = verify(map_file(partial_file), version)
-                if f'"{manifest.seal}"' != transfer.tag:
-                    raise TornPublication(f"version {version} is whole, and not what the server has announced")
-                transfer.check_wanted()
-                self._forget_abandoned(transfer.newest)
-                partial_file.replace(path)
-        finally:
-            partial_file.unlink(missing_ok=True)
+            form = self._bring(version, transfer, base if asked else None)
+        except TornPublication:
+            if not transfer.form.startswith(_DELTA):
+                raise
+            form, reason = self._bring(version, transfer, None), "the delta gave other bytes"
+        seconds = time.perf_counter() - start
+        if form:
+            size = path_of(self._run, self.folder, version).stat().st_size
+            self._choice.took(form.startswith(_DELTA), seconds / size)
         self._forget_abandoned(transfer.newest)
-        unlink(file for _, file in versions(self._run, self._folder)[:-KEPT])
-        reason = "in full" if came else "it was here already"
-        return Pulled(version, transfer.received, time.perf_counter() - start, delta=False, reason=reason)
+        unlink(file for _, file in versions(self._run, self.folder)[:-KEPT])
+        said = form if ":" in form else f"{form}: {reason}" if form else "it was here already"
+        return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 
-    def _seal(self, version: int) -> str | None:
-        """That of a version that is here; None if it is not."""
+    def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
+        """Transfer, verify, switch; returns the form in which it came, empty if it was here."""
+        path = path_of(self._run, self.folder, version)
+        came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:
-            with open(path_of(self._run, self._folder, version), "rb", buffering=0) as file:
-                return manifest_of(file.fileno())[0].seal
-        except (FileNotFoundError, TornPublication):
-            return None
+            place = f"/versions/{version}" + (f"?base={_seal(base)}" if base else "")
+            with open(came, "wb", buffering=0, opener=private) as file:
+                if not transfer.download(place, file, has=_seal(path)):
+                    return ""
+            whole = came
+            if base is not None and transfer.form.startswith(_DELTA):
+                whole = made
+                with open(made, "wb", buffering=0, opener=private) as file:
+                    delta.apply(map_file(base), map_file(came), file)
+            manifest, _ = verify(map_file(whole), version)
+            if not transfer.tag.startswith(f'"{manifest.seal}'):
+                raise TornPublication(f"version {version} is whole, and not what the server has announced")
+            transfer.check_wanted()
+            self._forget_abandoned(transfer.newest)
+            whole.replace(path)
+            return transfer.form or "in full"
+        finally:
+            unlink([came, made])
+
+    def _base(self, version: int) -> Path | None:
+        """The newest version here but `version`."""
+        here = [path for number, path in versions(self._run, self.folder) if number != version]
+        return next((path for path in reversed(here) if _seal(path)), None)
 
     def _forget_abandoned(self, newest: int | None) -> None:
         if newest is not None:
-            unlink(file for number, file in versions(self._run, self._folder) if number > newest)
+            unlink(file for number, file in versions(self._run, self.folder) if number > newest)
 
-    def _fetch_model(self, folder: Path, transfer: _Transfer) -> None:
+    def _fetch_model(self, folder: Path, transfer: Transfer) -> None:
         files = {file.name: file for file in transfer.read_json("/model", list[ModelFile])}
         if wrong := [name for name in files if name != Path(name).name or name.startswith(".")]:
-            raise WireError(f"{self._source} lists a model file {wrong[0]!r}, which is no name of a file")
+            raise WireError(f"{self.source} lists a model file {wrong[0]!r}, which is no name of a file")
         if folder.exists() and any(folder.iterdir()):
             if _has(folder, files) != files.keys():
                 raise WireError(f"{folder} is there, and is not the model folder of run {self._run}")
@@ -185,169 +201,39 @@ class Mirror:
         making.replace(folder)
 
 
-class _Transfer:
-    """One transfer over as many connections as it takes, in the thread of its caller."""
+class _Choice:
+    """Whether a difference travels, or the whole."""
 
-    def __init__(self, source: str, key: str, run: str, tls: ssl.SSLContext | None, patience: float) -> None:
-        self._source, self._run, self._tls, self._patience = source, run, tls, patience
-        self._headers = {"authorization": f"Bearer {key}", RUN: run}
-        self._quiet_since = time.monotonic()
-        self._stopped = threading.Event()
-        self._socket: socket.socket | None = None
-        self.tag = ""  #: the ETag of the last file
-        self.newest: int | None = None  #: version at the server, by its last reply
-        self.received = 0  #: bytes of all bodies
+    def __init__(self, config: Literal["auto", "always", "never"]) -> None:
+        self._config = config
+        self._seconds: dict[bool, float] = {}  # for a byte of a version, the last time: as a delta, in full
+        self._turns = 0
 
-    def stop(self) -> None:
-        """Called by another thread: what waits for the server ends, and nothing else is switched."""
-        self._stopped.set()
-        if (open_socket := self._socket) is not None:
-            try:
-                open_socket.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it is closed
-                return
+    def delta(self, held: bool) -> tuple[bool, str]:
+        """Whether to ask for one, and why not; `held`: another version is here."""
+        if self._config == "never":
+            return False, 'weights.delta is "never"'
+        if not held:
+            return False, "no other version is here"
+        if self._config == "always" or len(self._seconds) < 2:
+            return True, "the server makes no deltas"
+        self._turns += 1
+        faster = self._seconds[True] <= self._seconds[False]
+        whole, changed = (f"{self._seconds[form] * 1e9:.2f} s" for form in (False, True))
+        return faster != (self._turns % _MEASURE_AGAIN == 0), f"a GB took {whole} in full and {changed} as a delta"
 
-    def check_wanted(self) -> None:
-        """Raises SourceLost once it was stopped."""
-        if self._stopped.is_set():
-            raise SourceLost(self._source, "was given up")
-
-    def read_json(self, path: str, form: type[T]) -> T:
-        """A short reply.
-
-        Raises:
-            WireError: it does not have this form.
-        """
-
-        def read(response: http.client.HTTPResponse) -> bytes:
-            if not 0 < (response.length or 0) <= _LONGEST_TEXT:
-                raise WireError(f"{self._source}{path} has {response.length} bytes")
-            with self._network():
-                return response.read()
-
-        try:
-            return msgspec.json.decode(self._until_done(path, dict, read), type=form)
-        except msgspec.DecodeError as error:
-            raise WireError(f"{self._source}{path} cannot be read: {error}") from error
-
-    def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
-        """Write what is at `path` into `file`, which is empty; False if it is what we have under the tag `has`."""
-        written = 0
-        buffer = memoryview(bytearray(_PIECE))
-
-        def asked() -> dict[str, str]:
-            if written:
-                return {"range": f"bytes={written}-", "if-range": self.tag}
-            return {"if-none-match": f'"{has}"'} if has else {}
-
-        def read(response: http.client.HTTPResponse) -> bool:
-            nonlocal written
-            if response.status == 304:
-                return False
-            if response.length is None:
-                raise WireError(f"{self._source}{path}: a file without a length")
-            goes_on = response.status == 206 and response.headers.get("content-range", "").startswith(
-                f"bytes {written}-"
-            )
-            if written and not (goes_on and response.headers["etag"] == self.tag):
-                written = 0
-                file.seek(0)
-                file.truncate()
-            self.tag = response.headers["etag"] or ""
-            left = response.length
-            while left:
-                self.check_wanted()
-                with self._network():
-                    count = response.readinto(buffer)
-                if not count:
-                    raise _BrokenOff("broke off a transfer")
-                write_all(file, buffer[:count])
-                written, left = written + count, left - count
-                self.received += count
-                self._quiet_since = time.monotonic()
-            return True
-
-        return self._until_done(path, asked, read)
-
-    def _until_done(
-        self, path: str, headers: Callable[[], dict[str, str]], read: Callable[[http.client.HTTPResponse], T]
-    ) -> T:
-        """Ask again as long as bytes come now and then.
-
-        Raises:
-            SourceLost: none came for `patience` seconds.
-        """
-        self._quiet_since = time.monotonic()
-        while True:
-            try:
-                with self._reply(path, headers()) as response:
-                    return read(response)
-            except _BrokenOff as broken:
-                self.check_wanted()
-                if time.monotonic() - self._quiet_since >= self._patience:
-                    raise SourceLost(self._source, f"{broken}; nothing came for {self._patience:g} s") from broken
-                time.sleep(_RETRY_SECONDS)
-
-    @contextmanager
-    def _reply(self, path: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-        left = max(self._patience - (time.monotonic() - self._quiet_since), _RETRY_SECONDS)
-        host, _, port = self._source.rpartition(":")
-        connection: http.client.HTTPConnection
-        if self._tls is not None:
-            connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=left, context=self._tls)
-        else:
-            connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=left)
-        try:
-            with self._network():
-                connection.connect()
-                self._socket = connection.sock
-                self.check_wanted()
-                connection.request("GET", path, headers=self._headers | headers)
-                response = connection.getresponse()
-            self._check(response)
-            yield response
-        finally:
-            self._socket = None
-            connection.close()
-
-    def _check(self, response: http.client.HTTPResponse) -> None:
-        """Raises what a reply says that is no file."""
-        if response.status in (200, 206, 304) and response.headers[RUN] == self._run:
-            newest = response.headers[NEWEST]
-            self.newest = int(newest) if newest and newest.isdecimal() else None
-            return
-        with self._network():
-            said = response.read(_LONGEST_TEXT).decode(errors="replace")[:200]
-        if response.status == 401:
-            raise RefusedRequest("key", f"refused by the weights server {self._source}", "that of the run")
-        if response.status in (200, 206, 304, 409):
-            raise WireError(f"{self._source} serves run {response.headers[RUN]}, not {self._run}")
-        if response.status == 404:
-            raise WireError(f"{self._source}: {said}; the newest there is {response.headers[NEWEST]}")
-        raise _BrokenOff(f"answered with status {response.status} ({said})")
-
-    @contextmanager
-    def _network(self) -> Iterator[None]:
-        """What the network does wrong, as one error; what is no bad luck is raised at once."""
-        try:
-            yield
-        except ssl.SSLCertVerificationError as error:
-            raise WireError(f"{self._source}: {error.verify_message}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _BrokenOff(f"cannot be reached ({getattr(error, 'strerror', None) or error})") from error
+    def took(self, delta: bool, seconds: float) -> None:
+        """Of a byte of the version."""
+        self._seconds[delta] = seconds
 
 
-class _BrokenOff(Exception):
-    """An attempt has ended before its reply; another one may do better."""
-
-
-def _context(tls: Path) -> ssl.SSLContext:
-    """The client's end of TLS: the authority is the run's own, so it and not the host's name says who is there."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_verify_locations(tls / "ca.pem")
-    context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
-    return context
+def _seal(path: Path) -> str | None:
+    """That of a version that is here; None if it is not."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return manifest_of(file.fileno())[0].seal
+    except (FileNotFoundError, TornPublication):
+        return None
 
 
 def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:

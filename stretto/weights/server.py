@@ -2,12 +2,14 @@
 
     GET /versions           {"newest": 7}; null before the first
     GET /versions/7         the publication; its seal is the ETag
+    GET /versions/7?base=S  what makes it of the publication with the seal S (`weights.delta`), if that pays
     GET /model              the files of version 0's model folder: [{"name", "size", "digest"}]
     GET /model/NAME         one of them; its digest is the ETag
 
 Every request has the key as a bearer token and the run's name in `stretto-run`; every reply has the run and, in
-`stretto-newest`, the newest version. ``Range: bytes=N-`` with ``If-Range`` goes on with a transfer that has broken off,
-``If-None-Match`` saves one of what is there already. Files go out piece by piece, so memory does not grow with them.
+`stretto-newest`, the newest version; that of a publication has `stretto-form`, "delta" or "in full" with the reason.
+``Range: bytes=N-`` with ``If-Range`` goes on with a transfer that has broken off, ``If-None-Match`` saves one of what
+is there already. Files go out piece by piece, so memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import msgspec
 import uvicorn
@@ -29,8 +32,9 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
+from stretto.weights.delta import Deltas, NoDelta
 from stretto.weights.folder import path_of, versions
-from stretto.weights.manifest import NEWEST, RUN, ModelFile, digest_of, manifest_of
+from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 
 _PIECE = 1 << 20
 _TAKE_SECONDS = 60.0  # in which a mirror takes a piece
@@ -52,12 +56,14 @@ class WeightsApp:
         self._bearer = f"Bearer {key}".encode()
         self._listed: dict[str, ModelFile] | None = None
         self._listing = asyncio.Lock()
+        self._deltas = Deltas(run, folder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         try:
             self._check(scope["method"], headers)
-            await self._answer(scope["path"], headers, receive, send)
+            base = parse_qs(scope["query_string"].decode("ascii", "replace")).get("base", [""])[0]
+            await self._answer(scope["path"], base, headers, receive, send)
         except _Refused as refused:
             await self._reply(send, refused.status, "text/plain", str(refused).encode())
 
@@ -69,25 +75,35 @@ class WeightsApp:
         if method != "GET":
             raise _Refused(405, "there is nothing but GET")
 
-    async def _answer(self, path: str, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _answer(self, path: str, base: str, headers: Headers, receive: Receive, send: Send) -> None:
         if path == "/versions":
             return await self._reply_json(send, {"newest": self._newest()})
         if path == "/model":
             return await self._reply_json(send, list((await self._files()).values()))
         if asked := _VERSION.fullmatch(path):
-            with _opened(
-                path_of(self._run, self._folder, int(asked[1])), f"version {asked[1]} is not published"
-            ) as file:
-                try:
-                    seal = manifest_of(file)[0].seal
-                except TornPublication as torn:
-                    raise _Refused(500, f"version {asked[1]}: {torn}") from torn
-                return await self._send_file(file, seal, headers, receive, send)
+            return await self._send_version(int(asked[1]), base, headers, receive, send)
         named = (await self._files()).get(path.removeprefix("/model/")) if path.startswith("/model/") else None
         if named is None:
             raise _Refused(404, f"nothing is at {path}")
         with _opened(self._model / named.name, f"{named.name} is gone from the model folder") as file:
             return await self._send_file(file, named.digest, headers, receive, send)
+
+    async def _send_version(self, version: int, base: str, headers: Headers, receive: Receive, send: Send) -> None:
+        with _opened(path_of(self._run, self._folder, version), f"version {version} is not published") as file:
+            try:
+                seal = manifest_of(file)[0].seal
+            except TornPublication as torn:
+                raise _Refused(500, f"version {version}: {torn}") from torn
+            form = ""
+            if base and headers.get(b"if-none-match") != _etag(seal):
+                try:
+                    path, said = await self._deltas.made(base, version, seal)
+                    with _opened(path, "the delta is gone") as delta:
+                        form = f"delta: {said}"
+                        return await self._send_file(delta, f"{seal}-{base}", headers, receive, send, form)
+                except (NoDelta, _Refused) as reason:
+                    form = f"in full: {reason}"
+            return await self._send_file(file, seal, headers, receive, send, form)
 
     async def _files(self) -> dict[str, ModelFile]:
         async with self._listing:  # the digests of a large model take seconds: once
@@ -99,14 +115,18 @@ class WeightsApp:
         there = versions(self._run, self._folder)
         return there[-1][0] if there else None
 
-    async def _send_file(self, file: int, tag: str, asked: Headers, receive: Receive, send: Send) -> None:
+    async def _send_file(
+        self, file: int, tag: str, asked: Headers, receive: Receive, send: Send, form: str = ""
+    ) -> None:
         """The open file, or what the request lacks of it."""
-        etag, size = f'"{tag}"'.encode(), os.fstat(file).st_size
+        etag, size = _etag(tag), os.fstat(file).st_size
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})
         end = _OPEN_END.fullmatch(asked.get(b"range", b"")) if asked.get(b"if-range") == etag else None
         begin = int(end[1]) if end and int(end[1]) < size else 0
         headers = {b"etag": etag, b"content-length": b"%d" % (size - begin)}
+        if form:
+            headers[FORM.encode()] = form.encode("latin-1", "replace")
         if begin:
             headers[b"content-range"] = b"bytes %d-%d/%d" % (begin, size - 1, size)
         await self._start(send, 206 if begin else 200, headers, more=True)
@@ -203,6 +223,10 @@ async def _gone(receive: Receive) -> None:
     """Until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _etag(tag: str) -> bytes:
+    return f'"{tag}"'.encode()
 
 
 @contextmanager

@@ -12,20 +12,35 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import xxhash
 from torch import Tensor
 
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
-from stretto.weights import publication
 from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, as_it_is
-from stretto.weights.manifest import header, verify
+from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
 
 _LOOK_SECONDS = 0.02
+
+#: Bytes hashed and copied together, so that the copy finds them in the processor's cache.
+_CHUNK = 1 << 20
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SharedMemoryPublisher:
@@ -101,7 +116,7 @@ class SharedMemorySubscriber:
             TornPublication: size, version or checksum do not fit; nothing was loaded.
             WireError: that version is not there (any more); ask for the newest again.
         """
-        return publication.read(self._mapped(version), version).tensors
+        return _read(self._mapped(version), version)
 
     def hold(self, version: int, holder: str) -> Path:
         """The file of `version`, a safetensors file, once every byte was checked: a second name of it, which stays
@@ -134,15 +149,59 @@ class SharedMemorySubscriber:
         return WireError(f"{self._folder}: version {version} is not published; the newest there is {self.newest()}")
 
 
+def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
+    """Where each tensor will stand; the checksums are still zero.
+
+    Raises:
+        ValueError: a dtype that safetensors does not know.
+    """
+    begin, offset = {}, 0
+    for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
+        begin[name], offset = offset, offset + tensors[name].numel() * tensors[name].element_size()
+    entries = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+            raise ValueError(f"{name}: {tensor.dtype} cannot be published; allowed: {allowed}")
+        end = begin[name] + tensor.numel() * tensor.element_size()
+        entries[name] = TensorEntry(_NAMES[tensor.dtype], tuple(tensor.shape), (begin[name], end))
+    return WeightsManifest(version, entries, (NO_CHECKSUM,) * len(entries))
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, in pieces of at most 1 MiB. A tensor of another device is copied here."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(raw), _CHUNK):
+        yield raw[start : start + _CHUNK]
+
+
+def _read(raw: memoryview, version: int) -> dict[str, Tensor]:
+    """Verify a publication and view its tensors without copying them. `raw` must be writable memory for torch.
+
+    Raises:
+        TornPublication: it is not whole, or it is another version.
+    """
+    manifest, start = verify(raw, version)
+    return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
+
+
+def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
+    dtype = _DTYPES[entry.dtype]
+    if not entry.size:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = entry.size // dtype.itemsize
+    return torch.frombuffer(raw, dtype=dtype, count=count, offset=start + entry.data_offsets[0]).view(entry.shape)
+
+
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather) -> None:
-    manifest, checksums = publication.plan(version, tensors), []
+    manifest, checksums = _plan(version, tensors), []
     start = len(header(manifest))
     path.unlink(missing_ok=True)  # of a process with our number, or of somebody who guessed the name
     with open(path, "wb", buffering=0, opener=private) as file:
         for name, tensor in tensors.items():
             file.seek(start + manifest.tensors[name].data_offsets[0])
             checksum = xxhash.xxh3_64()
-            for piece in publication.pieces(gather(name, tensor)):
+            for piece in _pieces(gather(name, tensor)):
                 checksum.update(piece)
                 write_all(file, piece)
             checksums.append(checksum.hexdigest())

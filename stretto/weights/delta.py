@@ -1,0 +1,246 @@
+"""The difference of two publications: the elements that have changed, by place and new value; without torch.
+
+A step in bfloat16 changes few of the stored numbers: the others move by less than a digit. So a piece of a publication
+is described by its changed elements, each with one byte for its distance from the one before. Where that is more than
+256 elements, unchanged ones are named in between. There is no compressor: it is slower than the network (benchmarks,
+`weights`).
+
+    8 bytes     length of the head, little endian
+    head        MessagePack: DeltaHead
+    pieces      for each piece of at most a million elements: distances - 1 (one byte each), then values
+
+The result is verified as every publication is, by its own checksums: a difference of another base gives no weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from stretto.core.errors import TornPublication
+from stretto.core.records import Record
+from stretto.weights.folder import map_file, path_of, prefix, private, unlink, versions, write_all
+from stretto.weights.manifest import WeightsManifest, read_header
+
+_LENGTH = 8
+_ELEMENTS = 1 << 20  # of a piece
+_STEP = 256  # the longest distance
+_SAMPLES = 64
+_SAMPLED = 1 << 14  # elements of a sample
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+_MAKE_SECONDS = 3.0  # that a mirror is kept waiting for a delta
+_REMEMBERED = 8
+
+#: A delta that is larger than this part of the whole does not pay.
+LARGEST = 0.5
+
+Elements = npt.NDArray[Any]
+
+
+class DeltaHead(Record, frozen=True):
+    """`base` and `seal` are the seals of both publications, `header` is the new one's, `counts` are the elements that
+    each piece names."""
+
+    base: str
+    seal: str
+    header: bytes
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes `begin` to `end` of a publication's tensors, all of whose elements have `width` bytes."""
+
+    begin: int
+    end: int
+    width: int
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        step = _ELEMENTS * self.width
+        for begin in range(self.begin, self.end, step):
+            yield begin, min(begin + step, self.end)
+
+
+def changed_part(base: memoryview, target: memoryview) -> float | None:
+    """The part of the elements that differ, by samples from everywhere; None if the two have other tensors."""
+    (old, old_start), (new, new_start) = read_header(base), read_header(target)
+    if old.tensors != new.tensors:
+        return None
+    changed, seen = 0, 0
+    for run in _runs(new):
+        span = _SAMPLED * run.width
+        step = max((run.end - run.begin) // _SAMPLES // span * span, span)
+        for begin in range(run.begin, run.end, step):
+            end = min(begin + span, run.end)
+            differ = _view(base, old_start, begin, end, run.width) != _view(target, new_start, begin, end, run.width)
+            changed += int(np.count_nonzero(differ))
+            seen += (end - begin) // run.width
+    return changed / seen if seen else 0.0
+
+
+def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = LARGEST) -> bool:
+    """Write the delta from `base` to `target`, two publications with the same tensors; False if it has more than
+    `largest` of the bytes of the whole.
+
+    Raises:
+        ValueError: the two have other tensors.
+        OSError: with the path.
+    """
+    (old, old_start), (new, new_start) = read_header(base), read_header(target)
+    if old.tensors != new.tensors:
+        raise ValueError("a delta is between two publications with the same tensors")
+    room = largest * len(target)
+    counts, parts = [], []
+    for run in _runs(new):
+        for begin, end in run.pieces():
+            before = _view(base, old_start, begin, end, run.width)
+            after = _view(target, new_start, begin, end, run.width)
+            distances, values = _encoded(before, after)
+            counts.append(len(values))
+            parts += [distances.data, values.data.cast("B")]
+            room -= len(distances) + values.nbytes
+            if room < 0:
+                return False
+    head = msgspec.msgpack.encode(
+        DeltaHead(base=old.seal, seal=new.seal, header=bytes(target[:new_start]), counts=tuple(counts))
+    )
+    write_all(file, memoryview(len(head).to_bytes(_LENGTH, "little") + head))
+    for part in parts:
+        write_all(file, part)
+    return True
+
+
+def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
+    """Write the publication that `delta` makes of `base`; the caller verifies it.
+
+    Raises:
+        TornPublication: the delta is not whole, or is one of another base.
+        OSError: with the path.
+    """
+    head, place = _head(delta)
+    old, old_start = read_header(base)
+    new, _ = read_header(memoryview(head.header))
+    if head.base != old.seal or old.tensors != new.tensors or head.seal != new.seal:
+        raise TornPublication(f"a delta from {head.base} to {head.seal} cannot be laid over {old.seal}")
+    pieces = [(run.width, piece) for run in _runs(new) for piece in run.pieces()]
+    sizes = sum(count * (1 + width) for (width, _), count in zip(pieces, head.counts, strict=False))
+    if len(pieces) != len(head.counts) or min(head.counts, default=0) < 0 or len(delta) != place + sizes:
+        raise TornPublication(f"a delta of {len(delta)} bytes, whose head says {place + sizes}")
+    write_all(file, memoryview(head.header))
+    for (width, (begin, end)), count in zip(pieces, head.counts, strict=True):
+        elements = _view(base, old_start, begin, end, width).copy()
+        places = np.cumsum(np.frombuffer(delta, np.uint8, count, place).astype(np.int64) + 1) - 1
+        if count and places[-1] >= len(elements):
+            raise TornPublication("a delta that goes on after the end of a tensor")
+        values = np.frombuffer(delta, np.uint8, count * width, place + count)
+        elements[places] = values.view(_UNSIGNED[width])
+        write_all(file, elements.data.cast("B"))
+        place += count * (1 + width)
+
+
+class NoDelta(Exception):
+    """Why a publication travels in full, as a sentence."""
+
+
+class Deltas:
+    """The deltas that a server has made: each once, in a thread, into a file beside the publications."""
+
+    def __init__(self, run: str, folder: Path) -> None:
+        self._run, self._folder = run, folder
+        self._tasks: dict[tuple[str, str], asyncio.Task[tuple[Path, str] | NoDelta]] = {}
+        unlink(self._files())
+
+    async def made(self, base: str, version: int, seal: str) -> tuple[Path, str]:
+        """The delta from the publication with the seal `base` to `version`, and what is to be said of it.
+
+        Raises:
+            NoDelta: it does not pay, cannot be made, or is not made yet.
+        """
+        if (base, seal) not in self._tasks:
+            for old in list(self._tasks)[: -_REMEMBERED + 1]:
+                del self._tasks[old]
+            self._tasks[base, seal] = asyncio.create_task(asyncio.to_thread(self._attempt, base, version, seal))
+        task = self._tasks[base, seal]
+        await asyncio.wait([task], timeout=_MAKE_SECONDS)
+        if not task.done():
+            raise NoDelta(f"the delta was not made within {_MAKE_SECONDS:g} s")
+        if isinstance(made := task.result(), NoDelta):
+            raise made
+        return made
+
+    def _attempt(self, base: str, version: int, seal: str) -> tuple[Path, str] | NoDelta:
+        try:
+            return self._make(base, version, seal)
+        except NoDelta as reason:
+            return reason
+        except (OSError, TornPublication) as error:  # the publication itself is what counts
+            return NoDelta(f"the delta could not be made: {error}")
+
+    def _make(self, base: str, version: int, seal: str) -> tuple[Path, str]:
+        begin = f"{prefix(self._run)}{version:06d}.{base}-{seal}"
+        making = self._folder / f"{begin}.making"
+        try:
+            target = map_file(path_of(self._run, self._folder, version))
+            held = [path for number, path in versions(self._run, self._folder) if number != version]
+            bases = [raw for raw in map(map_file, held) if read_header(raw)[0].seal == base]
+            if not bases:
+                raise NoDelta("the version that the mirror has is not published any more")
+            part = changed_part(bases[0], target)
+            if part is None:
+                raise NoDelta("the two versions have other tensors")
+            with open(making, "wb", buffering=0, opener=private) as file:
+                if part > LARGEST or not encode(bases[0], target, file):
+                    raise NoDelta(f"about {part:.1%} of the elements have changed")
+            unlink(path for path in self._files() if not path.name.startswith(f"{prefix(self._run)}{version:06d}."))
+            return making.replace(self._folder / f"{begin}.delta"), f"about {part:.1%} of the elements have changed"
+        finally:
+            making.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [path for end in ("delta", "making") for path in self._folder.glob(f"{prefix(self._run)}*.{end}")]
+
+
+def _head(delta: memoryview) -> tuple[DeltaHead, int]:
+    """The head, and where the pieces begin."""
+    end = _LENGTH + int.from_bytes(delta[:_LENGTH], "little")
+    try:
+        return msgspec.msgpack.decode(delta[_LENGTH:end], type=DeltaHead), end
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TornPublication(f"a delta that cannot be read: {error}") from error
+
+
+def _encoded(before: Elements, after: Elements) -> tuple[npt.NDArray[np.uint8], Elements]:
+    """The distances and values of a piece."""
+    steps = np.diff(np.flatnonzero(before != after), prepend=-1) - 1
+    fillers = steps // _STEP
+    distances = np.full(len(steps) + fillers.sum(), _STEP - 1, np.uint8)
+    distances[np.cumsum(fillers + 1) - 1] = steps % _STEP
+    return distances, after[np.cumsum(distances.astype(np.int64) + 1) - 1]
+
+
+def _runs(manifest: WeightsManifest) -> list[_Run]:
+    """The tensors without gaps and in the order of their places, those of one width together."""
+    runs: list[_Run] = []
+    for entry in sorted(manifest.tensors.values(), key=lambda entry: entry.data_offsets):
+        begin, end = entry.data_offsets
+        if begin == end:
+            continue
+        if runs and runs[-1].width == entry.width:
+            runs[-1] = _Run(runs[-1].begin, end, entry.width)
+        else:
+            runs.append(_Run(begin, end, entry.width))
+    return runs
+
+
+def _view(raw: memoryview, start: int, begin: int, end: int, width: int) -> Elements:
+    """Elements as unsigned numbers of their width: equal bytes are equal, also those of NaN."""
+    return np.frombuffer(raw, _UNSIGNED[width], (end - begin) // width, start + begin)
