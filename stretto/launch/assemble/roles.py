@@ -85,6 +85,7 @@ class Roles:
             stopped=round(self.engines.counted(lambda health: health.wasted)),
             unfinished=round(self.engines.counted(lambda health: health.unfinished)),
             busy=busy,
+            generated_by=self.engines.generated(),
         )
 
 
@@ -118,6 +119,7 @@ async def running_roles(
             load_interval=recipe.engine.load_interval,
             router=ExclusiveRouter() if in_rounds(recipe) else Router(),
             spawner=spawner,
+            kind=recipe.engine.kind,
         )
         rewards = _reward_pool(plan, folder, report)
         trainer.report_to(report)

@@ -47,6 +47,7 @@ class EngineHandle:
     Attributes:
         state: changed by its own methods alone.
         version: what it serves; None while it is down or starting.
+        how: its last process ended, if one has.
         published: the newest version in the mailbox, which it loads as soon as it can.
         open: the requests that it has.
         changed: called when `state` or `version` has changed.
@@ -61,6 +62,7 @@ class EngineHandle:
     load_interval: float = 0.0
     state: EngineState = EngineState.DOWN
     version: int | None = None
+    how: str = ""
     published: int = -1
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
@@ -169,7 +171,7 @@ class EngineHandle:
         if (health := self._health) is not None:
             wasted = health.wasted + health.unfinished
             self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
-        self._health = None
+        self._health, self.how = None, how
         self._becomes(EngineState.DOWN, None)
         if self.restarts.exceeded_by_one_more():
             raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))

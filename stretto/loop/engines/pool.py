@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import platform
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle, EngineState
+from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.controller import Controller, ControllerState
@@ -65,9 +67,10 @@ class EnginePool:
         load_interval: float = 0.0,
         router: Router | None = None,
         spawner: Spawner = FRESH,
+        kind: str = "native",
     ) -> None:
-        """`role` is the module of an engine's process. `load_interval` is that of the engine's configuration, in
-        seconds; `router` chooses among the engines that are up (default: the least loaded)."""
+        """`role` is the module of an engine's process, `kind` the make. `load_interval` is that of the engine's
+        configuration, in seconds; `router` chooses among the engines that are up (default: the least loaded)."""
         self._engines = {
             spec.name: EngineHandle.to(spec, logs, deadlines, role, spawner, self._changed, load_interval)
             for spec in specs
@@ -76,6 +79,7 @@ class EnginePool:
         self._on_load: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = router or Router()
+        self._kind, self.roster = kind, Roster()
         self._free = asyncio.Event()
 
     def listen(self, on_load: Callable[[int], None]) -> None:
@@ -96,6 +100,10 @@ class EnginePool:
         up = engine.state is EngineState.UP
         if up != (engine.name in self._router.up):
             (self._router.join if up else self._router.leave)(engine.name)
+        if engine.version is not None:
+            self.roster.serves(engine.name, self._kind, platform.node(), engine.version)
+        elif engine.state is EngineState.DOWN:
+            self.roster.left(engine.name, engine.how)
         self._free.set()
         self._on_load(self.live)  # grows also when the one that served the oldest version dies
 
@@ -124,6 +132,7 @@ class EnginePool:
             RefusedRequest: the engine will not serve them.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
+        prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
         while (name := self._router.start(completions)) is None:
             self._free.clear()  # below: a replacement that is not ready in time has another one by then
             up, limits = bool(self._router.up), self._deadlines
@@ -138,7 +147,7 @@ class EnginePool:
             engine.open |= ids
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
-                yield completion
+                yield completion.written_by(name, prefixes[completion.request][completion.member])
         except EngineLost:
             if not ids & engine.given_up:
                 engine.suspect()
@@ -162,11 +171,17 @@ class EnginePool:
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What the completions in flight have beyond their known tokens; without an engine that does not reply within
         `patience` seconds (None: `deadlines.answer`)."""
-        found = await asyncio.gather(*(engine.partials(known, patience) for engine in self._engines.values()))
-        return {request: members for theirs in found for request, members in theirs.items()}
+        engines = list(self._engines.values())
+        found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
+        return {
+            request: {member: piece.written_by(engine.name) for member, piece in members.items()}
+            for engine, theirs in zip(engines, found, strict=True)
+            for request, members in theirs.items()
+        }
 
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine loads it."""
+        self.roster.step = version
         for engine in self._engines.values():
             engine.publish(version)
 
@@ -206,6 +221,10 @@ class EnginePool:
     def busy(self) -> dict[str, float]:
         """Seconds of work by engine, that of those which it replaced included."""
         return {name: engine.counted(lambda health: health.busy_seconds) for name, engine in self._engines.items()}
+
+    def generated(self) -> dict[str, int]:
+        """Tokens by engine, those of the ones that it replaced included, up to the last poll."""
+        return {name: round(engine.counted(lambda health: health.generated)) for name, engine in self._engines.items()}
 
     async def stop(self, grace: float) -> None:
         """End all engines; returns when they are gone."""
