@@ -45,6 +45,6 @@ def test_a_resumed_run_goes_on_with_the_rows_and_says_who_did_not_come_back() ->
     resumed = "the run ended, and was resumed"
     assert roster.rows() == [
         Membership("engine-0", "native", "new", 5, 0, None, resumed),
-        Membership("spot", "native", "there", 2, 1, 2, "lost"),
         Membership("engine-1", "native", "old", 5, 0, 5, resumed),
+        Membership("spot", "native", "there", 2, 1, 2, "lost"),
     ]

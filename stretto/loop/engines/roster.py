@@ -30,8 +30,8 @@ class Roster:
         self._rows: dict[str, Membership] = {}
 
     def rows(self) -> list[Membership]:
-        """In the order in which they joined."""
-        return list(self._rows.values())
+        """In the order of the steps at which they joined, and of their names (engine-2 before engine-10)."""
+        return sorted(self._rows.values(), key=lambda row: (row.joined_step, len(row.name), row.name))
 
     def restore(self, earlier: Sequence[Membership], step: int) -> None:
         """Begin with the rows of an earlier process of the run, whose engines have ended with it; `step` is the newest
