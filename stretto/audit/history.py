@@ -18,8 +18,9 @@ import msgspec
 from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, broken_files, payload_fits
 from stretto.core.errors import Problem, RunFolderError, StoreError
 
-FORMATS = (2, 3)  #: formats that can be checked
+FORMATS = (2, 3, 4)  #: formats that can be checked
 _FIRST_SEALED = 3
+_ENGINES = 5  # the place of the engines in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
 MAY_CHANGE = frozenset({"evaluation", "deadlines", "store"})
@@ -55,6 +56,7 @@ class RecordedTrajectory:
     newest_version: int | None
     versions: tuple[int, ...] | None
     lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
+    writers: tuple[tuple[str, int], ...] = ()  # engines, each with the tokens that it wrote; none before format 4
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class History:
     given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt of the prompts that are next
     position: tuple[int, int] | None  # epoch, and the number of prompts drawn in it
     policies: tuple[int, ...]
+    roster: tuple[str, ...]  # the engines of the run
     damage: tuple[str, ...]  # found by SQLite's integrity check
     broken_checksums: tuple[str, ...]
     broken_start: tuple[str, ...]  # files of the run's start that have changed
@@ -134,8 +137,8 @@ def read_history(folder: Path) -> History:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
             if found not in FORMATS:
-                can = " and ".join(map(str, FORMATS))
-                raise StoreError(f"{path}: has format {found}, this version of stretto checks formats {can}")
+                can = f"formats {FORMATS[0]} to {FORMATS[-1]}"
+                raise StoreError(f"{path}: has format {found}, this version of stretto checks {can}")
             connection.execute("BEGIN")
             return _history(connection, found, folder, bounds, policies)
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
@@ -172,6 +175,7 @@ def _history(
         given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
         position=(position["epoch"], position["index"]) if position else None,
         policies=policies,
+        roster=tuple(engine["name"] for engine in facts.get("engines", ())),
         damage=damage,
         broken_checksums=tuple(broken_checksums(connection, number)),
         broken_start=tuple(broken_files(folder, _kept(folder, facts.get("start", {})))),
@@ -239,12 +243,14 @@ def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     member, _, _, _, verdict, reward, stop_reason, *_ = facts
     id = f"{group}/{member}"
     versions, lengths = None, None
+    writers: tuple[tuple[str, int], ...] = ()
     if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
         bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
         segments = [segment for segment in bulk[0] if segment[2]] if len(bulk) == FIELDS else [bulk]
         versions = tuple(version for segment in segments for version in segment[2])
         lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
-    return RecordedTrajectory(id, group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+        writers = tuple((name, count) for segment in segments for name, count in (segment[_ENGINES:] or [()])[0])
+    return RecordedTrajectory(id, group, *facts, versions, lengths, writers)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 
 def _step(row: tuple[object, ...]) -> RecordedStep:

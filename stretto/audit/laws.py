@@ -158,6 +158,18 @@ def _incomplete(
                 yield f"{one.id} has {one.tokens} tokens, and on record are {sorted(found)}"
 
 
+def every_token_has_its_engine(history: History) -> Iterator[str]:
+    """An engine that is named as a writer of tokens is on the roster of the run; the writers of a trajectory wrote as
+    many tokens as it has."""
+    for one in history.trajectories:
+        yield from (
+            f"{one.id} has tokens of {name}, which is not on the roster"
+            for name in sorted({name for name, _ in one.writers} - {"", *history.roster})
+        )
+        if one.writers and one.lengths is not None and sum(count for _, count in one.writers) != one.lengths[0]:
+            yield f"{one.id} has {one.lengths[0]} sampled tokens, its engines wrote {one.writers}"
+
+
 def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
     """Each epoch asks each prompt once, and again only after an attempt that ended untrained; each attempt that ended
     untrained, and may be repeated, was repeated or is next."""
@@ -239,5 +251,6 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     no_group_starts_before_its_turn,
     no_bound_is_broken,
     batches_are_complete,
+    every_token_has_its_engine,
     no_prompt_is_skipped_or_repeated,
 )

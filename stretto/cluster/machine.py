@@ -30,6 +30,7 @@ from stretto.cluster.messages import (
 from stretto.cluster.wire import Wire
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireError
+from stretto.core.events import Span
 from stretto.core.tasks import first_of
 
 _START_SECONDS = 30.0
@@ -44,7 +45,7 @@ class JoinedMachine:
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
-        self.pulled: list[Mirrored] = []
+        self.spans: list[Span] = []  # of its mirror, since they were taken
         self.places: tuple[Place, ...] = ()
         self.model = self.mailbox_folder = ""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -86,7 +87,9 @@ class JoinedMachine:
                 self.places, self.model, self.mailbox_folder = places, model, mailbox_folder
                 self.prepared.set()
             case Mirrored(version):
-                self.pulled.append(message)
+                now = time.monotonic()
+                start = now - message.seconds
+                self.spans.append(Span(self.name, "pull", start=start, end=now, version=version, bytes=message.size))
                 self.mirrored = version
                 self._arrived.set()
             case RoleStarted(place):

@@ -14,8 +14,9 @@ from stretto.core.records import Record
 class Span(Record, frozen=True):
     """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
-    Names in use: ``generate``, ``load``, ``recompute`` (engines); ``proximal``, ``update``, ``publish``,
-    ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor).
+    Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
+    ``proximal``, ``update``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor).
+    `bytes` is what it moved, 0 where that has no meaning.
     """
 
     role: str
@@ -23,6 +24,7 @@ class Span(Record, frozen=True):
     start: float
     end: float
     version: int = -1
+    bytes: int = 0
 
     def shifted(self, seconds: float) -> Span:
         """The same span on a clock that is `seconds` ahead: that of another machine, say."""

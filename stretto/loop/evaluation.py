@@ -28,8 +28,8 @@ _PREFIX = "evaluation."
 class Evaluator:
     """Generates and scores as the training loop does, beside it or alone.
 
-    `count_tokens` gets the length of each completion as it ends, also in an evaluation that is cut short. `keep` gets
-    the judged completions of a whole evaluation.
+    `count` gets each completion as it ends, also in an evaluation that is cut short. `keep` gets the judged completions
+    of a whole evaluation.
     """
 
     prompts: Sequence[Prompt]
@@ -38,7 +38,7 @@ class Evaluator:
     generate: Generate
     score: Score
     detokenize: Detokenize
-    count_tokens: Callable[[int], None] = lambda tokens: None
+    count: Callable[[Completion], None] = lambda completion: None
     keep: Callable[[Sequence[SampledCompletion]], None] = lambda samples: None
 
     async def __call__(self) -> Evaluation:
@@ -80,7 +80,7 @@ class Evaluator:
         for attempt in attempts():
             with attempt:
                 async for completion in self.generate(*requests):
-                    self.count_tokens(len(completion.token_ids))
+                    self.count(completion)
                     found[completion.request.removeprefix(_PREFIX)] = completion
                 break
         return found

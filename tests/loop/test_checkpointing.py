@@ -23,7 +23,18 @@ import msgspec
 import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, StoreError
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import (
+    Batch,
+    Completion,
+    Group,
+    Outcome,
+    Prompt,
+    Segment,
+    StopReason,
+    Trajectory,
+    Update,
+    Verdict,
+)
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
@@ -113,7 +124,9 @@ def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(des
     desk.counters.work = Work(generated=100)
     desk.recorder.polled()
     assert desk.recorder.totals().generated == 100
-    desk.recorder.evaluation_sampled(20)  # sampled after that poll: not among the 100
+    tokens = Segment((7,) * 20, stop_reason=StopReason.STOP)
+    evaluated = Completion.of("evaluation.1", 0, tokens)
+    desk.recorder.evaluation_sampled(evaluated)  # sampled after that poll: not among the 100
     assert desk.recorder.totals().generated == 100
     desk.counters.work = Work(generated=130)
     desk.recorder.polled()

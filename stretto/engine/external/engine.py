@@ -219,7 +219,10 @@ class ExternalEngine:
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
             if version > self.version or not self._counts.updates:
+                start = time.monotonic()
                 folder = await asyncio.to_thread(self._weights.folder_of, version)
+                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+                self._spans.add("map", start, time.monotonic(), version, size)
                 await self._load(folder, version)
             return self.version
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -140,7 +141,8 @@ class Generation:
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
         if version != self.engine.version or not self.engine.updates:
-            self.engine.update(version, self._mailbox.load(version))
+            start = time.monotonic()
+            self.engine.update(version, self._mailbox.load(version), since=start)
         return self.engine.version
 
     async def health(self) -> EngineHealth:

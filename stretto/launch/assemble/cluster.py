@@ -17,6 +17,7 @@ from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import RunTerms
 from stretto.core.errors import Problem, RecipeError, RoleDied
+from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec
@@ -113,6 +114,14 @@ class Cluster:
     async def supervise(self) -> NoReturn:
         """Keep the server of weights alive."""
         await self._tasks.watch()
+
+    def drain_spans(self) -> list[Span]:
+        """What the mirrors of other machines did since the last call."""
+        spans = []
+        for machine in self.gate.machines.values():
+            spans += machine.spans
+            machine.spans = []
+        return spans
 
     async def close(self, why: str, again: bool) -> None:
         """Dismiss every machine."""

@@ -52,7 +52,13 @@ class Roles:
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
-        return [*await self.engines.poll(patience), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
+        of_engines = await self.engines.poll(patience)
+        return [
+            *of_engines,
+            *self.trainer.drain_spans(),
+            *self.rewards.drain_spans(),
+            *self.cluster.drain_spans(),
+        ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
         """`poll`; once a stop is requested, it waits a second for an engine that does not reply."""
@@ -87,6 +93,7 @@ class Roles:
             stopped=round(self.engines.counted(lambda health: health.wasted)),
             unfinished=round(self.engines.counted(lambda health: health.unfinished)),
             busy=busy,
+            generated_by=self.engines.generated(),
         )
 
 
@@ -121,6 +128,7 @@ async def running_roles(
             router=ExclusiveRouter() if in_rounds(recipe) else Router(),
             spawner=spawner,
             lag=recipe.cluster.lag,
+            kind=recipe.engine.kind,
         )
         rewards = _reward_pool(plan, folder, report)
         trainer.report_to(report)

@@ -33,7 +33,7 @@ from stretto.rollout.controller import Continuous, Controller, ControllerState, 
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals
+from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
@@ -134,10 +134,18 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ) as roles:
             for fact in roles.rewards.facts.values():
                 reporter.say(fact)
+            _keep_roster(context, roles)
             if not stop.requested:
                 recorder = _recorder(context, roles, earlier, since)
                 await run_beside(roles.supervise(), _train(context, roles, recorder))
         return stop.exit_code
+
+
+def _keep_roster(context: RunContext, roles: Roles) -> None:
+    """The engines of this process behind those of earlier ones, in the ledger from now on."""
+    ledger, roster = context.ledger, roles.engines.roster
+    roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
+    ledger.watch(ENGINES, roster.rows)
 
 
 def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: float) -> Recorder:
@@ -150,6 +158,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: 
         max_staleness=recipe.rollout.max_staleness,
         earlier=earlier,
         clock=RunClock(earlier, since),
+        medium="http" if recipe.cluster.listen else "shared_memory",
         slow_reward=SlowReward(recipe.rewards.function, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,
     )
@@ -253,7 +262,7 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
         generate=roles.engines.generate,
         score=roles.rewards.score_group,
         detokenize=plan.tokenizer.decode,
-        count_tokens=recorder.evaluation_sampled,
+        count=recorder.evaluation_sampled,
         keep=recorder.held_out,
     )
 

@@ -61,4 +61,4 @@ def guest(
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
     client = GuestEngine(spec, machine, deadlines, key, context)
     restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
-    return EngineHandle(spec, process, client, deadlines, restarts, changed, load_interval)
+    return EngineHandle(spec, process, client, deadlines, restarts, changed, load_interval, machine.host)

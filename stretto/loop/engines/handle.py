@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class EngineHandle:
     Attributes:
         state: changed by its own methods alone.
         version: what it serves; None while it is down or starting.
+        host: the name of its machine.
+        how: its last process ended, if one has.
         published: the newest version in the mailbox, which it loads as soon as it can.
         open: the requests that it has.
         changed: called when `state` or `version` has changed.
@@ -93,8 +96,10 @@ class EngineHandle:
     restarts: RestartBudget
     changed: Callable[[EngineHandle], None]
     load_interval: float = 0.0
+    host: str = field(default_factory=platform.node)
     state: EngineState = EngineState.DOWN
     version: int | None = None
+    how: str = ""
     published: int = -1
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
@@ -159,9 +164,10 @@ class EngineHandle:
         self.leaving = True
         self._becomes(EngineState.LEAVING, self.version)
 
-    def is_gone(self) -> None:
+    def is_gone(self, why: str) -> None:
         """It has left: its requests break off, and its counters stay."""
-        self.leaving = True
+        self.leaving, self.how = True, why
+        self._retire_counters()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()
 
@@ -228,14 +234,19 @@ class EngineHandle:
             RoleDied: it has died too often.
         """
         self._restarts += 1
-        if (health := self._health) is not None:
-            wasted = health.wasted + health.unfinished
-            self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
-        self._health = None
+        self.how = how
+        self._retire_counters()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()  # to another machine a connection stays open until its end is noticed
         if self.restarts.exceeded_by_one_more():
             raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
+
+    def _retire_counters(self) -> None:
+        """Those of a process that has ended; what it had not finished is wasted."""
+        if (health := self._health) is not None:
+            wasted = health.wasted + health.unfinished
+            self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
+        self._health = None
 
     async def _reinstate(self) -> NoReturn:
         """A suspected engine that replies gets requests again; one that does not for `deadlines.hung` seconds is

@@ -21,11 +21,12 @@ from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLeft, EngineLost, RoleDied, RoleError, WireError
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Partials
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle, EngineState
+from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
 
@@ -49,10 +50,12 @@ class EnginePool:
         router: Router | None = None,
         spawner: Spawner = FRESH,
         lag: float = math.inf,
+        kind: str = "native",
     ) -> None:
-        """`role` is the module of an engine's process. `load_interval` is that of the engine's configuration, in
-        seconds; `router` chooses among the engines that are up (default: the least loaded). `lag`: seconds behind the
-        newest version after which an engine does not count as live, and gets no groups, until it has caught up."""
+        """`role` is the module of an engine's process, `kind` the make. `load_interval` is that of the engine's
+        configuration, in seconds; `router` chooses among the engines that are up (default: the least loaded). `lag`:
+        seconds behind the newest version after which an engine does not count as live, and gets no groups, until it has
+        caught up."""
         self._engines = {
             spec.name: EngineHandle.to(spec, logs, deadlines, role, spawner, self._changed, load_interval)
             for spec in specs
@@ -66,6 +69,7 @@ class EnginePool:
         self._announce: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = router or Router()
+        self._kind, self.roster = kind, Roster()
         self._free = asyncio.Event()
         self._supervised, self._loading = NamedTasks(), NamedTasks()
         self._loads = False  # `keep_loaded` runs
@@ -111,6 +115,10 @@ class EnginePool:
         up = engine.state is EngineState.UP
         if up != (engine.name in self._router.up):
             (self._router.join if up else self._router.leave)(engine.name)
+        if engine.version is not None:
+            self.roster.serves(engine.name, self._kind, engine.host, engine.version)
+        elif engine.state is EngineState.DOWN:
+            self.roster.left(engine.name, engine.how)
         self._free.set()
         self._on_load(self.live)  # grows also when the one that served the oldest version dies
 
@@ -176,7 +184,7 @@ class EnginePool:
         if (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
-        engine.is_gone()
+        engine.is_gone(why)
         self._say(f"{name} has left: {why}")
         for tasks in (self._supervised, self._loading):
             tasks.drop(name)
@@ -211,6 +219,7 @@ class EnginePool:
             RefusedRequest: the engine will not serve them.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
+        prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
         name = await self._free_engine(completions)
         engine = self._engines[name]
         try:
@@ -220,7 +229,7 @@ class EnginePool:
             engine.open |= ids
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
-                yield completion
+                yield completion.written_by(name, prefixes[completion.request][completion.member])
         except EngineLost as loss:
             if engine.leaving:
                 raise EngineLeft(name, loss.how) from None
@@ -255,14 +264,19 @@ class EnginePool:
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What the completions in flight have beyond their known tokens; without an engine that does not reply within
         `patience` seconds (None: `deadlines.answer`)."""
-        found = await asyncio.gather(*(engine.partials(known, patience) for engine in self._engines.values()))
-        return {request: members for theirs in found for request, members in theirs.items()}
+        engines = list(self._engines.values())
+        found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
+        return {
+            request: {member: piece.written_by(engine.name) for member, piece in members.items()}
+            for engine, theirs in zip(engines, found, strict=True)
+            for request, members in theirs.items()
+        }
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine loads it."""
-        self._published = version
+        self._published = self.roster.step = version
         self._announce(version)
         for engine in self._engines.values():
             engine.publish(version)
@@ -308,3 +322,7 @@ class EnginePool:
     def busy(self) -> dict[str, float]:
         """Seconds of work by engine, that of those which it replaced included."""
         return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._all}
+
+    def generated(self) -> dict[str, int]:
+        """Tokens by engine, those of the ones that it replaced included, up to the last poll."""
+        return {engine.name: round(engine.counted(lambda health: health.generated)) for engine in self._all}
