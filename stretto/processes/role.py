@@ -9,8 +9,9 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -47,8 +48,15 @@ class RoleProcess:
         self._end: asyncio.Task[str] | None = None
         self._changing = asyncio.Lock()  # `stop` waits until `start` is done
 
-    async def start(self, spec: msgspec.Struct, threads: int, inherited: Sequence[int] = ()) -> None:
-        """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers.
+    async def start(
+        self,
+        spec: msgspec.Struct,
+        threads: int,
+        inherited: Sequence[int] = (),
+        secrets: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers, `secrets` are
+        environment variables, which other users of the machine cannot read.
 
         Raises:
             RoleDied: the system has no room for another process.
@@ -65,7 +73,7 @@ class RoleProcess:
                             spec=msgspec.json.encode(spec).decode(),
                             log=str(self.log),
                             threads=threads,
-                            environment={HEARTBEAT: str(heartbeat.far)},
+                            environment={HEARTBEAT: str(heartbeat.far), **secrets},
                             inherited=(*inherited, heartbeat.far),
                         )
                     )
