@@ -19,11 +19,13 @@ import torch
 
 from stretto.core.errors import StoreError
 from stretto.trainer import checkpoint
+from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.roles.rank_group import RankGroup
+from stretto.trainer.spec import TrainerSpec
 from tests.tolerances import after_adam, assert_close
-from tests.trainer.rank_runs import LOSSES, PLAYED, SCENARIOS, trainer_of
+from tests.trainer.rank_runs import LOSSES, PLAYED, SAMPLING, SCENARIOS, trainer_of
 from tests.trainer.tiny import BACKWARD
 
 ROOT = Path(__file__).parents[2]
@@ -145,12 +147,20 @@ def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: 
 
 
 def test_a_rank_that_cannot_be_watched_is_lost_and_rank_0_does_not_wait_for_it(tmp_path: Path) -> None:
-    group = RankGroup(2, "{}", threads=1, log=tmp_path / "trainer.txt", hung=10.0)
-    near, far = group._wires[1]
-    far.close()  # no process can inherit it
+    config = TrainerConfig(ranks=2)
+    spec = TrainerSpec(
+        model="",
+        mailbox="",
+        mailbox_folder="",
+        trainer=config.model_dump_json(),
+        algorithm="{}",
+        sampling=SAMPLING,
+        threads=1,
+        log=str(tmp_path / "\0"),  # no process can have such a log
+    )
+    group = RankGroup(spec)
     group._ending = True  # else the watch ends this process
-    with near:
-        asyncio.run(group._watch(0, lambda loss: None))
+    asyncio.run(group._watch(0, lambda loss: None))
     lost = group.explain(RuntimeError("a collective failed"))
     assert isinstance(lost, RankLost)
     assert lost.how.startswith("lost rank 1, unwatched: ValueError")

@@ -164,8 +164,7 @@ class TrainerRole:
 
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
     """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
-    config = TrainerConfig.model_validate_json(spec.trainer)
-    group = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+    group = RankGroup(spec)
 
     def tell(message: CheckpointSaved | CheckpointFailed) -> None:
         if isinstance(message, CheckpointFailed) and group.explain(StoreError(message.problem)) is not None:
@@ -173,7 +172,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
         channel.send(message)
 
     try:
-        ranks = group.start(config.device, channel.send)
+        ranks = group.start(channel.send)
         role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
