@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.config import EngineConfig
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
-        lambda: asyncio.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
+        lambda: uvloop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
     )
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.core.records import Prompt
@@ -21,7 +18,7 @@ from stretto.engine.external.make import Served, on_cpu
 from stretto.engine.external.makes import MAKES
 from stretto.launch.preflight.base import digest
 from stretto.launch.recipe.recipe import Recipe
-from stretto.model.hf.folder import ModelFolder
+from stretto.model.hf.inspection import ModelFolder, read_config
 from stretto.model.hf.tokenizer import Tokenizer
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
@@ -48,8 +45,8 @@ def check_embedded(config: EngineConfig) -> None:
     """Raises RecipeError: the settings are of a server, where this process generates with the embedded engine."""
     found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
     problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in _given(config)]
+    remedy = 'allowed: "native"; vLLM and SGLang are servers themselves'
     if config.kind != "native":
-        remedy = 'allowed: "native"; vLLM and SGLang are servers themselves'
         problems.insert(0, Problem("engine.kind", f'"{config.kind}", {found}', remedy))
     if problems:
         raise RecipeError(problems)
@@ -196,7 +193,7 @@ async def _ask(
 def _difference(served: Served, base: ModelFolder) -> str | None:
     """What the server's model has otherwise than the policy: by its config, where that is a file of this machine, else
     by its architecture, where the server says it. Weights of another shape would fail at the first load."""
-    ours, theirs = _config_of(base.path), _config_of(Path(served.model))
+    ours, theirs = read_config(base.path), read_config(Path(served.model))
     if served.architecture is not None:
         theirs.setdefault("architectures", [served.architecture])
     keys = sorted((ours.keys() & theirs.keys()) - _OF_THE_FILE)
@@ -205,15 +202,6 @@ def _difference(served: Served, base: ModelFolder) -> str | None:
     digests = [digest(*(f"{key}={config[key]}" for key in keys)) for config in (theirs, ours)]
     found = ", ".join(f"{key} {theirs[key]} in place of {ours[key]}" for key in other)
     return f"{served.model} (digest {digests[0]}), which is not the policy {base.path} (digest {digests[1]}): {found}"
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    """The config of a model folder; empty where it cannot be read."""
-    with suppress(OSError, ValueError):
-        config = json.loads((folder / "config.json").read_text())
-        if isinstance(config, dict):
-            return config
-    return {}
 
 
 async def _tokens(http: JsonServer, served: Served, text: str) -> object:
