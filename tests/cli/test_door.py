@@ -178,6 +178,10 @@ def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> 
         (["slots"], "slots: is no setting of the engine"),
         (["engine.count=2"], "engine.count: has no meaning for a server; one engine is served"),
         (["engine.base_port=9"], "engine.base_port: has no meaning for a server; give --port"),
+        (["engine.kind=vllm"], 'engine.kind: "vllm", and only the runs and evaluations of a recipe have another'),
+        (["engine.kind=sglang"], 'allowed: "native"; vLLM and SGLang are servers themselves'),
+        (["engine.python=/bin/python"], "engine.python: is given, and only the runs and evaluations"),
+        (["engine.addresses=['a:1']"], "engine.addresses: is given, and only the runs and evaluations"),
     ],
 )
 def test_serve_understands_the_engines_settings_alone(

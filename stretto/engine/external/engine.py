@@ -155,6 +155,8 @@ class ExternalEngine:
                 self._counts.recomputed += len(completion.token_ids)
         except EngineLost as lost:  # the conductor gives the rest to another engine
             completion.stream.break_off(lost.how)
+        except RefusedRequest as refused:  # the request is at fault, so the engine goes on
+            completion.stream.refuse(refused)
         except StrettoError as error:  # the server cannot be trusted with another token
             completion.distrust()
             completion.stream.break_off(str(error))

@@ -21,6 +21,7 @@ Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
 _NAMED = 3  # requests that a message names
+_FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
 
 class HttpEngine:
@@ -64,7 +65,7 @@ class HttpEngine:
         Requests that are sent together begin in the same step.
 
         Raises:
-            RefusedRequest: the engine will not serve one of them, and so none.
+            RefusedRequest: the engine will not serve one of them, and so none; a server behind it may say so later.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
             DeadlineExceeded: no completion ended for `answer_seconds`.
         """
@@ -79,7 +80,7 @@ class HttpEngine:
                         raise refusal(self.name, connection.status, part + await self._rest(connection))
                 for body in unframer.feed(part):
                     missing -= 1
-                    yield decoded(body, Completion)
+                    yield self._completion(body)
                 if not part:
                     break
         if missing:
@@ -133,6 +134,15 @@ class HttpEngine:
                 raise refusal(self.name, connection.status, reply)
             return reply
 
+    def _completion(self, body: bytes) -> Completion:
+        try:
+            told = _FRAME.decode(body)
+        except msgspec.DecodeError as error:
+            raise _unknown(body, error) from None
+        if isinstance(told, list):
+            raise _error(told[0])
+        return told
+
     @staticmethod
     async def _rest(connection: Connection) -> bytes:
         parts = []
@@ -150,7 +160,11 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})") from None
+        raise _unknown(body, error) from None
+
+
+def _unknown(body: bytes, error: msgspec.DecodeError) -> WireError:
+    return WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})")
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
@@ -160,6 +174,10 @@ def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
     except WireError as error:
         # Its server breaks off what is open with this status when the engine has failed.
         return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
+    return _error(told)
+
+
+def _error(told: Refusal) -> WireError | EngineLost:
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
     if told.error == "EngineLost":

@@ -197,7 +197,7 @@ def _too_large(largest: int) -> Refusal:
 def _refusal(error: Exception) -> tuple[int, Refusal]:
     """Status and body by which the client raises the same error again."""
     if isinstance(error, RefusedRequest):
-        return 400, Refusal(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
+        return 400, Refusal.of(error)
     if isinstance(error, EngineLost):
         return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
     if isinstance(error, msgspec.DecodeError):

@@ -140,6 +140,11 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
     return shape if len(problems) == before else None
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a model folder; empty where it cannot be read."""
+    return _read_json(folder / "config.json", [])
+
+
 def read_weights(folder: Path) -> dict[str, TensorHeader]:
     """The tensor headers of a folder that `inspect_model_folder` has accepted."""
     return _weights(folder, [])[0]
