@@ -220,7 +220,10 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
             if known is None:  # the run was killed when its ledger was still empty, or an earlier stretto began it
                 ledger.put(key, found)
         if known is not None and known != found:
-            changed = f"the {kind} questions are not those of the run (the data or the tokenizer has changed)"
+            changed = (
+                f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
+                f"is {found}, on record is {known})"
+            )
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
 
 

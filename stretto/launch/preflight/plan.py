@@ -23,6 +23,7 @@ from stretto.launch.preflight.checks import (
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts
 from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.lookalikes import strange_digits
 from stretto.launch.preflight.repeats import repeated
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.trainable import check_trainable
@@ -112,6 +113,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         notes=(
             *_unused_template(questions.training, tokenizer),
             *sifted.warnings,
+            *strange_digits(questions),
             *repeated(questions),
             *try_reward(recipe.rewards, questions.training),
         ),

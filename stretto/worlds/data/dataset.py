@@ -23,6 +23,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
     answer_field: str = Field("answer", description="key of what the reward compares with")
     demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
+    id_field: str | None = Field(None, description="key of a row's own name, which no other row may have")
     held_out: int = Field(64, ge=1, description="rows at the end of the file that are kept for evaluation")
     held_out_file: str | None = Field(None, description="a second file in place of the last rows")
 
@@ -53,11 +54,14 @@ def read_rows(path: Path, task: JsonlTask) -> list[Question]:
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
     """
-    return jsonl.read_rows(path, lambda row, number, place: _question(row, number, place, task))
+    seen: dict[str, str] = {}
+    return jsonl.read_rows(path, lambda row, number, place: _question(row, number, place, task, seen))
 
 
-def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask) -> Question:
+def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask, seen: dict[str, str]) -> Question:
     jsonl.require(row, (task.prompt_field, task.answer_field), place)
+    if task.id_field is not None:
+        jsonl.unseen(row, task.id_field, place, seen)
     text, messages = jsonl.prompt(row[task.prompt_field], f"{place}: {task.prompt_field}")
     further = {name: value for name, value in row.items() if name not in (task.prompt_field, task.answer_field)}
     chat = messages or ({"role": "user", "content": text},)

@@ -33,6 +33,21 @@ def require(row: dict[str, Any], names: tuple[str, ...], place: str) -> None:
             raise mistake(place, f"no field {name!r}", nearest(name, row) if row else "the object is empty")
 
 
+def unseen(row: dict[str, Any], name: str, place: str, seen: dict[str, str]) -> str:
+    """The row's own name, which is new to `seen` (names with the places of their rows) and is added to it.
+
+    Raises:
+        DataError: it is no text and no whole number, or another row has it.
+    """
+    require(row, (name,), place)
+    value = row[name]
+    if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
+        raise mistake(f"{place}: {name}", shown(value), "a text or a whole number is needed")
+    if (first := seen.setdefault(str(value), place)) != place:
+        raise mistake(f"{place}: {name}", f"{shown(value)} is also that of {first}", "each row needs a name of its own")
+    return str(value)
+
+
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
     """A text that is not blank, of `largest` characters at most."""
     if not isinstance(value, str) or not value.strip():
