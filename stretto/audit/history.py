@@ -23,7 +23,7 @@ _FIRST_SEALED = 3
 _ENGINES = 5  # the place of the engines in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
-MAY_CHANGE = frozenset({"evaluation", "deadlines", "store"})
+MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store"})
 MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "keep_versions", "checkpoint_every"})}
 
 _TRAJECTORIES = """

@@ -20,7 +20,9 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
         "", description="host:port at which other machines join; empty: none can. Port 0 takes a free one"
     )
     ray: str = Field("auto", description="address of the Ray cluster; auto: the running one; local: a new one")
-    tls: str = Field("", description="folder with ca.pem, cert.pem and key.pem; empty: no TLS between machines")
+    tls: str | None = Field(
+        None, description="folder with ca.pem, cert.pem and key.pem, for TLS between machines; none without it"
+    )
     lease: float = Field(15.0, ge=1.0, description="seconds of silence after which a machine counts as lost")
     lag: float = Field(
         60.0, gt=0, description="seconds behind the newest version after which an engine gets no groups for a while"

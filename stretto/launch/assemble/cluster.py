@@ -80,7 +80,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
-        self._context = client_context(self.plan.recipe.cluster.tls)
+        self._context = client_context(self.plan.recipe.cluster.tls or "")
         doors = Doors(
             terms=self._terms,
             joined=self._joined,
@@ -103,7 +103,7 @@ class Cluster:
         address = ""
         if config.listen:
             self._serve_weights(config.listen)
-            address = await self.gate.open(config.listen, config.tls)
+            address = await self.gate.open(config.listen, config.tls or "")
             host, _, port = address.rpartition(":")
             address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
             self.report(
@@ -147,7 +147,7 @@ class Cluster:
             model=str(self.folder.policy(0)),
             address=f"{host}:{self.weights_port}",
             key_file=str(key_file),
-            tls=self.plan.recipe.cluster.tls or None,
+            tls=self.plan.recipe.cluster.tls,
         )
         self._tasks.add("weights", self._keep_serving(spec, reserved))
 
@@ -197,7 +197,7 @@ class Cluster:
             mailbox_folder=machine.mailbox_folder,
             scratch=place.scratch,
             kernels=None,
-            tls=plan.recipe.cluster.tls,
+            tls=plan.recipe.cluster.tls or "",
         )
         recipe, changed = plan.recipe, self.engines.changed
         role, interval = engine_role(recipe.engine), recipe.engine.load_interval

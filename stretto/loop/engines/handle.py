@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import NoReturn, Protocol, Self
+from typing import NoReturn, Self
 
 import msgspec
 
@@ -24,44 +24,13 @@ from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.process import EngineProcess
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.spawn import Spawner
 
 RETRY_SECONDS = 0.05
 _POLL_SECONDS = 0.005
 _GIVE_UP_SECONDS = 1.0
-
-
-class EngineProcess(Protocol):
-    """Where an engine runs: in a process of this machine (`processes.role`), or of another (`cluster.machine`)."""
-
-    @property
-    def log(self) -> Path: ...
-
-    @property
-    def clock_offset(self) -> float:
-        """Seconds from its clock to ours."""
-        ...
-
-    @property
-    def running(self) -> bool: ...
-
-    @property
-    def killed(self) -> bool: ...
-
-    async def start(self, spec: msgspec.Struct, threads: int) -> None:
-        """
-        Raises:
-            RoleDied: the system has no room for another process.
-            MachineLost: its machine is gone.
-        """
-        ...
-
-    async def ended(self) -> str: ...
-
-    async def stop(self, grace: float) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 class EngineState(Enum):

@@ -107,9 +107,9 @@ class InFlight:
         group = self._groups.setdefault(request.id, GroupInFlight())
         try:
             losses = 0
-            while (missing := group.request(request)).seeds:
+            while len(group.ended) < len(request.seeds):
                 try:
-                    async for completion in self._engines.generate(missing):
+                    async for completion in self._engines.generate(group.request(request)):
                         member = group.members[completion.member]
                         group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
                     if count := len(request.seeds) - len(group.ended):
