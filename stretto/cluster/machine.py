@@ -34,6 +34,7 @@ from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireErr
 from stretto.core.events import Span
 from stretto.core.tasks import first_of
 
+SILENT_SECONDS = 4.0  #: several heartbeats
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
 
@@ -253,7 +254,9 @@ class RemoteProcess:
                 return  # its agent, which has not replied, ends it when the lease is over
 
     def kill(self) -> None:
-        if self.running:
+        """SIGKILL. Not while its machine is silent: the order would kill it when a partition has healed; the lease ends
+        what does not heal."""
+        if self.running and self._machine.silence < SILENT_SECONDS:
             self._machine.send(KillRole(place=self._place))
 
 

@@ -7,7 +7,7 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable
 
-from stretto.cluster.machine import JoinedMachine
+from stretto.cluster.machine import SILENT_SECONDS, JoinedMachine
 from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, MachineLost
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.http.client import HttpEngine
@@ -17,7 +17,6 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.processes.role import RestartBudget
 
 _NEWS_SECONDS = 0.5
-_SILENT_SECONDS = 4.0  # several heartbeats
 _PULL_SECONDS = 900.0  # its mirror gives up before
 
 
@@ -58,7 +57,7 @@ class GuestEngine(HttpEngine):
 
     async def _machine_is_gone(self) -> bool:
         """When a machine goes, the connections to its engines may break before the one to its agent."""
-        if self._machine.silence > _SILENT_SECONDS:
+        if self._machine.silence > SILENT_SECONDS:
             return True
         await asyncio.wait([self._machine.lost], timeout=_NEWS_SECONDS)
         return self._machine.lost.done()
