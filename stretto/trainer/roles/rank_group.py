@@ -34,6 +34,7 @@ from stretto.processes.handshake import admit, new_key
 from stretto.processes.peer import Peer
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
+from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost, RanksAwaited, RankStart, Stop, ToTrainer
 from stretto.trainer.parallel.ranks import ALONE, Ranks
@@ -59,10 +60,10 @@ class RankIntroduction(Record, frozen=True):
 class RankGroup:
     """The other ranks, as rank 0 handles them; none in a trainer of one process."""
 
-    def __init__(self, spec: TrainerSpec) -> None:
-        """Of the trainer with this spec."""
+    def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
+        """Of the trainer with this spec; `spawner` starts the ranks of this machine."""
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
-        self._spec, self._key = spec, new_key()
+        self._spec, self._key, self._spawner = spec, new_key(), spawner
         self._host = _resolved(spec.rank_host) if config.ranks > 1 else LOOPBACK
         self._remote = tuple(range(config.local_ranks, config.ranks))
         self._ranks = tuple(range(1, config.ranks))
@@ -166,7 +167,7 @@ class RankGroup:
         """Start a rank on this machine, and wait until it ends."""
         config, log = self._config, Path(self._spec.log)
         log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
-        process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung)
+        process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)
         spec = RankSpec(rank=rank, host=self._host, port=port, threads=config.threads, hung=self._spec.hung, gpu=rank)
         try:
             await process.start(spec, config.threads, secrets={RANK_KEY: self._key})
