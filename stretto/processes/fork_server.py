@@ -87,7 +87,7 @@ def accelerated() -> bool:
     return any(path.exists() for path in _ACCELERATORS)
 
 
-class ServerProcess(Protocol):
+class ForkingProcess(Protocol):
     """What a fork server runs in: a `subprocess.Popen`, or a copy of this process (`fork_server_role.fork_here`)."""
 
     @property
@@ -108,15 +108,15 @@ class ForkServer:
     """See the module."""
 
     def __init__(
-        self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, ServerProcess] | None = None
+        self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, ForkingProcess] | None = None
     ) -> None:
         """`modules` are imported by the server. `running` is one, with the wire to it; else it is started."""
         self._usable = True
-        self._process: ServerProcess
+        self._process: ForkingProcess
         self._wire, self._process = running or self._started(modules)
 
     @staticmethod
-    def _started(modules: Sequence[str]) -> tuple[socket.socket, ServerProcess]:
+    def _started(modules: Sequence[str]) -> tuple[socket.socket, ForkingProcess]:
         wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         wire.setblocking(False)
         with contextlib.ExitStack() as undo, far:

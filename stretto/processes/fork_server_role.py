@@ -148,7 +148,7 @@ class ForkedHere:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `ServerProcess.wait`; after SIGKILL it is a moment."""
+        """As `ForkingProcess.wait`; after SIGKILL it is a moment."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 

@@ -62,7 +62,7 @@ class Peer(Generic[Received]):
         Raises:
             WireError, msgspec.MsgspecError: the other side sends what is no message.
         """
-        beating = asyncio.create_task(self._beat(), name="heartbeats")
+        heartbeats = asyncio.create_task(self._beat(), name="heartbeats")
         unframer, stall = Unframer(), StallTimer(_LONGEST_POLL)
         try:
             while True:
@@ -76,7 +76,7 @@ class Peer(Generic[Received]):
                         take(self._decoder.decode(body))
         finally:
             self.close()
-            await cancel_and_wait([beating])
+            await cancel_and_wait([heartbeats])
 
     def close(self) -> None:
         """Close the connection, whatever was not sent yet."""

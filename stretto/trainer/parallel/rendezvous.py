@@ -80,9 +80,9 @@ def interface_of(address: str) -> str | None:
 
 
 def _first_address(interface: str) -> ipaddress.IPv4Address | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack(_IFREQ, interface.encode(), 0, bytes(4)))
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack(_IFREQ, interface.encode(), 0, bytes(4)))
         except OSError:  # it has none
             return None
     return ipaddress.IPv4Address(struct.unpack(_IFREQ, found)[2])

@@ -173,10 +173,10 @@ class RankGroup:
             await process.start(spec, config.threads, secrets={RANK_KEY: self._key})
         except RoleDied as death:
             return RankLost(how=f"lost {death.role}, which {death.how}")
-        listening = asyncio.create_task(self._listened(rank))
+        connection = asyncio.create_task(self._listened(rank))
         how = await process.ended()
-        await asyncio.wait([listening], timeout=_PARTING_SECONDS)
-        if listening.done() and isinstance(words := listening.result(), Failed):
+        await asyncio.wait([connection], timeout=_PARTING_SECONDS)
+        if connection.done() and isinstance(words := connection.result(), Failed):
             return words
         return RankLost(how=f"lost {_name(rank)}, which {how}")
 
