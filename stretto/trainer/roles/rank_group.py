@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -112,15 +113,17 @@ class RankGroup:
     async def _watch(self, store: int, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> None:
         self._loop.set_result(loop := asyncio.get_running_loop())
         self._joined = {rank: loop.create_future() for rank in self._ranks}
-        server = await asyncio.start_server(partial(self._admit, store), self._host, 0)
-        port: int = server.sockets[0].getsockname()[1]
-        if self._remote:
-            tell(RanksAwaited(host=self._host, port=port, key=self._key, ranks=self._remote))
-        lives = {
-            rank: self._elsewhere(rank) if rank in self._remote else self._here(rank, port) for rank in self._ranks
-        }
-        ends = [asyncio.create_task(life, name=_name(rank)) for rank, life in lives.items()]
-        (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        with closing(await asyncio.start_server(partial(self._admit, store), self._host, 0)) as server:
+            port: int = server.sockets[0].getsockname()[1]
+            if self._remote:
+                tell(RanksAwaited(host=self._host, port=port, key=self._key, ranks=self._remote))
+            ends = [
+                asyncio.create_task(
+                    self._elsewhere(rank) if rank in self._remote else self._here(rank, port), name=_name(rank)
+                )
+                for rank in self._ranks
+            ]
+            (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         error = end.exception()  # whatever it is: unless it is reported, rank 0 hangs in a collective
         loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
         self._loss.set_result(loss)
