@@ -52,6 +52,8 @@ class Peer(Generic[Received]):
         """
         self._writer.write(frame(message))
         await self._writer.drain()
+        if self._writer.is_closing():
+            raise ConnectionResetError("the connection was given up")
 
     async def listen(self, take: Callable[[Received], None]) -> str:
         """Give every message to `take` until the other side is gone; returns how: ``"closed its connection"``. It has

@@ -133,7 +133,7 @@ class Running:
         """Start rank 1 on the other machine, as an agent does."""
         spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"))
         secrets = {name: wrong.pop("key", key) for name, key in self.awaited.secrets.items()}
-        await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, secrets=secrets)
+        await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 
     async def reply(self, kind: type[T]) -> T:
         reply = await self.channel.receive(f"to send {kind.__name__}", 60)

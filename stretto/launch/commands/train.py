@@ -36,6 +36,7 @@ from stretto.trainer.optimizer import learning_rate
 _MAY_CHANGE = (
     "trainer.steps",
     "trainer.ranks",
+    "trainer.remote_ranks",
     "trainer.keep_versions",
     "trainer.checkpoint_every",
     "evaluation",

@@ -48,9 +48,11 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     one = 4 if adapters else 16 + 12  # adapters add about a hundredth
     second = reference is not None and not (adapters and reference.path is None)
     policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
-    ranks = recipe.trainer.ranks
+    ranks = recipe.trainer.local_ranks
     whole = base.parameters * 4 * (ranks - 1)
-    trainer = base.parameters * policies + whole + ranks * (activations + _PROCESS_BYTES)
+    trainer = (
+        base.parameters * policies * ranks // recipe.trainer.ranks + whole + ranks * (activations + _PROCESS_BYTES)
+    )
     item = width[recipe.engine.dtype]
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
@@ -111,7 +113,7 @@ def warnings(plan: Plan) -> Sequence[str]:
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
     served = 0 if recipe.engine.addresses else recipe.engine.count
-    threads = served * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
+    threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     longest = plan.longest_prompt + plan.sampling.max_tokens

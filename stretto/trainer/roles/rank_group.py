@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from stretto.processes.handshake import admit, new_key
 from stretto.processes.peer import Peer
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
+from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost, RanksAwaited, RankStart, Stop, ToTrainer
 from stretto.trainer.parallel.ranks import ALONE, Ranks
@@ -59,10 +61,10 @@ class RankIntroduction(Record, frozen=True):
 class RankGroup:
     """The other ranks, as rank 0 handles them; none in a trainer of one process."""
 
-    def __init__(self, spec: TrainerSpec) -> None:
-        """Of the trainer with this spec."""
+    def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
+        """Of the trainer with this spec; `spawner` starts the ranks of this machine."""
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
-        self._spec, self._key = spec, new_key()
+        self._spec, self._key, self._spawner = spec, new_key(), spawner
         self._host = _resolved(spec.rank_host) if config.ranks > 1 else LOOPBACK
         self._remote = tuple(range(config.local_ranks, config.ranks))
         self._ranks = tuple(range(1, config.ranks))
@@ -111,15 +113,17 @@ class RankGroup:
     async def _watch(self, store: int, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> None:
         self._loop.set_result(loop := asyncio.get_running_loop())
         self._joined = {rank: loop.create_future() for rank in self._ranks}
-        server = await asyncio.start_server(partial(self._admit, store), self._host, 0)
-        port: int = server.sockets[0].getsockname()[1]
-        if self._remote:
-            tell(RanksAwaited(host=self._host, port=port, key=self._key, ranks=self._remote))
-        lives = {
-            rank: self._elsewhere(rank) if rank in self._remote else self._here(rank, port) for rank in self._ranks
-        }
-        ends = [asyncio.create_task(life, name=_name(rank)) for rank, life in lives.items()]
-        (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        with closing(await asyncio.start_server(partial(self._admit, store), self._host, 0)) as server:
+            port: int = server.sockets[0].getsockname()[1]
+            if self._remote:
+                tell(RanksAwaited(host=self._host, port=port, key=self._key, ranks=self._remote))
+            ends = [
+                asyncio.create_task(
+                    self._elsewhere(rank) if rank in self._remote else self._here(rank, port), name=_name(rank)
+                )
+                for rank in self._ranks
+            ]
+            (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         error = end.exception()  # whatever it is: unless it is reported, rank 0 hangs in a collective
         loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
         self._loss.set_result(loss)
@@ -166,16 +170,16 @@ class RankGroup:
         """Start a rank on this machine, and wait until it ends."""
         config, log = self._config, Path(self._spec.log)
         log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
-        process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung)
+        process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)
         spec = RankSpec(rank=rank, host=self._host, port=port, threads=config.threads, hung=self._spec.hung, gpu=rank)
         try:
             await process.start(spec, config.threads, environment={RANK_KEY: self._key})
         except RoleDied as death:
             return RankLost(how=f"lost {death.role}, which {death.how}")
-        parting = asyncio.create_task(self._listened(rank))
+        connection = asyncio.create_task(self._listened(rank))
         how = await process.ended()
-        await asyncio.wait([parting], timeout=_PARTING_SECONDS)
-        if parting.done() and isinstance(words := parting.result(), Failed):
+        await asyncio.wait([connection], timeout=_PARTING_SECONDS)
+        if connection.done() and isinstance(words := connection.result(), Failed):
             return words
         return RankLost(how=f"lost {_name(rank)}, which {how}")
 
