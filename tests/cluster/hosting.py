@@ -125,7 +125,7 @@ async def joined_by_hand(address: str, said: msgspec.Struct, token: str = TOKEN,
 
 @dataclass
 class Road:
-    """A relay to `target`, both ways. While it is frozen nothing arrives, and no connection breaks; `cut` breaks all."""
+    """A relay to `target`, both ways. While it is frozen nothing arrives and nothing breaks; `cut` breaks all."""
 
     target: str
     delay: float = 0.0
