@@ -109,12 +109,21 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE-DATE].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in RUN_DIR, or in --run-dir.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|ADDRESS|local",
+            help="Place the engines on a Ray cluster: the running one, that one, a new one.",
+        ),
+    ] = None,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
     from stretto.launch.preflight.descriptors import check_descriptors
 
     print(f"checking {recipe}", flush=True)
     check_descriptors()
+    if ray is not None:
+        overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     if dry_run:
         with _importing():
             _refuse_mistakes(recipe, overrides or [])
@@ -230,31 +239,66 @@ def serve(
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
 
 
-@app.command()
-def engine(
-    join: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS|RUN_DIR", help="host:port of a run, or its folder if it is seen here."),
-    ],
-    token: Annotated[
-        str | None, typer.Option(envvar="STRETTO_TOKEN", help="Token of the run, from its join.json.")
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, max=64, help="Engines on this machine; its GPUs are dealt to them.")] = 1,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address by which the run reaches this machine [default: that by which it reaches the run]."),
-    ] = None,
-    tls: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem.")] = None,
-    patience: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Seconds to look for the run, at first and after it was lost.")
-    ] = 600.0,
-) -> None:
-    """Join a run that goes on elsewhere, and generate for it until it ends. Ctrl-C drains this machine first."""
+JoinAddress = Annotated[
+    str, typer.Option("--join", metavar="ADDRESS|RUN_DIR", help="host:port of a run, or its folder if it is seen here.")
+]
+JoinToken = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option("--token", envvar="STRETTO_TOKEN", help="Token of the run, from its join.json."),
+]
+JoinCount = Annotated[
+    int, typer.Option("--count", min=1, max=64, help="Processes on this machine; its GPUs are dealt to them.")
+]
+JoinHost = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option(
+        "--host", help="Address by which the run reaches this machine [default: that by which it reaches the run]."
+    ),
+]
+JoinTls = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option("--tls", metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem."),
+]
+JoinPatience = Annotated[
+    float,
+    typer.Option("--patience", min=0, max=1e9, help="Seconds to look for the run, at first and after it was lost."),
+]
+
+
+def _join(
+    kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
+) -> NoReturn:
     with _importing():
         from stretto.launch.commands.join import offer, work
 
-    brought = offer(join, token, count=count, host=host, tls=tls, patience=patience)
+    brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
     raise typer.Exit(work(brought, lambda text: print(text, flush=True)))
+
+
+@app.command()
+def engine(
+    join: JoinAddress,
+    token: JoinToken = None,
+    count: JoinCount = 1,
+    host: JoinHost = None,
+    tls: JoinTls = None,
+    patience: JoinPatience = 600.0,
+) -> None:
+    """Join a run that goes on elsewhere, and generate for it until it ends. Ctrl-C drains this machine first."""
+    _join("engine", join, token, count, host, tls, patience)
+
+
+@app.command()
+def rank(
+    join: JoinAddress,
+    token: JoinToken = None,
+    count: JoinCount = 1,
+    host: JoinHost = None,
+    tls: JoinTls = None,
+    patience: JoinPatience = 600.0,
+) -> None:
+    """Join a run that goes on elsewhere, and train for it as ranks of its trainer (trainer.remote_ranks)."""
+    _join("rank", join, token, count, host, tls, patience)
 
 
 @app.command()
