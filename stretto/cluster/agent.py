@@ -14,6 +14,7 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -44,7 +45,17 @@ from stretto.cluster.messages import (
     ToAgent,
 )
 from stretto.cluster.wire import Wire, connect
-from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, SourceLost, WireError
+from stretto.core.deadlines import deadline
+from stretto.core.errors import (
+    DeadlineExceeded,
+    HandshakeBroken,
+    MachineLost,
+    Problem,
+    RecipeError,
+    RoleDied,
+    SourceLost,
+    WireError,
+)
 from stretto.core.tasks import NamedTasks, cancel_and_wait
 from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
@@ -104,26 +115,32 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
         MachineLost: no gate was found for `offer.patience` seconds.
         RecipeError: an address or a certificate is not what it should be.
     """
-    run, since, told = "", time.monotonic(), False
+    run, since, told = "", time.monotonic(), ""
     while not leave.is_set():
+        problem = ""
         try:
             session = await _Session.open(offer, run, say)
-        except (MachineLost, DeadlineExceeded) as error:
-            if time.monotonic() - since > offer.patience:
-                raise MachineLost(offer.address, f"was not reached in {offer.patience:g} s: {error}") from None
-            if not told:
-                say(f"{error}; asking again for {offer.patience:g} s")
-            told = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RETRY_SECONDS):
-                    await leave.wait()
-            continue
-        run = session.terms.run
-        end = await session.work(leave)
-        if isinstance(end, Dismissed) and not end.again:
-            return end.why
-        since, told = time.monotonic(), False
-        say(f"the run was lost: {end.why if isinstance(end, Dismissed) else end}; its roles were ended here")
+        except (MachineLost, DeadlineExceeded, HandshakeBroken, OSError) as error:
+            problem = str(error)
+        else:
+            run = session.terms.run
+            end = await session.work(leave)
+            if isinstance(end, Dismissed) and not end.again:
+                return end.why
+            lost = end.why if isinstance(end, Dismissed) else end
+            if session.seats:
+                since, told = time.monotonic(), ""
+                say(f"the run was lost: {lost}; its roles were ended here")
+            else:
+                problem = f"{offer.address} was left before this machine was ready: {lost}"
+        if problem and time.monotonic() - since > offer.patience:
+            raise MachineLost(offer.address, f"was not joined in {offer.patience:g} s: {problem}")
+        if problem not in ("", told):
+            say(f"{problem}; asking again for {offer.patience:g} s")
+        told = problem or told
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RETRY_SECONDS):
+                await leave.wait()
     return "left"
 
 
@@ -138,7 +155,8 @@ class _Session:
     folder: Path
     memory: Path  # holds the weights
     held: int  # a descriptor: while it is open, the weights are in use
-    seats: list[_Seat] = field(default_factory=list)
+    sweeper: subprocess.Popen[bytes]
+    seats: list[_Seat] = field(default_factory=list)  # once the model is here
     clock_offset: float = 0.0
     _round_trips: list[tuple[float, float]] = field(default_factory=list)
     _wanted: int = -1
@@ -148,25 +166,24 @@ class _Session:
     @classmethod
     async def open(cls, offer: Offer, run: str, say: Callable[[str], None]) -> _Session:
         reader, writer = await connect(offer.address, client_context(offer.tls))
-        try:
-            join = Join(kind=offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, run=run)
+        gate = f"the run at {offer.address}"
+        join = Join(kind=offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, run=run)
+        with contextlib.ExitStack() as undo:
+            undo.callback(writer.transport.abort)
             ours = msgspec.msgpack.encode(join)
-            gate = f"the run at {offer.address}"
             await call(reader, writer, offer.token, ours, peer=gate, seconds=_HANDSHAKE_SECONDS)
             wire = Wire(gate, reader, writer, TO_AGENT)
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
                 terms = await wire.receive()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                "the agent", f"the terms of the run at {offer.address}", _HANDSHAKE_SECONDS
-            ) from None
-        except BaseException:
-            writer.transport.abort()
-            raise
-        if not isinstance(terms, RunTerms):
-            raise MachineLost(gate, "closed the connection")
-        folder = Path(tempfile.mkdtemp(prefix="stretto-"))
-        return cls(offer, terms, wire, say, folder, *_memory(folder, terms))
+            if not isinstance(terms, RunTerms):
+                raise MachineLost(gate, "closed the connection")
+            folder = Path(tempfile.mkdtemp(prefix="stretto-"))
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            memory, held = _memory(folder, terms)
+            session = cls(offer, terms, wire, say, folder, memory, held, _sweeper(folder, memory))
+            session._wish(terms.published)  # before any order: a later one is of a newer version
+            undo.pop_all()
+        return session
 
     async def work(self, leave: asyncio.Event) -> Dismissed | str:
         """Carry out orders until the connection or the work ends; every role has ended then."""
@@ -202,8 +219,7 @@ class _Session:
             seat.port.close()
         await self.wire.close()
         os.close(self.held)
-        shutil.rmtree(self.memory, ignore_errors=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        await asyncio.to_thread(self.sweeper.communicate)
 
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 
@@ -218,25 +234,30 @@ class _Session:
         model, memory = str(self.folder / "model"), str(self.memory)
         places = tuple(Place(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
         self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
-        self._wish(self.terms.published)
         here = -1
         while True:
             await self._published.wait()
             self._published.clear()
-            wanted = self._wanted
-            if wanted == here:
+            if (wanted := self._wanted) == here:
                 continue
             try:
                 pulled = await mirror.pull(wanted)
             except WireError:
-                if self._wanted == wanted:
+                if not await self._is_outdated():
                     raise
-                continue  # a newer version has taken its place meanwhile
+                continue
             here = wanted
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
 
+    async def _is_outdated(self) -> bool:
+        """A newer version is published, and has taken the place of the wanted one; the order for it may come late."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.terms.lease):
+                await self._published.wait()
+        return self._published.is_set()
+
     def _wish(self, version: int) -> None:
-        if version >= 0:
+        if version > self._wanted:
             self._wanted = version
             self._published.set()
 
@@ -245,7 +266,12 @@ class _Session:
         for number in range(self.offer.count):
             port = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port.bind((host, 0))
+            try:
+                port.bind((host, 0))
+            except OSError as error:
+                port.close()
+                remedy = "give an address of this machine"
+                raise RecipeError([Problem(f"--host {host}", error.strerror or str(error), remedy)]) from None
             scratch = self.folder / f"place-{number}"
             scratch.mkdir()
             self.seats.append(_Seat(port, scratch))
@@ -269,15 +295,20 @@ class _Session:
                 case StopRole(place, grace):
                     self._tasks.add(f"stop {place}", self._stop(place, grace))
                 case KillRole(place):
-                    if (process := self.seats[place].process) is not None:
+                    if (process := self._seat(place).process) is not None:
                         process.kill()
                 case Dismissed():
                     return order
         return "closed its connection"
 
+    def _seat(self, place: int) -> _Seat:
+        if not 0 <= place < len(self.seats):
+            raise WireError(f"an order for place {place}, of {len(self.seats)}")
+        return self.seats[place]
+
     async def _play(self, order: StartRole) -> None:
         """One role, from its start to its end."""
-        seat = self.seats[order.place]
+        seat = self._seat(order.place)
         if seat.process is not None:
             await seat.process.stop(0.0)
         self._send_log(seat)
@@ -287,15 +318,15 @@ class _Session:
         own = self.offer.environments[order.place] if self.offer.environments else {}
         try:
             await process.start(msgspec.Raw(order.spec), order.threads, environment=order.environment | dict(own))
-            self.wire.send(RoleStarted(place=order.place))
+            self.wire.send(RoleStarted(place=order.place, turn=order.turn))
             how = await process.ended()
         except RoleDied as death:
             how = death.how
         self._send_log(seat)
-        self.wire.send(RoleEnded(place=order.place, how=how, killed=process.killed))
+        self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how, killed=process.killed))
 
     async def _stop(self, place: int, grace: float) -> None:
-        if (process := self.seats[place].process) is not None:
+        if (process := self._seat(place).process) is not None:
             await process.stop(grace)
 
     async def _leave(self, leave: asyncio.Event) -> str:
@@ -340,6 +371,13 @@ def _memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
         memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared_folder(terms.size, folder)))
         with contextlib.suppress(FileNotFoundError):  # another agent has removed it as one that was left
             return memory, own(terms.mailbox, memory)
+
+
+def _sweeper(*folders: Path) -> subprocess.Popen[bytes]:
+    """A process that removes the folders when it is told to, or when this process has died, however that was."""
+    quiet = subprocess.DEVNULL
+    command = ["/bin/sh", "-c", 'read _; rm -rf -- "$@"', "stretto", *map(str, folders)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def places_of_gpus(count: int) -> tuple[Mapping[str, str], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireErr
 from stretto.core.events import Span
 from stretto.core.tasks import first_of
 
+SILENT_SECONDS = 4.0  #: several heartbeats
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
 
@@ -48,9 +50,11 @@ class JoinedMachine:
         self.spans: list[Span] = []  # of its mirror, since they were taken
         self.places: tuple[Place, ...] = ()
         self.model = self.mailbox_folder = ""
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.prepared = asyncio.Event()
-        self.leaving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self.prepared: asyncio.Future[None] = loop.create_future()
+        self.leaving: asyncio.Future[str] = loop.create_future()
+        self._count, self._heard = join.count, time.monotonic()
         self._wire, self._folder = wire, folder
         self._arrived = asyncio.Event()
         self._roles: dict[int, RemoteProcess] = {}
@@ -66,15 +70,25 @@ class JoinedMachine:
             reading.cancel()
             silent.cancel()
             self._wire.cut()
+        self.is_lost(how)
+        return how
+
+    def is_lost(self, how: str) -> None:
+        """It has gone, or counts as gone."""
         if not self.lost.done():
             self.lost.set_result(how)
-        return how
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it was heard of."""
+        return time.monotonic() - self._heard
 
     async def _read(self) -> str:
         try:
             while (message := await self._wire.receive()) is not None:
+                self._heard = time.monotonic()
                 self._take(message)
-        except (WireError, msgspec.MsgspecError, IndexError, KeyError) as error:
+        except (WireError, msgspec.MsgspecError) as error:
             return f"sent what no agent sends ({error})"
         return "closed its connection"
 
@@ -84,29 +98,37 @@ class JoinedMachine:
                 self.clock_offset = clock_offset
                 self._wire.send(Echo(sent=sent, now=time.monotonic()))
             case MachineReady(places, model, mailbox_folder):
+                if self.prepared.done() or len(places) != self._count:
+                    raise WireError(f"{len(places)} places; it has offered {self._count}, once")
                 self.places, self.model, self.mailbox_folder = places, model, mailbox_folder
-                self.prepared.set()
+                self.prepared.set_result(None)
             case Mirrored(version):
                 now = time.monotonic()
                 start = now - message.seconds
                 self.spans.append(Span(self.name, "pull", start=start, end=now, version=version, bytes=message.size))
                 self.mirrored = version
                 self._arrived.set()
-            case RoleStarted(place):
-                self._roles[place].has_started()
-            case RoleEnded(place, how, killed):
-                self._roles[place].has_ended(how, killed)
+            case RoleStarted(place, turn):
+                self._role(place).has_started(turn)
+            case RoleEnded(place):
+                self._role(place).has_ended(message)
             case LogText(name, text):
                 self._append(name, text)
             case Leaving(why):
                 if not self.leaving.done():
                     self.leaving.set_result(why)
 
+    def _role(self, place: int) -> RemoteProcess:
+        if place not in self._roles:
+            raise WireError(f"place {place}, in which nothing was started")
+        return self._roles[place]
+
     def _append(self, name: str, text: str) -> None:
-        if name not in {role.name for role in self._roles.values()}:
+        logs = {role.name: role.log for role in self._roles.values()}
+        if name not in logs:
             raise WireError(f"the log of {name!r}, which it does not run")
-        with (self._folder / f"{name}.txt").open("a", encoding="utf-8", errors="replace") as log:
-            log.write(text)
+        with contextlib.suppress(OSError), logs[name].open("a", encoding="utf-8", errors="replace") as log:
+            log.write(text)  # a disk that is full, which the ledger names, is no reason to lose a machine
 
     def publish(self, version: int) -> None:
         """A version can be pulled."""
@@ -155,6 +177,7 @@ class RemoteProcess:
         self._machine, self._place, self._module, self._environment = machine, place, module, dict(environment)
         self._started: asyncio.Future[None] | None = None
         self._end: asyncio.Future[RoleEnded] | None = None
+        self._turn = 0
 
     @property
     def clock_offset(self) -> float:
@@ -182,8 +205,10 @@ class RemoteProcess:
         loop = asyncio.get_running_loop()
         started, self._end = loop.create_future(), loop.create_future()
         self._started = started
+        self._turn += 1
         order = StartRole(
             place=self._place,
+            turn=self._turn,
             name=self.name,
             module=self._module,
             spec=msgspec.json.encode(spec),
@@ -196,15 +221,15 @@ class RemoteProcess:
         if not started.done():
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
-    def has_started(self) -> None:
+    def has_started(self, turn: int) -> None:
         """Its agent says so."""
-        if self._started is not None and not self._started.done():
+        if turn == self._turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
-    def has_ended(self, how: str, killed: bool) -> None:
+    def has_ended(self, end: RoleEnded) -> None:
         """Its agent says so."""
-        if self._end is not None and not self._end.done():
-            self._end.set_result(RoleEnded(place=self._place, how=how, killed=killed))
+        if end.turn == self._turn and self._end is not None and not self._end.done():
+            self._end.set_result(end)
 
     async def ended(self) -> str:
         """Wait until it ends, and say how. Without a deadline, as `RoleProcess.ended`.
@@ -229,7 +254,9 @@ class RemoteProcess:
                 return  # its agent, which has not replied, ends it when the lease is over
 
     def kill(self) -> None:
-        if self.running:
+        """SIGKILL. Not while its machine is silent: the order would kill it when a partition has healed; the lease ends
+        what does not heal."""
+        if self.running and self._machine.silence < SILENT_SECONDS:
             self._machine.send(KillRole(place=self._place))
 
 

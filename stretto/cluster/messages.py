@@ -94,9 +94,11 @@ class Mirrored(Record, frozen=True, tag=True):
 
 
 class StartRole(Record, frozen=True, tag=True):
-    """Start ``python -m MODULE SPEC`` in a place."""
+    """Start ``python -m MODULE SPEC`` in a place. `turn` counts the starts there: what comes late of an earlier one is
+    told by it."""
 
     place: int
+    turn: int
     name: str
     module: str
     spec: bytes
@@ -115,12 +117,14 @@ class KillRole(Record, frozen=True, tag=True):
 
 class RoleStarted(Record, frozen=True, tag=True):
     place: int
+    turn: int
 
 
 class RoleEnded(Record, frozen=True, tag=True):
     """How the role in a place ended, or why it could not be started; `killed`: by a signal."""
 
     place: int
+    turn: int
     how: str
     killed: bool
 

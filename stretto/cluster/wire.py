@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stretto.core.deadlines import StallTimer, deadline
-from stretto.core.errors import MachineLost, Problem, RecipeError
+from stretto.core.errors import HandshakeRefused, MachineLost, Problem, RecipeError
 from stretto.core.frames import Unframer, frame
 
 _READ_BYTES = 1 << 16
@@ -102,6 +102,8 @@ async def connect(address: str, context: ssl.SSLContext | None) -> tuple[asyncio
 
     Raises:
         MachineLost: nobody answers there.
+        HandshakeRefused: who answers does not accept our TLS.
+        DeadlineExceeded: nothing comes back.
         RecipeError: it is no address.
     """
     host, _, port = address.rpartition(":")
@@ -109,8 +111,10 @@ async def connect(address: str, context: ssl.SSLContext | None) -> tuple[asyncio
         async with deadline("the caller", f"a connection to {address}", _CONNECT_SECONDS):
             if address.startswith("unix:"):
                 return await asyncio.open_unix_connection(address.removeprefix("unix:"))
-            return await asyncio.open_connection(host, int(port), ssl=context)
-    except ValueError:
+            return await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+    except (ValueError, OverflowError):
         raise RecipeError([Problem("address", repr(address), "give host:port")]) from None
+    except ssl.SSLError as error:
+        raise HandshakeRefused(address, f"does not accept our TLS ({error.reason or error})") from None
     except OSError as error:
         raise MachineLost(address, f"does not answer ({error.strerror or error})") from None

@@ -297,6 +297,10 @@ class HandshakeRefused(WireError):
         return f"{self.peer} {self.how}"
 
 
+class HandshakeBroken(HandshakeRefused):
+    """The other process went away before it had admitted or refused this one: it may be asked again."""
+
+
 class StoreError(StrettoError):
     """The contents of a run folder contradict themselves.
 

@@ -18,6 +18,7 @@ import contextlib
 import hmac
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
@@ -25,7 +26,7 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, HandshakeRefused, WireError
+from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, WireError
 from stretto.core.frames import LENGTH, frame
 from stretto.core.records import Record
 
@@ -79,6 +80,7 @@ async def call(
 
     Raises:
         HandshakeRefused: it refused, or did not prove the key; the connection is of no use any more.
+        HandshakeBroken: it went away meanwhile.
         DeadlineExceeded: it took longer than `seconds`.
     """
     return await _carry(_caller(key, ours, peer), reader, writer, peer, seconds)
@@ -228,7 +230,9 @@ def _torn(peer: str) -> Iterator[None]:
         yield
     except (TimeoutError, HandshakeRefused):
         raise
+    except ssl.SSLError as error:  # a certificate is refused after the caller's side of TLS is done
+        raise HandshakeRefused(peer, f"does not accept our TLS ({error.reason or error})") from error
     except (EOFError, OSError) as error:
-        raise HandshakeRefused(peer, "closed the connection during the handshake") from error
+        raise HandshakeBroken(peer, "closed the connection during the handshake") from error
     except (msgspec.MsgspecError, WireError) as error:
         raise HandshakeRefused(peer, f"speaks another language: {error}") from error

@@ -7,6 +7,8 @@ all else that it does (docs/decisions/0007-own-connections.md). The parsing is h
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +21,7 @@ from stretto.core.errors import EngineLost, WireError
 from stretto.engine.wire import MSGPACK, split_address
 
 _CONNECT_SECONDS = 10.0
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the road is, or its end
 
 
 class Connection(asyncio.Protocol):
@@ -158,6 +161,9 @@ class Connections:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
         except ssl.SSLError as error:
             raise EngineLost(self._engine, f"does not speak our TLS ({error.reason})") from None
-        except OSError as error:  # ours, not the engine's: too many open files, for one
+        except OSError as error:
+            if isinstance(error, (socket.gaierror, TimeoutError)) or error.errno in _UNREACHABLE:
+                raise EngineLost(self._engine, f"cannot be reached ({error.strerror or error})") from None
+            # Ours, not the engine's: too many open files, for one.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made

@@ -20,7 +20,7 @@ from stretto.cluster.placing import RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.records import Record
-from stretto.core.tasks import NamedTasks, first_of
+from stretto.core.tasks import NamedTasks
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec
 from stretto.launch.preflight.plan import Plan
@@ -39,6 +39,8 @@ JOIN = "join.json"  #: of a run folder: what a machine needs to join
 _WEIGHTS_ROLE = "stretto.weights.role"
 _STOP_GRACE = 1.0
 _ANYWHERE = "0.0.0.0:0"
+_LOOK_SECONDS = 1.0
+_FIRST = asyncio.FIRST_COMPLETED
 
 
 class JoinFile(Record, frozen=True):
@@ -238,12 +240,15 @@ class Cluster:
         return number
 
     async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
-        """Drain a machine's engines when it asks for it; returns when it is gone."""
-        await first_of(machine.leaving, machine.lost)
-        if not machine.lost.done():
+        """Drain a machine's engines when it asks for it, and let it go when it has none; returns when it is gone."""
+        while not (machine.leaving.done() or machine.lost.done()):
+            await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
+            if not any(name in self.engines.names for name in names):
+                machine.dismiss("its engines have left the run: its log says why")
+                break
+        if machine.leaving.done() and not machine.lost.done():
             for name in names:
-                if name in self.engines.names:
-                    await self.engines.drain(name, machine.leaving.result())
+                await self.engines.drain(name, machine.leaving.result())
             machine.dismiss(machine.leaving.result())
         await machine.lost
         for name in names:

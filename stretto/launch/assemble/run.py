@@ -45,6 +45,7 @@ _LEGEND = (
     "the completions judged since the step before | length = tokens of a completion | staleness = versions from "
     "sampling to training | in flight, buffered = groups | percentages = how busy each role is"
 )
+_DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
 CONTROLLER = "standing"  #: the fact of the ledger that holds the state of the controller
 
 
@@ -201,7 +202,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
     restored = restore(controller, state, read_unfinished(context.folder.ledger))
     ledger.watch(CONTROLLER, controller.state)
     in_flight, workflow = _generation(context, roles, controller, restored)
-    roles.engines.keep_with(in_flight.keep)
+    roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
     conductor = Conductor(
         controller=controller,
         workflow=workflow,

@@ -14,7 +14,7 @@ from stretto import __version__
 from stretto.cluster.agent import Offer, places_of_gpus, run_agent
 from stretto.cluster.messages import ANSWER, Answer, Scale
 from stretto.cluster.wire import Wire, connect
-from stretto.core.errors import DeadlineExceeded, MachineLost, Problem, RecipeError, RunFolderError
+from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.launch.assemble.cluster import TOKEN, read_join_file
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
@@ -60,11 +60,21 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
     """Work for the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's engines first.
 
     Raises:
-        HandshakeRefused, MachineLost, RecipeError: see `cluster.agent.run_agent`.
+        MachineLost, RecipeError: see `cluster.agent.run_agent`.
     """
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
-    return asyncio.run(_work(brought, say))
+    try:
+        return asyncio.run(_work(brought, say))
+    except HandshakeRefused as refused:
+        raise RecipeError([Problem("--join", str(refused), _remedy(refused))]) from None
+
+
+def _remedy(refused: HandshakeRefused) -> str:
+    """What the user can do about it, where the run has not said it."""
+    if "key" in refused.how:
+        return f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
+    return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
 
 
 async def _work(brought: Offer, say: Callable[[str], None]) -> int:
@@ -103,6 +113,8 @@ async def _ask(control: str, token: str, engines: int, run: Path) -> Answer:
         async with asyncio.timeout(_SCALE_SECONDS):
             answer = await wire.receive()
         wire.cut()
+    except HandshakeRefused as refused:
+        raise RecipeError([Problem(str(run), str(refused), _remedy(refused))]) from None
     except TimeoutError:
         raise DeadlineExceeded("stretto scale", "the run to reply", _SCALE_SECONDS) from None
     except MachineLost:

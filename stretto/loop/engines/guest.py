@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
-from stretto.cluster.machine import JoinedMachine
-from stretto.core.errors import EngineLost, MachineLost
+from stretto.cluster.machine import SILENT_SECONDS, JoinedMachine
+from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, MachineLost
+from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.processes.role import RestartBudget
+
+_NEWS_SECONDS = 0.5
+_PULL_SECONDS = 900.0  # its mirror gives up before
 
 
 class GuestEngine(HttpEngine):
@@ -35,15 +40,36 @@ class GuestEngine(HttpEngine):
             key=key,
             context=context,
         )
-        self._machine, self._seconds = machine, deadlines.load
+        self._machine = machine
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """As `HttpEngine.generate`; an engine that does not answer is lost to the run, and does not end it.
+
+        Raises:
+            EngineLeft: its machine is what was lost, or has fallen silent.
+        """
+        try:
+            async for completion in super().generate(*requests):
+                yield completion
+        except (EngineLost, DeadlineExceeded) as loss:
+            how = loss.how if isinstance(loss, EngineLost) else str(loss)
+            raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
+
+    async def _machine_is_gone(self) -> bool:
+        """When a machine goes, the connections to its engines may break before the one to its agent."""
+        if self._machine.silence > SILENT_SECONDS:
+            return True
+        await asyncio.wait([self._machine.lost], timeout=_NEWS_SECONDS)
+        return self._machine.lost.done()
 
     async def update(self, version: int) -> int:
-        """As `HttpEngine.update`; the machine may have pulled a newer version by then, which is loaded instead."""
+        """As `HttpEngine.update`; the machine may have pulled a newer version by then, which is loaded instead. A pull
+        may take as long as its machine's mirror allows: one that takes too long makes the engine lag."""
         try:
-            version = await self._machine.until_mirrored(version, self._seconds)
-        except MachineLost as loss:
+            version = await self._machine.until_mirrored(version, _PULL_SECONDS)
+            return await super().update(version)
+        except (MachineLost, DeadlineExceeded) as loss:
             raise EngineLost(self.name, str(loss)) from None
-        return await super().update(version)
 
 
 def guest(

@@ -7,6 +7,7 @@ import contextlib
 import math
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -34,13 +35,12 @@ _GIVE_UP_SECONDS = 1.0
 
 
 class EngineState(Enum):
-    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED or BEHIND, and from each of them back to DOWN."""
+    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED, and from each of them back to DOWN."""
 
     DOWN = auto()  # it has no process, or that has ended
     STARTING = auto()  # it loads its model, and what was published meanwhile
     UP = auto()  # it gets requests
     SUSPECTED = auto()  # a request broke off: it gets no more until it replies, or is replaced
-    BEHIND = auto()  # it has not loaded the newest version for too long: it gets no requests until it has
     LEAVING = auto()  # it gets no requests, and what it has is given up
 
 
@@ -73,7 +73,8 @@ class EngineHandle:
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
     leaving: bool = False  # it is about to leave the run, or has
-    _behind_since: float = math.inf  # when the version came that it has not loaded, by `time.monotonic`
+    lags: bool = False  # for too long behind a version: it gets no requests until it has caught up
+    _missing: deque[tuple[int, float]] = field(default_factory=deque)  # versions to load; when they came
     _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,19 +114,25 @@ class EngineHandle:
     @property
     def serves(self) -> bool:
         """It has a version, and can load another one."""
-        return self.state in (EngineState.UP, EngineState.SUSPECTED, EngineState.BEHIND)
+        return self.state in (EngineState.UP, EngineState.SUSPECTED)
 
     @property
     def counts(self) -> bool:
         """Its version bounds the live one."""
-        return self.state in (EngineState.UP, EngineState.SUSPECTED)
+        return self.serves and not self.lags
+
+    @property
+    def takes(self) -> bool:
+        """It gets requests."""
+        return self.state is EngineState.UP and not self.lags
 
     def _becomes(self, state: EngineState, version: int | None) -> None:
         if self.leaving and state is not EngineState.DOWN:
             state = EngineState.LEAVING
         self.state, self.version = state, version
-        if version is None or version >= self.published:
-            self._behind_since = math.inf
+        while self._missing and (version is None or self._missing[0][0] <= version):
+            self._missing.popleft()
+        self.lags = self.lags and bool(self._missing)
         self.changed(self)
 
     def leaves(self) -> None:
@@ -141,10 +148,13 @@ class EngineHandle:
         self.client.break_off()
 
     def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
-        """An engine that is behind the newest version for more than `seconds` does not hold up admission."""
-        if self.state is EngineState.UP and time.monotonic() - self._behind_since > seconds + self.load_interval:
-            self._becomes(EngineState.BEHIND, self.version)
-            say(f"{self.name} has not loaded a version for {seconds:g} s: it gets no groups until it has caught up")
+        """An engine that does not load a version within `seconds` does not hold up admission."""
+        late = bool(self._missing) and time.monotonic() - self._missing[0][1] > seconds + self.load_interval
+        if late and self.counts:
+            self.lags = True
+            awaited = self._missing[0][0]
+            say(f"{self.name} has not loaded version {awaited} in {seconds:g} s: no groups until it has caught up")
+            self.changed(self)
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
@@ -223,11 +233,11 @@ class EngineHandle:
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
-            try:
-                async with asyncio.timeout(self.deadlines.hung):
-                    await self._until_it_replies()
-            except TimeoutError:
-                if self.state is EngineState.SUSPECTED:
+            while self.state is EngineState.SUSPECTED:
+                try:
+                    async with asyncio.timeout(self.deadlines.hung):
+                        await self._until_it_replies()
+                except TimeoutError:
                     self.process.kill()
 
     async def _until_it_replies(self) -> None:
@@ -252,7 +262,7 @@ class EngineHandle:
         """`version` is in the mailbox."""
         self.published = version
         if self.version is not None and self.version < version:
-            self._behind_since = min(self._behind_since, time.monotonic())
+            self._missing.append((version, time.monotonic()))
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
@@ -276,8 +286,7 @@ class EngineHandle:
         version = await self.client.update(version)
         self._loaded = time.monotonic()
         if self.serves:  # else it has been replaced meanwhile
-            caught_up = self.state is EngineState.BEHIND and version >= self.published
-            self._becomes(EngineState.UP if caught_up else self.state, version)
+            self._becomes(self.state, version)
 
     async def _until_due(self) -> None:
         """`load_interval` seconds after the last load; at once if it has no requests."""
@@ -320,8 +329,8 @@ class EngineHandle:
         """Return when it serves `version` or a newer one."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while self.version is None or self.version < version:
-                if self.leaving:
-                    raise EngineLeft(self.name, "has left the run")
+                if self.leaving or self.lags:
+                    raise EngineLeft(self.name, "has left the run" if self.leaving else "lags")
                 await asyncio.sleep(RETRY_SECONDS)
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────

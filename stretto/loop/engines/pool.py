@@ -31,6 +31,7 @@ from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
 
 ENGINE_ROLE = "stretto.engine.role"
+_FIRST_PULL_SECONDS = 900.0  # weights may come over a slow network; what stops on the way is noticed before
 _LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL of an engine that leaves
 
 
@@ -112,7 +113,7 @@ class EnginePool:
         return min((e.version for e in self._engines.values() if e.counts and e.version is not None), default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
-        up = engine.state is EngineState.UP
+        up = engine.takes
         if up != (engine.name in self._router.up):
             (self._router.join if up else self._router.leave)(engine.name)
         if engine.version is not None:
@@ -155,9 +156,9 @@ class EnginePool:
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 
     async def _host(self, engine: EngineHandle) -> None:
-        await engine.start()
+        await engine.start(_FIRST_PULL_SECONDS)
         self._say(f"{engine.name} has joined, at version {engine.version}")
-        if self._loads:
+        if self._loads and engine.name not in self._loading.names:
             self._loading.add(engine.name, self._guarded(engine, engine.keep_loaded()))
         await engine.supervise(self._say)
 
@@ -173,7 +174,8 @@ class EnginePool:
     async def drain(self, name: str, why: str) -> None:
         """Take an engine out of the run: it gets no more groups, its tokens are journaled, and other engines continue
         them; returns when it has ended."""
-        engine = self._engines[name]
+        if (engine := self._engines.get(name)) is None:
+            return  # it has gone by itself
         engine.leaves()
         await self._keep()
         await engine.give_up()
@@ -230,6 +232,10 @@ class EnginePool:
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
                 yield completion.written_by(name, prefixes[completion.request][completion.member])
+        except EngineLeft:
+            if not engine.lags:
+                engine.suspect()  # with its machine, which is silent or gone
+            raise
         except EngineLost as loss:
             if engine.leaving:
                 raise EngineLeft(name, loss.how) from None
@@ -296,19 +302,20 @@ class EnginePool:
         """Return when every engine serves `version` or a newer one; loads it where needed."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
-        for engine in [*self._engines.values()]:
-            await self._guarded(engine, engine.reach(version))
+        for name, engine in [*self._engines.items()]:
+            if engine.serves or name in self._own:  # one that joins has the newest version before it gets requests
+                await self._guarded(engine, engine.reach(version))
 
     # ── counters ─────────────────────────────────────────────────────────────────────────────────
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Ask every engine for its health (for `counted`) and its spans, which are returned. An engine that does not
         reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters for now."""
+        for engine in self._engines.values():
+            engine.notice_lag(self._lag, self._say)
         polls = [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]
         if polls:
             await asyncio.wait(polls, timeout=patience)
-        for engine in self._engines.values():
-            engine.notice_lag(self._lag, self._say)
         return [span for engine in self._all for span in engine.drain_spans()]
 
     @property
