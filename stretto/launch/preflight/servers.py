@@ -36,15 +36,17 @@ for name in sys.argv[1:]:
 """
 
 
-def check_engine_keys(recipe: Recipe) -> None:
-    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it."""
+def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
+    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it, unless
+    it is not to be looked for `here`."""
     config = recipe.engine
     if config.kind == "native":
         unused = [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
         remedy = 'only engine.kind = "vllm" or "sglang" has it'
         problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in unused]
     else:
-        problems = [*_keys(recipe, CAPABILITIES[config.kind]), *_interpreter(config, CAPABILITIES[config.kind])]
+        make = CAPABILITIES[config.kind]
+        problems = [*_keys(recipe, make), *(_interpreter(config, make) if here else ())]
     if problems:
         raise RecipeError(problems)
 
