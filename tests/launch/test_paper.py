@@ -100,7 +100,7 @@ def test_a_run_does_not_start_without_weights(tmp_path: Path) -> None:
 def commands_in(text: str) -> Iterator[list[str]]:
     """The commands of stretto in a script or a comment, their variables filled in."""
     filled = string.Template(text.replace("\\\n", " ")).safe_substitute(VALUES)
-    for found in re.findall(r"\bstretto ((?:train|engine|scale) [^\n;|&]*)", filled):
+    for found in re.findall(r"\bstretto ((?:train|engine|scale) [^\n;|&`]*)", filled):
         words = shlex.split(found.split("  #")[0].removesuffix(")"))
         yield words
 
