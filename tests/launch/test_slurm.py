@@ -70,7 +70,7 @@ def desk(tmp_path: Path) -> Desk:
 
 ENGINE = "stretto engine --join node1:7420 --count 8"
 START = "stretto train recipes/ray_2x8.toml --run-dir {} trainer.ranks=8 cluster.placer=given"
-START += " cluster.listen=0.0.0.0:7420 deadlines.stop=240"
+START += " cluster.listen=0.0.0.0:7420 deadlines.stop=60"
 
 
 def test_the_first_node_trains_and_the_others_join_it_with_one_token(desk: Desk) -> None:
