@@ -15,7 +15,8 @@ from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoErr
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
-from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.preflight.paper import is_on_paper, outline
+from stretto.launch.preflight.plan import Outline, Plan, make_plan
 from stretto.launch.preflight.trainable import check_checkpoint
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recipe
@@ -50,7 +51,8 @@ _HOPELESS = 2.0  # times the available memory
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
-    """`stretto train --dry-run`: read, check and measure everything, start nothing.
+    """`stretto train --dry-run`: read, check and measure everything, start nothing. Of a model whose folder holds no
+    weights, the rest is checked, and what is not is told.
 
     Raises:
         UserError: with every mistake that was found.
@@ -58,11 +60,12 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     if resume:
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
         prepared.folder.release()
-        plan = prepared.plan
+        plan: Outline = prepared.plan
         for sentence in prepared.beginning.sentences():
             print(f"resume      {sentence}")
     else:
-        plan = _fitting(make_plan(load_recipe(recipe_path, overrides)))
+        wanted = load_recipe(recipe_path, overrides)
+        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted))
     recipe = plan.recipe
     group = f"{recipe.rollout.group_size} completions"
     print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of {group}")

@@ -40,6 +40,18 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
     return tuple(prompts)
 
 
+def prompts_as_bytes(questions: Iterable[Question]) -> tuple[Prompt, ...]:
+    """Prompts without a tokenizer: the bytes of their texts stand for tokens."""
+    return tuple(
+        Prompt(id=one.id, token_ids=tuple(_all_text(one).encode()), text=one.text, answer=one.answer)
+        for one in questions
+    )
+
+
+def _all_text(question: Question) -> str:
+    return "".join(message["content"] for message in question.messages) or question.text
+
+
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:

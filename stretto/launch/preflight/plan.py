@@ -36,25 +36,32 @@ from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A recipe whose parts have been found, read and measured."""
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a recipe asks for: the shape of the model, the questions, their longest prompt."""
 
     recipe: Recipe
     base: ModelFolder
-    tokenizer: Tokenizer
     sampling: Sampling
     training: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
-    demonstrations: tuple[Demonstration, ...]
+    demonstrations: Sequence[object]
     notes: tuple[str, ...] = ()  # warnings about the data and the reward
-    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
     kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
-    kept_apart_digest: str = ""  # of their texts and gold answers
 
     @property
     def longest_prompt(self) -> int:
         return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Outline):
+    """A recipe whose parts have been found, read and measured."""
+
+    tokenizer: Tokenizer
+    demonstrations: tuple[Demonstration, ...]
+    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
+    kept_apart_digest: str = ""  # of their texts and gold answers
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
