@@ -1,5 +1,5 @@
-"""Promise: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them on
-its tokens, and gives these the log-probabilities of the version's weights, to 1e-4.
+"""Promise: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them
+on its tokens, and gives these the log-probabilities of the version's weights, to 1e-4.
 """
 
 from __future__ import annotations
