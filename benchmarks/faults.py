@@ -302,7 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300, help="of all runs together")
     parser.add_argument("--per-run", type=int, default=KILLS, help="kills of one run, at most")
-    parser.add_argument("--save", action="store_true", help="save the result also where --most ends the campaign")
+    parser.add_argument("--save", action="store_true", help="where --most ends the campaign, save that part of it")
     parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
     parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="which run it is; another has other settings, too")
@@ -331,7 +331,7 @@ def main() -> None:
             "disturbed": disturbed,
             "undisturbed": undisturbed,
         }
-        save("faults", found | {"notes": arguments.note})
+        save("faults" if all_of_them else "faults-part", found | {"notes": arguments.note})
 
 
 if __name__ == "__main__":
