@@ -30,7 +30,7 @@ from stretto.loop.records.reporter import Reporter
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
-from stretto.rollout.prompts import PromptStream
+from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals
@@ -39,6 +39,7 @@ from stretto.store.ledger.reading import last_step, read_batches, read_unfinishe
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import SingleTurn, Workflow
+from stretto.worlds.sources.task import DatasetTask
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
@@ -183,7 +184,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
         recipe.rollout,
-        PromptStream(context.plan.training, recipe.seed, state.position),
+        _prompts(context.plan, state.position),
         ledger,
         recipe.seed,
         version=context.start.version,
@@ -213,6 +214,13 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         await conductor.evaluation.close()
         await conductor.checkpointing.close()
     recorder.conclude()
+
+
+def _prompts(plan: Plan, position: Position) -> PromptStream:
+    task = plan.recipe.task
+    chosen = task.curriculum if isinstance(task, DatasetTask) else None
+    rests = (lambda rate: not chosen.hard < rate < chosen.easy) if chosen is not None else (lambda rate: False)
+    return PromptStream(plan.training, plan.recipe.seed, position, plan.sources, rests)
 
 
 def _generation(

@@ -31,6 +31,8 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.readers import is_local
+from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
 
@@ -68,7 +70,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     model: ModelConfig
-    task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
+    task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -249,6 +251,14 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             part = part.get(section) if isinstance(part, dict) else None
         if isinstance(part, dict) and isinstance(part.get(key), str):
             part[key] = str(_absolute(part[key], folder, place))
+    for source in _sources(tree.get("task")):
+        if isinstance(data := source.get("data"), str) and is_local(data, folder):
+            source["data"] = str(_absolute(data, folder, "task.sources.data"))
+
+
+def _sources(task: Any) -> list[dict[str, Any]]:
+    lists = [task.get(key) for key in ("sources", "held_out_sources")] if isinstance(task, dict) else []
+    return [source for found in lists if isinstance(found, list) for source in found if isinstance(source, dict)]
 
 
 def _absolute(text: str, folder: Path, place: str) -> Path:
