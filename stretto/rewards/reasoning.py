@@ -3,8 +3,8 @@
 A gold answer says how its question is made again (task, parameters, seed, place), since a scorer needs the whole entry.
 
 The scorers are guarded. Nonsense earns something in many tasks, and a policy could live on it: what it earns is
-measured once per task, on the task's first questions, and subtracted: ``(score - floor) / (1 - floor)``, not below 0. A task
-whose nonsense earns too much is refused. A scorer that raises decides nothing.
+measured once per task, on the task's first questions, and subtracted: ``(score - floor) / (1 - floor)``, not below 0. A
+task whose nonsense earns too much is refused. A scorer that raises decides nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 from stretto.rewards.functions import Undecided
 
+_PACKAGE = "reasoning_gym"  # of the extra `reasoning`
 HIGHEST_FLOOR = 0.5  #: a task whose nonsense earns more is refused
 _MEASURED = 8  # questions
 _NONSENSE = ("nonsense", "", "None", "I do not know.", "[]", "{}")
@@ -111,7 +112,7 @@ def _made(task: str, seed: int, size: int, parameters: str) -> Any:
         Undecided: the package is missing, or refuses the parameters.
     """
     try:
-        package = importlib.import_module("reasoning_gym")
+        package = importlib.import_module(_PACKAGE)
         return package.create_dataset(task, size=size, seed=seed, **json.loads(parameters))
     except ImportError as error:
         raise Undecided(
