@@ -23,6 +23,7 @@ from stretto.rollout.mixture import PromptSource
 from stretto.store.export import read_trajectories
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import read_metrics, read_sets
 from tests.launch.running import Laboratory
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
@@ -51,6 +52,19 @@ learning_rate = 1e-4
 [evaluation]
 prompts = 1
 """
+
+SET = """
+[[evaluation.sets]]
+name = "sums"
+source = { data = "short.jsonl" }
+prompts = 2
+samples = 3
+every = 3
+"""
+
+
+def sealed(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -149,11 +163,19 @@ def test_prompts_beyond_the_limit_lose_their_first_tokens(recipe: Path) -> None:
 
 def test_a_run_has_its_data_on_record_and_asks_them_in_their_order(recipe: Path, laboratory: Laboratory) -> None:
     run = recipe.parent / "run"
+    recipe.write_text(f"{RECIPE}samples = 2\nkeep_best = true\n{SET}")
     laboratory.trained(run, "trainer.steps=5", recipe=recipe)  # 10 groups, and an epoch has 3 + 6
     with closing(Ledger(run / "ledger.sqlite", StoreConfig())) as ledger:
         found = ledger.get(DATA, DataRecord)
     assert found == DataRecord.of(planned(recipe, "trainer.steps=5"))
     assert check_run(run).kept
+    (lines,) = read_sets(run / "metrics.jsonl").values()
+    assert [(line.name, line.step, line.prompts, line.samples) for line in lines] == [
+        ("sums", step, 2, 6) for step in (0, 3, 5)
+    ]
+    assert [line.samples for line in read_metrics(run / "metrics.jsonl")[1]] == [2, 2]
+    best = json.loads((run / "best.json").read_text())
+    assert sealed(run / "policy" / "best") == sealed(run / "policy" / f"v{best['step']:06d}")
     sources = [row.source for row in read_trajectories(run) if row.group.startswith("0.")]
     assert (sources.count("short"), sources.count("long")) == (6, 12)  # two completions of each prompt
 
@@ -163,6 +185,13 @@ def test_a_resume_with_other_data_or_weights_is_refused(recipe: Path) -> None:
     prepare(recipe, [], run, resume=False).folder.release()
     for old, new, expected in [
         ("weight = 2.0", "weight = 3.0", "the sources, their weights or the curriculum are not those of the run"),
+        ("prompts = 1\n", f"prompts = 1\nbest_of = 'sum'\n{SET}", "best_of = 'sum' is no set; did you mean 'sums'?"),
+        ("prompts = 1\n", f"prompts = 1\n{SET}{SET}", "two sets have one name: sums, sums"),
+        (
+            "prompts = 1\n",
+            f"prompts = 1\n{SET.replace('every', 'evry')}",
+            "evaluation.sets.0.evry: unknown key; did you",
+        ),
         ('kind = "dataset"', 'kind = "dataset"\ncurriculum = {}', "task.curriculum"),
         ("held_out = 1", "held_out = 2", "the training questions are not those of the run"),
     ]:

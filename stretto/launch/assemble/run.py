@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
+from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
@@ -22,7 +23,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.pool import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
+from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
@@ -201,7 +202,9 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         in_flight=in_flight,
         recorder=recorder,
         checkpointing=_checkpointing(context, roles, controller),
-        evaluation=PeriodicEvaluation(_evaluator(context, roles, recorder), recorder, recipe.evaluation.every),
+        evaluation=evaluations(
+            context.plan, context.folder, _evaluator(context, roles, recorder), recorder, context.reporter.say
+        ),
         poll=roles.poll,
         progress=roles.progress,
         steps=recipe.trainer.steps,
@@ -307,6 +310,6 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         await stop.unless(_evaluate_last(roles, evaluation, controller.published))
 
 
-async def _evaluate_last(roles: Roles, evaluation: PeriodicEvaluation, version: int) -> None:
+async def _evaluate_last(roles: Roles, evaluation: Evaluations, version: int) -> None:
     await roles.engines.reach(version)
     await evaluation.evaluate(version)

@@ -30,6 +30,7 @@ from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, 
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward
 from stretto.launch.recipe.recipe import Recipe
+from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
@@ -54,12 +55,14 @@ class Plan:
     rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
     sources: tuple[PromptSource, ...] = ()  # of the training prompts, in their order
     origins: tuple[tuple[str, str], ...] = ()  # place and source of each training prompt
+    sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further evaluations
     kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
     kept_apart_digest: str = ""  # of their texts and gold answers
 
     @property
     def longest_prompt(self) -> int:
-        return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out))
+        further = (prompt for _, prompts in self.sets for prompt in prompts)
+        return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out, *further))
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
@@ -102,6 +105,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     shown = questions.demonstrations if warms_up else ()
     training, held_out = _encoded(recipe, questions, tokenizer, longest)
+    sets, asked = _sets(recipe, tokenizer, longest)
     check_servers(recipe, base, tokenizer, (*training.prompts, *held_out.prompts))
     return Plan(
         recipe=recipe,
@@ -113,7 +117,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         origins=tuple((question.place, question.source) for question in training.questions),
         sources=_sources(training.questions, questions.weights),
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        rows=_further_fields(recipe, (*training.questions, *held_out.questions)),
+        rows=_further_fields(recipe, (*training.questions, *held_out.questions, *asked)),
+        sets=sets,
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
@@ -142,6 +147,20 @@ def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest
         encode_within(questions.training, tokenizer, longest, policy, "for training"),
         encode_within(asked, tokenizer, longest, policy, "held out"),
     )
+
+
+def _sets(
+    recipe: Recipe, tokenizer: Tokenizer, longest: int
+) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
+    """The prompts of the further evaluations, and all their questions, whose gold answers can be read."""
+    found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
+    asked: list[Question] = []
+    for one in recipe.evaluation.sets:
+        first, last, _ = one.source.questions(recipe.seed)
+        kept = sift(recipe.rewards, Questions([*first, *last][: one.prompts], [])).questions.training
+        found.append((one, encode_prompts(kept, tokenizer, longest)))
+        asked += kept
+    return tuple(found), asked
 
 
 def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:

@@ -251,14 +251,20 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             part = part.get(section) if isinstance(part, dict) else None
         if isinstance(part, dict) and isinstance(part.get(key), str):
             part[key] = str(_absolute(part[key], folder, place))
-    for source in _sources(tree.get("task")):
+    for source in _sources(tree):
         if isinstance(data := source.get("data"), str) and is_local(data, folder):
-            source["data"] = str(_absolute(data, folder, "task.sources.data"))
+            source["data"] = str(_absolute(data, folder, "data"))
 
 
-def _sources(task: Any) -> list[dict[str, Any]]:
-    lists = [task.get(key) for key in ("sources", "held_out_sources")] if isinstance(task, dict) else []
-    return [source for found in lists if isinstance(found, list) for source in found if isinstance(source, dict)]
+def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sources of the task and of further evaluations, as far as they are tables."""
+    found: list[Any] = []
+    for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
+        part = tree.get(section)
+        listed = part.get(key) if isinstance(part, dict) else None
+        found += listed if isinstance(listed, list) else []
+    inner = [one.get("source", one) for one in found if isinstance(one, dict)]
+    return [source for source in inner if isinstance(source, dict)]
 
 
 def _absolute(text: str, folder: Path, place: str) -> Path:

@@ -35,11 +35,14 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 class Mapped:
     """A mapping: of a row, what `prompt`, `answer` and, where the dataset has one, `demonstration` are.
 
-    `distinct`: the dataset repeats its rows, and each is taken once.
+    `reward` reads the gold answers. `distinct`: the dataset repeats its rows, and each is taken once. `continued`: a
+    completion goes on where the prompt ends, so the prompt is no message of a chat.
     """
 
     of: Callable[[Values, str], Values]
+    reward: str = "math"
     distinct: bool = False
+    continued: bool = False
 
 
 def mapped(name: str, row: Values, place: str) -> Values:
@@ -129,9 +132,9 @@ MAPPINGS: Mapping[str, Mapped] = {
     "deepscaler": Mapped(_deepscaler),
     "dapo": Mapped(_dapo, distinct=True),  # each question a hundred times
     "aime": Mapped(_aime),
-    "deepcoder": Mapped(_deepcoder),
-    "livecodebench": Mapped(_livecodebench),
-    "humaneval": Mapped(_humaneval),
+    "deepcoder": Mapped(_deepcoder, "code"),
+    "livecodebench": Mapped(_livecodebench, "code"),
+    "humaneval": Mapped(_humaneval, "code", continued=True),
 }
 
 
