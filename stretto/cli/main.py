@@ -194,24 +194,41 @@ def dpo(
 @app.command("eval")
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    overrides: Overrides = None,
     task: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="RECIPE.toml|FILE.jsonl", help="The held-out prompts: those of a recipe, or all rows of a file."
         ),
-    ],
-    overrides: Overrides = None,
+    ] = None,
+    data: Annotated[
+        Optional[list[str]],  # noqa: UP045 - as above
+        typer.Option(metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK", help="All rows of a dataset (repeatable)."),
+    ] = None,
+    mapping: Annotated[str | None, typer.Option(help="Ready columns of --data, such as gsm8k.")] = None,
+    subset: Annotated[str | None, typer.Option(help="The configuration of a hub dataset.")] = None,
+    split: Annotated[str, typer.Option(help="The split of a hub dataset or a saved folder.")] = "test",
+    n: Annotated[
+        int | None,
+        typer.Option("--n", min=1, max=1024, help="Completions of each question [default: evaluation.samples, 1]."),
+    ] = None,
+    rows: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Write the results of each question.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the accuracy of a policy on held-out prompts."""
+    """Measure a policy on held-out prompts: accuracy (avg@n) with its interval, pass@k, maj@n, lengths, truncation."""
     from stretto.processes.fork_server import fork_server
 
+    if (task is None) == (not data):
+        raise typer.BadParameter("give either --task or --data")
     with fork_server() as spawner:
         with _importing():
-            from stretto.launch.commands.evaluate import evaluate
+            from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
 
-        evaluation = evaluate(model, task, overrides or [], spawner, lambda text: print(text, file=sys.stderr))
-    print(evaluation.as_json() if json else evaluation)
+        asked = task if task is not None else DataChoice(tuple(data or ()), mapping, subset, split)
+        evaluation = evaluate(
+            model, asked, overrides or [], spawner, lambda text: print(text, file=sys.stderr), Asked(n, rows)
+        )
+    print(evaluation.as_json() if json else evaluation.table())
 
 
 @app.command()
