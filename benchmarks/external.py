@@ -1,7 +1,7 @@
 """What stretto adds to a server of vLLM or SGLang: tokens per second of the server alone, and as an engine of a run.
 
     python -m benchmarks.external                       both makes, 64 concurrent completions, 3 rounds
-    python -m benchmarks.external --kinds vllm --rounds 5
+    python -m benchmarks.external --kinds vllm --rounds 5 --interval 16   tokens that an event of the server has
 
 Alone, a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
 stretto asks for them, and throws the bytes away. As an engine, the same prompts go through the conductor's client and
@@ -114,10 +114,13 @@ async def as_engine(engine: HttpEngine, asked: Sequence[tuple[int, ...]], turn: 
 
 
 @asynccontextmanager
-async def running(kind: str, python: Path, model: Path) -> AsyncIterator[tuple[str, int]]:
+async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncIterator[tuple[str, int]]:
     """The address of a server, and the process at the head of its tree."""
     port = free_port()
-    config = EngineConfig.model_validate({"kind": kind, "python": str(python), "slots": CONCURRENT, "cache_gib": 1.0})
+    settings = {"kind": kind, "python": str(python), "slots": CONCURRENT, "cache_gib": 1.0}
+    if interval:
+        settings["arguments"] = ["--stream-interval", str(interval)]
+    config = EngineConfig.model_validate(settings)
     process = await ServerProcess.start(kind, MAKES[kind].launch(config, str(model), port))
     http = JsonServer(kind, f"127.0.0.1:{port}", seconds=REPLY_SECONDS, token_seconds=REPLY_SECONDS)
     try:
@@ -163,14 +166,14 @@ async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIte
         remove(MAILBOX, folder / "mailbox")
 
 
-async def measured(kind: str, python: Path, rounds: int, folder: Path) -> dict[str, Any]:
+async def measured(kind: str, python: Path, rounds: int, interval: int, folder: Path) -> dict[str, Any]:
     """Both ways by turns."""
     model, asked = make("3.4M", folder), prompts(CONCURRENT, VOCABULARY)
     bare: list[Turn] = []
     ours: list[Turn] = []
     tokens = CONCURRENT * TOKENS
     async with (
-        running(kind, python, model) as (address, server),
+        running(kind, python, model, interval) as (address, server),
         adapted(kind, address, model, folder) as (engine, adapter),
     ):
         for number in range(rounds + 1):
@@ -202,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(MAKES), default=list(MAKES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--interval", type=int, default=0, help="tokens of an event; 0: as stretto starts the server")
     words = parser.parse_args()
     rows: list[dict[str, Any]] = []
     table = Table("server", "alone tokens/s", "as engine tokens/s", "added", "server µs/token", "ours", "added")
@@ -212,7 +216,7 @@ def main() -> None:
             print(f"{kind} is left out: {problem}")
             continue
         with tempfile.TemporaryDirectory(prefix="st-") as folder:
-            row = asyncio.run(measured(kind, python, words.rounds, Path(folder)))
+            row = asyncio.run(measured(kind, python, words.rounds, words.interval, Path(folder)))
         rows.append(row)
         rates = (statistics.median(turn.rate for turn in row[way]) for way in ("server_alone", "as_engine"))
         costs = [statistics.median(part(t) for t in row["as_engine"]) for part in PARTS]
@@ -220,7 +224,8 @@ def main() -> None:
         table.add(kind, *shown, f"{row['added_cpu']:.1%}")
         table.show_last()
 
-    save("external", {"model": "3.4M", "concurrent": CONCURRENT, "tokens": TOKENS, "rows": rows})
+    if not words.interval:
+        save("external", {"model": "3.4M", "concurrent": CONCURRENT, "tokens": TOKENS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 checker looks at its laws, and transformers says what every exported token's log-probability is under its version.
 *dtypes*: `behavior_logprob_error` of the native engine, vLLM and SGLang, in float32 and bfloat16.
 
-The head dimension is 32, since the attention of vLLM on a processor has none of 16. Environments of the servers:
+The head dimension is 32, since the attention of vLLM on a processor has none for 16. Environments of the servers:
 `benchmarks/peers/environment.py`.
 """
 
@@ -41,7 +41,7 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
 
-HEADS = ("model.build.head_dim=32", "model.build.heads=2", "model.build.kv_heads=2")
+HEADS = ("model.build.head_dim=32",)
 TOLERANCE = 1e-4  # nats
 ROWS = 64  # completions that are scored together
 GUARD, TRACKER = "stretto.engine.external.guard", "resource_tracker"
@@ -177,7 +177,7 @@ def learns(kind: str, kills: int, steps: int, settings: Sequence[str], folder: P
         "laws_broken": [law for law, broken in findings.breaches.items() if broken],
         "balance": findings.balance,
         "staleness_max": inspection.staleness.max,
-        "rescored": rescored(run_dir),
+        "rescored": rescored(run_dir, exported_rows(run_dir)),
         "load_average": {
             "mean": round(statistics.mean(killer.loads), 1),
             "largest": round(max(killer.loads), 1),
@@ -188,12 +188,16 @@ def learns(kind: str, kills: int, steps: int, settings: Sequence[str], folder: P
 # ── every token, by its version's weights ────────────────────────────────────────────────────────
 
 
-def rescored(run_dir: Path) -> dict[str, Any]:
-    """The log-probabilities of every exported token under its version's weights, by transformers in float32: tokens,
-    completions of several versions, the largest error in nats, and the tokens beyond the tolerance."""
+def exported_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """All that `stretto export` writes of a run."""
     exported = run_dir.with_name(f"{run_dir.name}.jsonl")
     subprocess.run([*COMMAND, "export", str(run_dir), str(exported)], check=True, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in exported.read_text().splitlines()]
+    return [json.loads(line) for line in exported.read_text().splitlines()]
+
+
+def rescored(run_dir: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The log-probabilities of every token under its version's weights, by transformers in float32: tokens, completions
+    of several versions, the largest error in nats, and the tokens beyond the tolerance."""
     by_version = defaultdict[int, list[dict[str, Any]]](list)
     for row in rows:
         for version in set(row["versions"]):

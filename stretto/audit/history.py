@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -99,6 +100,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class RecordedData:
+    """The questions of a run: their digest on record and as they are now; what the order of an epoch follows from."""
+
+    digest: str
+    found: str
+    prompts: tuple[str, ...]
+    seed: int
+    sources: tuple[tuple[str, int, float | None], ...]  # name, prompts, weight
+    easy: float | None
+    hard: float | None
+
+
+@dataclass(frozen=True)
 class History:
     """All records of a run's trajectories and steps."""
 
@@ -114,6 +128,7 @@ class History:
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
     notes: tuple[str, ...]  # what cannot be checked
+    data: RecordedData | None = None  # None: a run of an earlier stretto
 
     @property
     def trajectories(self) -> tuple[RecordedTrajectory, ...]:
@@ -181,6 +196,26 @@ def _history(
         broken_start=tuple(broken_files(folder, _kept(folder, facts.get("start", {})))),
         edited=tuple(_edited(folder, facts.get("recipe"))),
         notes=tuple(_not_judged(folder, number, facts)),
+        data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
+    )
+
+
+def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
+    """The record, and what the file of the questions says now; a file that is gone has no questions."""
+    whole, prompts = hashlib.blake2b(digest_size=16), []
+    for line in questions.read_text(encoding="utf-8").splitlines() if questions.exists() else ():
+        row = json.loads(line)
+        prompts.append(row["id"])
+        for text in (row["id"], row["prompt"], row["answer"]):
+            whole.update(f"{len(text)}:{text}".encode())
+    return RecordedData(
+        digest=fact["digest"],
+        found=whole.hexdigest(),
+        prompts=tuple(prompts),
+        seed=fact["seed"],
+        sources=tuple((source["name"], source["prompts"], source["weight"]) for source in fact["sources"]),
+        easy=fact["easy"],
+        hard=fact["hard"],
     )
 
 

@@ -23,6 +23,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     tls: str | None = Field(
         None, description="folder with ca.pem, cert.pem and key.pem, for TLS between machines; none without it"
     )
+    gpus: int = Field(0, ge=0, le=64, description="GPUs that Ray sets aside for each engine, and each rank")
     lease: float = Field(15.0, ge=1.0, description="seconds of silence after which a machine counts as lost")
     lag: float = Field(
         60.0, gt=0, description="seconds behind the newest version after which an engine gets no groups for a while"

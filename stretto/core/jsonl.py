@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,8 +34,17 @@ def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
     Raises:
         DataError: the file is missing, empty or not text, or some of its lines are not what they should be.
     """
-    rows = ((f"{path}:{number}", (number, line)) for number, line in enumerate(_lines(path), start=1) if line.strip())
-    return read_each(str(path), rows, lambda row, place: read(_short(row[1], place), row[0], place))
+    numbered = ((place, (number, line)) for number, place, line in lines_of(path))
+    return read_each(str(path), numbered, lambda row, place: read(_short(row[1], place), row[0], place))
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
+    """``(number, place, line)`` of each line that is not blank.
+
+    Raises:
+        DataError: the file is missing or not text, or holds one JSON array.
+    """
+    return ((n, f"{path}:{n}", line) for n, line in enumerate(_lines(path), start=1) if line.strip())
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:

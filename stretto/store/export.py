@@ -66,6 +66,7 @@ class ExportedTrajectory(Record, frozen=True):
     prompt: str | None = None  # None: the run has no record of its questions
     answer: str | None = None  # the gold answer
     row: str | None = None  # FILE:LINE of the question, where it is a row of a file
+    source: str = ""  # the name of the source that the question is from, in a task of several
 
 
 class ExportedQuestion(Record, frozen=True):
@@ -75,6 +76,7 @@ class ExportedQuestion(Record, frozen=True):
     prompt: str
     answer: str
     row: str | None = None
+    source: str = ""
 
 
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
@@ -134,7 +136,7 @@ def _exported(columns: dict[str, Any], question: ExportedQuestion | None) -> Exp
         "text": payload.text,
     }
     if question is not None:
-        fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row}
+        fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row, "source": question.source}
     return msgspec.convert(fields, ExportedTrajectory)
 
 

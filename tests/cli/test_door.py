@@ -70,7 +70,8 @@ def test_the_module_can_be_run_as_well() -> None:
         (["sft"], "Missing argument 'RECIPE.toml'"),
         (["trian"], "No such command 'trian'"),
         (["train", str(TINY), "--run-folder", "x"], "No such option: --run-folder"),
-        (["eval", "model"], "Missing option '--task'"),
+        (["eval", "model"], "give either --task or --data"),
+        (["eval", "model", "--task", "a.toml", "--data", "b"], "give either --task or --data"),
         (["export", "run"], "Missing argument 'FILE.jsonl'"),
     ],
 )

@@ -28,9 +28,10 @@ from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight, restore
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.evaluation import PeriodicEvaluation
+from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work
+from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
@@ -192,7 +193,7 @@ class Stage(SilentReporter):
             in_flight=answers,
             recorder=recorder,
             checkpointing=keeper,
-            evaluation=PeriodicEvaluation(self.evaluate, recorder, every),
+            evaluation=Evaluations([PeriodicEvaluation(self.evaluate, recorder, every)]),
             poll=self.fleet.poll,
             progress=self.progress,
             steps=steps,

@@ -39,7 +39,8 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work
+from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints

@@ -25,13 +25,20 @@ import msgspec
 import pytest
 import torch
 
-from stretto.core.records import Sampling
+from stretto.core.records import Batch, Sampling
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.learner.recovery import Recovery
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.fork_server import ForkServer
 from stretto.processes.role import RoleProcess
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import (
     FROM_TRAINER,
@@ -224,6 +231,62 @@ def test_a_rank_that_is_killed_on_another_machine_is_named(site: Site) -> None:
             assert await lost(group) == "lost rank 1, which closed its connection"
 
     run(scenario())
+
+
+class Recorded(Recovery):
+    """The batches of a run whose ledger has none."""
+
+    def batch(self, step: int) -> Batch:
+        return batch(step - 1)
+
+
+class Agent:
+    """Starts rank 1 of each trainer on the other machine."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.ranks: list[RoleProcess] = []
+
+    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
+        if self.ranks:
+            await self.ranks[-1].stop(0.0)
+        rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
+        self.ranks.append(rank)
+        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, secrets=awaited.secrets)
+
+
+def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Site) -> None:
+    """The checkpoint is of step 1; the rank is killed after step 2, which is trained again before step 3."""
+    said: list[str] = []
+
+    async def scenario(folder: RunFolder, agent: Agent) -> None:
+        recovery, loop = Recorded(folder, 2), asyncio.get_running_loop()
+        deadlines = DeadlinesConfig(hung=HUNG, start=60.0)
+        link = TrainerLink(site.here / "trainer.txt", deadlines, recovery, spawner=site.near, elsewhere=agent)
+        link.report_to(said.append)
+
+        def write(part: Path) -> None:
+            asyncio.run_coroutine_threadsafe(link.save_checkpoint(part), loop).result(30)
+
+        try:
+            await link.start(site.spec())
+            await link.train(batch(0))
+            await asyncio.to_thread(Checkpoints(folder.checkpoints, 2).save, 1, write)
+            await link.train(batch(1))
+            os.kill(agent.ranks[-1].pid, signal.SIGKILL)
+            assert (await link.train(batch(2))).version == 3
+            await link.save_policy(folder.path / "last")
+        finally:
+            await link.stop(1.0)
+            await agent.ranks[-1].stop(1.0)
+
+    with RunFolder.create(site.here / "run") as folder:
+        Ledger(folder.ledger, StoreConfig()).close()
+        agent = Agent(site)
+        run(scenario(folder, agent))
+        assert_trained(site, folder.path / "last", 3)
+    assert said == ["trainer lost rank 1, which closed its connection: a new one is started at version 2"]
+    assert len(agent.ranks) == 2
 
 
 def test_a_machine_that_is_cut_off_is_given_up_and_its_rank_ends_by_itself(site: Site) -> None:

@@ -16,10 +16,12 @@ import msgspec
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import RunTerms
+from stretto.cluster.placing import RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.core.tasks import NamedTasks
+from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.guest import guest
@@ -36,6 +38,7 @@ TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 JOIN = "join.json"  #: of a run folder: what a machine needs to join
 _WEIGHTS_ROLE = "stretto.weights.role"
 _STOP_GRACE = 1.0
+_ANYWHERE = "0.0.0.0:0"
 _LOOK_SECONDS = 1.0
 _FIRST = asyncio.FIRST_COMPLETED
 
@@ -78,6 +81,7 @@ class Cluster:
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
     _tasks: NamedTasks = field(default_factory=NamedTasks)
+    _ray: RayAgents | None = None
     _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
 
     def __post_init__(self) -> None:
@@ -103,18 +107,25 @@ class Cluster:
         config = self.plan.recipe.cluster
         control = await self.gate.open(f"unix:{self.endpoints.sockets}/control.sock")
         address = ""
-        if config.listen:
-            self._serve_weights(config.listen)
-            address = await self.gate.open(config.listen, config.tls or "")
+        if listen := config.listen or (_ANYWHERE if config.placer == "ray" else ""):
+            self._serve_weights(listen)
+            address = await self.gate.open(listen, config.tls or "")
             host, _, port = address.rpartition(":")
-            address = f"{socket.gethostname() if host == '0.0.0.0' else host}:{port}"
+            address = f"{own_address() if host == '0.0.0.0' else host}:{port}"
             self.report(
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
         write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
 
+        if config.placer == "ray":
+            await self._place_by_ray(address)
+
     async def supervise(self) -> NoReturn:
-        """Keep the server of weights alive."""
+        """Keep the server of weights alive, and the placer of Ray.
+
+        Raises:
+            RoleDied: one of them dies too often.
+        """
         await self._tasks.watch()
 
     def drain_spans(self) -> list[Span]:
@@ -131,6 +142,23 @@ class Cluster:
             write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
         await self.gate.close(why, again)
         await self._tasks.close()
+        if self._ray is not None:
+            await self._ray.close()
+
+    async def _place_by_ray(self, address: str) -> None:
+        recipe = self.plan.recipe
+        tls = ("--tls", recipe.cluster.tls) if recipe.cluster.tls else ()
+        spec = RayPlacerSpec(
+            run=self.identity.run,
+            address=recipe.cluster.ray,
+            join=("--join", address, "--patience", f"{recipe.cluster.wait:g}", *tls),
+            cpus=recipe.engine.threads,
+            gpus=recipe.cluster.gpus,
+            seconds=recipe.cluster.wait,
+        )
+        self._ray = RayAgents(self.plan, self.folder, spec, self.identity.token, self.report)
+        await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
+        self._tasks.add("ray", self._ray.supervise())
 
     # ── the server of weights ────────────────────────────────────────────────────────────────────
 
@@ -239,19 +267,24 @@ class Cluster:
         if wanted < 1:
             raise RecipeError([Problem("engines", str(wanted), "a run needs one engine at least")])
         if wanted > len(names):
-            return self._grow(wanted - len(names))
+            return await self._grow(wanted)
         leaving = names[wanted:]
         for name in reversed(leaving):
             await self.engines.drain(name, "stretto scale")
             await self._dismiss_if_empty(name)
+        if self._ray is not None:
+            await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
         return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
 
-    def _grow(self, more: int) -> str:
+    async def _grow(self, wanted: int) -> str:
         config = self.plan.recipe.cluster
+        if self._ray is not None:
+            await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
+            return f"{wanted} engines; Ray is starting them"
         if config.placer != "local":
             remedy = f"start them on machines: stretto engine --join {config.listen}"
             raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
-        started = [self._start_one() for _ in range(more)]
+        started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
         return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
 
     def _start_one(self) -> str:
@@ -266,6 +299,17 @@ class Cluster:
         machine = self._hosts.pop(name, None)
         if machine is not None and machine not in self._hosts.values():
             machine.dismiss("stretto scale")
+
+
+def own_address() -> str:
+    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+        return address
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:

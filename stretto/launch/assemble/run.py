@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
+from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
@@ -22,7 +23,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
+from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
@@ -30,7 +31,7 @@ from stretto.loop.records.reporter import Reporter
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
-from stretto.rollout.prompts import PromptStream
+from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
@@ -39,6 +40,7 @@ from stretto.store.ledger.reading import last_step, read_batches, read_unfinishe
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import SingleTurn, Workflow
+from stretto.worlds.sources.task import DatasetTask
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
@@ -193,7 +195,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
         recipe.rollout,
-        PromptStream(context.plan.training, recipe.seed, state.position),
+        _prompts(context.plan, state.position),
         ledger,
         recipe.seed,
         version=context.start.version,
@@ -211,7 +213,9 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         in_flight=in_flight,
         recorder=recorder,
         checkpointing=_checkpointing(context, roles, controller),
-        evaluation=PeriodicEvaluation(_evaluator(context, roles, recorder), recorder, recipe.evaluation.every),
+        evaluation=evaluations(
+            context.plan, context.folder, _evaluator(context, roles, recorder), recorder, context.reporter.say
+        ),
         poll=roles.poll,
         progress=roles.progress,
         steps=recipe.trainer.steps,
@@ -224,6 +228,13 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         await conductor.evaluation.close()
         await conductor.checkpointing.close()
     recorder.conclude()
+
+
+def _prompts(plan: Plan, position: Position) -> PromptStream:
+    task = plan.recipe.task
+    chosen = task.curriculum if isinstance(task, DatasetTask) else None
+    rests = (lambda rate: not chosen.hard < rate < chosen.easy) if chosen is not None else (lambda rate: False)
+    return PromptStream(plan.training, plan.recipe.seed, position, plan.sources, rests)
 
 
 def _generation(
@@ -310,6 +321,6 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         await stop.unless(_evaluate_last(roles, evaluation, controller.published))
 
 
-async def _evaluate_last(roles: Roles, evaluation: PeriodicEvaluation, version: int) -> None:
+async def _evaluate_last(roles: Roles, evaluation: Evaluations, version: int) -> None:
     await roles.engines.reach(version)
     await evaluation.evaluate(version)

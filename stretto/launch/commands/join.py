@@ -17,6 +17,7 @@ from stretto.cluster.wire import Wire, connect
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.launch.assemble.cluster import TOKEN, read_join_file
 from stretto.processes.handshake import call
+from stretto.processes.heartbeat import PARENT, die_with_parent
 
 _HANDSHAKE_SECONDS = 10.0
 _SCALE_SECONDS = 120.0
@@ -61,6 +62,8 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
     Raises:
         MachineLost, RecipeError: see `cluster.agent.run_agent`.
     """
+    if (parent := os.environ.pop(PARENT, None)) is not None:
+        die_with_parent(int(parent))
     try:
         return asyncio.run(_work(brought, say))
     except HandshakeRefused as refused:

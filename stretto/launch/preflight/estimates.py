@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.engine.capabilities import CAPABILITIES
-from stretto.launch.preflight.plan import Plan
+from stretto.launch.preflight.plan import Outline
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
@@ -33,7 +33,7 @@ class MemoryEstimate:
         return f"{shown}; available {self.available / 2**30:.2f} GiB"
 
 
-def estimate_memory(plan: Plan) -> MemoryEstimate:
+def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
     checkpoint is written; reference and critic, if any; for each rank the activations of one micro-batch, and for each
     but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in the
@@ -83,7 +83,7 @@ class DiskEstimate:
         return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
 
 
-def estimate_disk(plan: Plan, folder: Path) -> DiskEstimate:
+def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
     """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
     Policies in float32; checkpoints with Adam's two moments, of a critic too, and one more while it is written."""
     recipe, weights = plan.recipe, plan.base.parameters * 4
@@ -108,7 +108,7 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def warnings(plan: Plan) -> Sequence[str]:
+def warnings(plan: Outline) -> Sequence[str]:
     """Sentences about settings that work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))

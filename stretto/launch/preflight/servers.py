@@ -56,14 +56,16 @@ def _given(config: EngineConfig) -> list[str]:
     return [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
 
 
-def check_engine_keys(recipe: Recipe) -> None:
-    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it."""
+def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
+    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it, unless
+    it is not to be looked for `here`."""
     config = recipe.engine
     if config.kind == "native":
         remedy = 'only engine.kind = "vllm" or "sglang" has it'
         problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in _given(config)]
     else:
-        problems = [*_keys(recipe, CAPABILITIES[config.kind]), *_interpreter(config, CAPABILITIES[config.kind])]
+        make = CAPABILITIES[config.kind]
+        problems = [*_keys(recipe, make), *(_interpreter(config, make) if here else ())]
     if problems:
         raise RecipeError(problems)
 

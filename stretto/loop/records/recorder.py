@@ -16,44 +16,15 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, Outcome, Prompt, Record, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
+from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.reporter import Reporter
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
 
 Count = TypeVar("Count", int, float)
-
-
-class Evaluation(Record, frozen=True):
-    """Held-out accuracy. Undecided completions count as not right, and are counted apart.
-
-    `version` is the newest version that sampled any of the tokens; `tokens` counts those of all completions.
-
-    Example::
-
-        evaluation = stretto.Evaluation(version=3, prompts=8, right=6, undecided=1, tokens=120)
-        print(evaluation, evaluation.accuracy)  # accuracy 0.7500: 6 of 8 right, 1 undecided 0.75
-    """
-
-    version: int
-    prompts: int
-    right: int
-    undecided: int
-    tokens: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.prompts
-
-    def __str__(self) -> str:
-        note = f", {self.undecided} undecided" if self.undecided else ""
-        return f"accuracy {self.accuracy:.4f}: {self.right} of {self.prompts} right{note}"
-
-    def as_json(self) -> str:
-        """One object with every field and the accuracy."""
-        return msgspec.json.encode(msgspec.structs.asdict(self) | {"accuracy": self.accuracy}).decode()
 
 
 class EarlierTotals(Record, frozen=True):
@@ -265,13 +236,23 @@ class Recorder:
         for engine, tokens in completion.segment.writers:
             self._evaluation_tokens[engine] += tokens
 
-    def evaluated(self, evaluation: Evaluation, step: int) -> None:
-        """Held-out accuracy was measured; the first is the initial one, the last the final one."""
+    def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
+        """Held-out accuracy was measured; the first is the initial one, the last the final one. That of a further set
+        has a `name`."""
+        line = self._evaluation_line(evaluation, step)
+        if name:
+            self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
+            self._reporter.say(f"{name} at step {step}, version {evaluation.version}: {evaluation}")
+            return
         if self.initial_accuracy is None:
             self.initial_accuracy = evaluation.accuracy
         if step > 0:
             self.final_accuracy = evaluation.accuracy
-        line = EvaluationLine(
+        self._metrics.append(line)
+        self._reporter.evaluated(line)
+
+    def _evaluation_line(self, evaluation: Evaluation, step: int) -> EvaluationLine:
+        return EvaluationLine(
             step=step,
             version=evaluation.version,
             wall_seconds=self.clock.wall_seconds,
@@ -279,9 +260,17 @@ class Recorder:
             accuracy=evaluation.accuracy,
             prompts=evaluation.prompts,
             undecided=evaluation.undecided,
+            samples=evaluation.samples,
+            truncated=evaluation.truncated,
+            length_mean=evaluation.length_mean,
+            pass_at=evaluation.pass_at,
+            maj=evaluation.maj,
+            ci95=evaluation.ci95,
         )
-        self._metrics.append(line)
-        self._reporter.evaluated(line)
+
+    def say(self, sentence: str) -> None:
+        """A sentence about the run, for those who watch it."""
+        self._reporter.say(sentence)
 
     def spans(self, spans: Sequence[Span]) -> None:
         self._spans.append(spans)

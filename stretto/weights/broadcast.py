@@ -1,0 +1,259 @@
+"""Weights to one server of vLLM or SGLang by a collective: we are rank 0 of the group, the server's workers the rest.
+
+    join      an order by HTTP, and both sides meet at a TCP store that we open
+    begin     the server makes its model ready for new weights
+    receive   an order with names, dtypes and shapes of some tensors, and one broadcast for each of them
+    end       the server finishes its model; the version is stamped
+
+Every server has a group of its own, so that engines may come and go. The bytes have the transport's protection alone:
+a server checks no checksums, which is why "auto" never means this medium (`weights.config`). After an error the group
+is broken, and the server too: nobody knows which of its weights are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # stores are where gloo is built in
+    Backend,
+    PrefixStore,
+    ProcessGroup,
+    TCPStore,
+    distributed_c10d,
+)
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import EngineLost
+
+#: Bytes of the tensors of one order: the server has them beside its model.
+_BUCKET = 256 << 20
+
+#: A path and the JSON to post there.
+Order = tuple[str, Mapping[str, object] | None]
+
+#: Posts an order and returns the reply's JSON; raises what its own client raises when the server says no.
+Post = Callable[[str, Mapping[str, object] | None], Awaitable[Any]]
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+class Orders(Protocol):
+    """What one make of server is asked for; `group` is the name that both sides give the group."""
+
+    @property
+    def group(self) -> str: ...
+
+    def join(self, host: str, port: int, world_size: int) -> Order: ...
+
+    def begin(self) -> Order: ...
+
+    def receive(self, tensors: Named, version: int | None) -> Order:
+        """`version`: with the last tensors."""
+        ...
+
+    def end(self, version: int) -> Order: ...
+
+    def leave(self) -> Order: ...
+
+
+@dataclass(frozen=True)
+class SglangOrders:
+    """SGLang since 0.5.23, where an update has a beginning and an end. `flush_cache`: drop the KV cache."""
+
+    group: str
+    backend: str = "nccl"
+    flush_cache: bool = True
+
+    def join(self, host: str, port: int, world_size: int) -> Order:
+        where = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        return "/init_weights_update_group", where | {"group_name": self.group, "backend": self.backend}
+
+    def begin(self) -> Order:
+        return "/begin_weight_update", {}
+
+    def receive(self, tensors: Named, version: int | None) -> Order:
+        names, dtypes, shapes = _described(tensors)
+        order: dict[str, object] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self.group}
+        order["flush_cache"] = self.flush_cache and version is not None
+        if version is not None:
+            order["weight_version"] = str(version)
+        return "/update_weights_from_distributed", order
+
+    def end(self, version: int) -> Order:
+        return "/end_weight_update", {}
+
+    def leave(self) -> Order:
+        return "/destroy_weights_update_group", {"group_name": self.group}
+
+
+@dataclass(frozen=True)
+class VllmOrders:
+    """vLLM since 0.32, with a weight transfer engine that meets us by torch's own groups. Its built-in "nccl" does not:
+    it meets by a communicator of vLLM's, which the sender would have to import."""
+
+    group: str = "stretto"
+
+    def join(self, host: str, port: int, world_size: int) -> Order:
+        where = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        return "/init_weight_transfer_engine", {"init_info": where}
+
+    def begin(self) -> Order:
+        return "/start_weight_update", None
+
+    def receive(self, tensors: Named, version: int | None) -> Order:
+        names, dtypes, shapes = _described(tensors)
+        return "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+
+    def end(self, version: int) -> Order:
+        return "/finish_weight_update", {"weight_version": str(version)}
+
+    def leave(self) -> Order:
+        return "/shutdown_weight_transfer_engine", None
+
+
+class Broadcast:
+    """Example::
+
+    broadcast = Broadcast("engine-0", post, SglangOrders("stretto-0", "gloo"), host="10.0.0.1", ranks=1, seconds=60)
+    await broadcast.open()
+    await broadcast.send(7, subscriber.load(7))      # while the server is paused
+    await broadcast.close()
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        post: Post,
+        orders: Orders,
+        *,
+        host: str,
+        ranks: int,
+        seconds: float,
+        backend: str = "gloo",
+        device: str = "cpu",
+    ) -> None:
+        """
+        Args:
+            host: our address, as the server reaches it.
+            ranks: those of the server, tensor times data parallel.
+            seconds: for a join, and for each order.
+            backend: "gloo" for tensors on the CPU, "nccl" on a GPU; `device` is where they are sent from.
+        """
+        self.engine = engine
+        self._post, self._orders, self._seconds = post, orders, seconds
+        self._host, self._world_size, self._name = host, ranks + 1, orders.group
+        self._backend, self._device = backend, device
+        self._group: ProcessGroup | None = None
+
+    async def open(self) -> None:
+        """Join a group with the server.
+
+        Raises:
+            EngineLost: it did not join, in time or at all; and what `post` raises.
+        """
+        patience = timedelta(seconds=self._seconds)
+        store = TCPStore(self._host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=patience)
+
+        def join() -> ProcessGroup:
+            # As SGLang makes its own end; torch has no public way to a second group without a first.
+            made: ProcessGroup
+            made, _ = distributed_c10d._new_process_group_helper(
+                self._world_size,
+                0,
+                [],
+                Backend(self._backend),
+                PrefixStore(self._name, store),
+                group_name=self._name,  # type: ignore[arg-type]  # a NewType of str
+                timeout=patience,
+            )
+            distributed_c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(self._world_size)}
+            return made
+
+        self._group = await self._with(self._orders.join(self._host, store.port, self._world_size), "join", join)
+
+    async def send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Give the server, which is paused, the tensors as `version`.
+
+        Raises:
+            EngineLost: it did not receive them, in time or at all; and what `post` raises. The group is closed then.
+        """
+        assert self._group is not None, "open() comes first"
+        group, buckets = self._group, list(_buckets(tensors))
+        try:
+            await self._order(self._orders.begin(), "begin")
+            for number, bucket in enumerate(buckets):
+                last = version if number == len(buckets) - 1 else None
+
+                def send(bucket: Named = bucket) -> None:
+                    for _, tensor in bucket:
+                        whole = tensor.to(self._device).contiguous()
+                        group.broadcast(whole, 0).wait(timedelta(seconds=self._seconds))
+
+                await self._with(self._orders.receive(bucket, last), f"version {version}", send)
+            await self._order(self._orders.end(version), "end")
+        except BaseException:
+            self._close_group()
+            raise
+
+    async def close(self) -> None:
+        """Let the server leave, and close the group."""
+        if self._group is not None:
+            try:
+                await self._order(self._orders.leave(), "leave")
+            finally:
+                self._close_group()
+
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # the other side has gone
+                torch.distributed.destroy_process_group(group)
+
+    async def _order(self, order: Order, what: str) -> None:
+        async with deadline(f"the broadcast to {self.engine}", what, self._seconds):
+            await self._post(*order)
+
+    async def _with(self, order: Order, what: str, work: Callable[[], Any]) -> Any:
+        """Post an order and do our half of it. A half that waits for a server that has said no ends by its own bound,
+        in its thread; nobody waits for it."""
+        posted = asyncio.ensure_future(self._order(order, what))
+        done = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            # Both are bounded: the order by its deadline, the collective by the group's.
+            await asyncio.wait({posted, done}, return_when=asyncio.FIRST_EXCEPTION)
+            if posted.done():
+                posted.result()
+            result = await done
+            await posted
+            return result
+        except RuntimeError as error:  # torch's only one
+            raise EngineLost(self.engine, f"did not receive {what}: {str(error).splitlines()[0][:200]}") from error
+        finally:
+            posted.cancel()
+            done.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def _described(tensors: Named) -> tuple[list[str], list[str], list[list[int]]]:
+    names = [name for name, _ in tensors]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
+    return names, dtypes, [list(tensor.shape) for _, tensor in tensors]
+
+
+def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[Named]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if bucket and size + tensor.nbytes > _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,81 @@
+"""The `[weights]` section of a recipe, and the medium that "auto" stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from stretto.core.errors import Problem, RecipeError
+
+Medium = Literal["shared_memory", "http", "broadcast"]
+
+
+class WeightsConfig(BaseModel, extra="forbid", frozen=True):
+    """How weights travel from the trainer to the engines."""
+
+    medium: Literal["auto", "shared_memory", "http", "broadcast"] = Field(
+        "auto",
+        description="shared_memory: engines map the trainer's file; http: each machine pulls it once into its own "
+        "shared memory; broadcast: vLLM and SGLang get it in a collective group; auto: by where the engines are",
+    )
+    delta: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether http moves only the elements that have changed; auto: where that is faster, as measured",
+    )
+
+
+@dataclass(frozen=True)
+class Route:
+    """What lies between the trainer and the engines.
+
+    `elsewhere`: some engine is, or may come to be, on another machine than the trainer.
+    """
+
+    engines: Literal["native", "vllm", "sglang"]
+    elsewhere: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The medium of a run, and why, as a sentence of its log."""
+
+    medium: Medium
+    reason: str
+
+
+def choose(config: WeightsConfig, route: Route) -> Choice:
+    """The medium that `config` means on this route.
+
+    Raises:
+        RecipeError: it cannot be had there.
+    """
+    if config.medium == "shared_memory" and route.elsewhere:
+        raise RecipeError(
+            [
+                Problem(
+                    "weights.medium",
+                    '"shared_memory" does not reach engines on other machines',
+                    'use "http", or "auto"',
+                )
+            ]
+        )
+    if config.medium == "broadcast" and route.engines == "native":
+        raise RecipeError(
+            [
+                Problem(
+                    "weights.medium",
+                    '"broadcast" needs servers that join a collective group, and engine.kind is "native"',
+                    'use "http", or "auto", or engine.kind = "sglang"',
+                )
+            ]
+        )
+    if config.medium != "auto":
+        return Choice(config.medium, "the recipe asks for it")
+    if not route.elsewhere:
+        return Choice("shared_memory", "all engines are on the trainer's machine and map the file that it has written")
+    return Choice(
+        "http",
+        "engines on other machines may come and go: each machine pulls a version once, and verifies every byte",
+    )

@@ -1,0 +1,79 @@
+"""Promise: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them
+on its tokens, and gives these the log-probabilities of the version's weights, to 1e-4.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.engine.external.http import JsonServer
+from stretto.engine.external.make import Continuation
+from stretto.weights.broadcast import Broadcast, SglangOrders
+from tests.engine.answering import shaken
+from tests.real_engines import scoring
+from tests.real_engines.scoring import TOLERANCE
+from tests.real_engines.serving import RealServer
+
+PROMPT = (5, 12, 8, 13, 3)
+LENGTH = 60
+REQUEST = GenerateRequest("r", PROMPT, (0,), Sampling(max_tokens=LENGTH))
+
+
+@pytest.mark.parametrize("installed", ["sglang"], indirect=True)
+def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(server: RealServer) -> None:
+    plain: Any = AutoModelForCausalLM.from_pretrained(server.policy, dtype=torch.float32).eval()
+    models = {version: shaken(plain, version) for version in (41, 42)}
+    for version, completion in server.run(sampled_after_each(server, models)).items():
+        assert completion.versions == (version,) * LENGTH
+        assert float(scoring.recomputed(models, REQUEST, completion).max()) < TOLERANCE
+
+
+async def sampled_after_each(server: RealServer, models: dict[int, PreTrainedModel]) -> dict[int, Completion]:
+    """A completion by each of the versions, which are sent one after the other."""
+    http = JsonServer(server.kind, server.address, seconds=60.0, token_seconds=60.0)
+    wire = server.wire()
+
+    async def post(path: str, order: Any) -> Any:
+        return await http.exchange("POST", path, order)
+
+    name = f"stretto-{secrets.token_hex(4)}"
+    broadcast = Broadcast(server.kind, post, SglangOrders(name, "gloo"), host="127.0.0.1", ranks=1, seconds=60.0)
+    found = {}
+    try:
+        await broadcast.open()
+        for version, model in models.items():
+            await wire.pause(keep=False)
+            await broadcast.send(version, dict(model.named_parameters()))
+            await wire.resume()
+            found[version] = await sample(wire, f"{name}-{version}")
+        await broadcast.close()
+    finally:
+        await wire.close()
+        await http.close()
+    return found
+
+
+async def sample(wire: Any, name: str) -> Completion:
+    wanted = Continuation(name, PROMPT, REQUEST.sampling, LENGTH, seed=1)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    spans: tuple[tuple[str, int, int], ...] = ()
+    async for delta in wire.stream(wanted):
+        tokens += delta.token_ids
+        logprobs += delta.logprobs
+        spans = delta.spans or spans
+    versions = [int(version) for version, start, end in spans for _ in range(start, end)]
+    return Completion(
+        request="r",
+        member=0,
+        token_ids=tuple(tokens),
+        behavior_logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        stop_reason=StopReason.LENGTH,
+    )

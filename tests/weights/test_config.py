@@ -1,0 +1,40 @@
+"""Promises: "auto" chooses by where the engines are and says why; what cannot be had is refused with a remedy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from stretto.core.errors import RecipeError
+from stretto.weights.config import Route, WeightsConfig, choose
+
+
+@pytest.mark.parametrize("engines", ["native", "vllm", "sglang"])
+def test_on_one_machine_engines_map_the_trainers_file(engines: Literal["native", "vllm", "sglang"]) -> None:
+    choice = choose(WeightsConfig(), Route(engines, elsewhere=False))
+    assert choice.medium == "shared_memory"
+    assert "on the trainer's machine" in choice.reason
+
+
+@pytest.mark.parametrize("engines", ["native", "vllm", "sglang"])
+def test_other_machines_pull(engines: Literal["native", "vllm", "sglang"]) -> None:
+    choice = choose(WeightsConfig(), Route(engines, elsewhere=True))
+    assert choice.medium == "http"
+    assert "each machine pulls a version once" in choice.reason
+
+
+def test_what_the_recipe_asks_for_is_taken() -> None:
+    for medium in ("http", "broadcast"):
+        choice = choose(WeightsConfig.model_validate({"medium": medium}), Route("sglang", elsewhere=True))
+        assert (choice.medium, choice.reason) == (medium, "the recipe asks for it")
+
+
+def test_shared_memory_does_not_reach_another_machine() -> None:
+    with pytest.raises(RecipeError, match=r'weights\.medium: "shared_memory" does not reach .* use "http"'):
+        choose(WeightsConfig(medium="shared_memory"), Route("vllm", elsewhere=True))
+
+
+def test_the_engine_of_this_package_joins_no_group() -> None:
+    with pytest.raises(RecipeError, match=r'weights\.medium: "broadcast" needs servers'):
+        choose(WeightsConfig(medium="broadcast"), Route("native", elsewhere=True))
