@@ -180,4 +180,5 @@ class Road:
                 await self._open.wait()
                 target.write(data)
                 await target.drain()
+            await self._open.wait()
         target.close()

@@ -24,15 +24,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from stretto.cluster import agent as agent_module
 from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.machine import JoinedMachine, RemoteProcess
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
 from stretto.processes.handshake import call
+from stretto.weights.mirror import Mirror
 from tests.cluster.hosting import RUN, TOKEN, Road, hosted, introduction, joined_by_hand, until
 from tests.launch.running import children
 
@@ -137,13 +138,13 @@ def test_what_is_published_while_the_model_travels_is_pulled_and_nothing_older(
 ) -> None:
     """Version 3 is gone by the time at which the model is here."""
 
-    class Slow(agent_module.Mirror):
+    class Slow(Mirror):
         async def fetch_model(self, folder: Path) -> None:
             await until(lambda: gone)
             await super().fetch_model(folder)
 
     gone: list[bool] = []
-    monkeypatch.setattr(agent_module, "Mirror", Slow)
+    monkeypatch.setattr("stretto.cluster.agent.Mirror", Slow)
 
     async def work() -> None:
         said: list[str] = []
