@@ -20,7 +20,7 @@ from stretto.cluster.placing import RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.records import Record
-from stretto.core.tasks import NamedTasks
+from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.assemble.remote_ranks import RemoteRanks
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address

@@ -148,8 +148,8 @@ async def running_roles(
             yield Roles(engines, trainer, rewards, cluster)
         finally:
             why, again = ("the run was stopped", True) if stop.requested else ("the run has ended", False)
-            await end_all(report, cluster.close(why, again))
             await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
+            await end_all(report, cluster.close(why, again))
 
 
 @contextmanager
