@@ -107,14 +107,15 @@ async def connect(address: str, context: ssl.SSLContext | None) -> tuple[asyncio
         RecipeError: it is no address.
     """
     host, _, port = address.rpartition(":")
+    unix = address.startswith("unix:")
+    if not unix and not (port.isdecimal() and int(port) < 65_536):
+        raise RecipeError([Problem("address", repr(address), "give host:port")])
     try:
         async with deadline("the caller", f"a connection to {address}", _CONNECT_SECONDS):
-            if address.startswith("unix:"):
+            if unix:
                 return await asyncio.open_unix_connection(address.removeprefix("unix:"))
             return await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
-    except (ValueError, OverflowError):
-        raise RecipeError([Problem("address", repr(address), "give host:port")]) from None
     except ssl.SSLError as error:
         raise HandshakeRefused(address, f"does not accept our TLS ({error.reason or error})") from None
-    except OSError as error:
-        raise MachineLost(address, f"does not answer ({error.strerror or error})") from None
+    except (OSError, UnicodeError) as error:  # a name that no resolver takes
+        raise MachineLost(address, f"does not answer ({getattr(error, 'strerror', None) or error})") from None

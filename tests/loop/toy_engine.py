@@ -116,13 +116,18 @@ class ToyEngine:
 async def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
     begin_role()
+    print(f"listens at {spec.address}", flush=True)
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
     if (words := newest.read_text().split())[0] in ("killed", "hangs"):
         newest.write_text(words[1])
         os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
     engine = ToyEngine(int(newest.read_text()), Path(socket))
-    server = await asyncio.start_unix_server(engine.serve, socket)
+    if socket == spec.address:
+        host, _, port = spec.address.rpartition(":")
+        server = await asyncio.start_server(engine.serve, host, int(port))
+    else:
+        server = await asyncio.start_unix_server(engine.serve, socket)
     await server.serve_forever()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import platform
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +148,10 @@ class EngineHandle:
 
     def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
         """An engine that does not load a version within `seconds` does not hold up admission."""
-        late = bool(self._missing) and time.monotonic() - self._missing[0][1] > seconds + self.load_interval
+        late = (
+            bool(self._missing)
+            and asyncio.get_running_loop().time() - self._missing[0][1] > seconds + self.load_interval
+        )
         if late and self.counts:
             self.lags = True
             awaited = self._missing[0][0]
@@ -262,7 +264,7 @@ class EngineHandle:
         """`version` is in the mailbox."""
         self.published = version
         if self.version is not None and self.version < version:
-            self._missing.append((version, time.monotonic()))
+            self._missing.append((version, asyncio.get_running_loop().time()))
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
@@ -284,14 +286,14 @@ class EngineHandle:
 
     async def _load(self, version: int) -> None:
         version = await self.client.update(version)
-        self._loaded = time.monotonic()
+        self._loaded = asyncio.get_running_loop().time()
         if self.serves:  # else it has been replaced meanwhile
             self._becomes(self.state, version)
 
     async def _until_due(self) -> None:
         """`load_interval` seconds after the last load; at once if it has no requests."""
         due = self._loaded + self.load_interval
-        while self.open and (early := due - time.monotonic()) > 0:
+        while self.open and (early := due - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(early, _POLL_SECONDS))
 
     async def _newest(self) -> int:
