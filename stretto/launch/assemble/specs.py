@@ -85,6 +85,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         sampling=plan.sampling,
         threads=recipe.trainer.threads,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
+<<<<<<< HEAD
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
     )
 
@@ -103,3 +104,16 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return address
+=======
+        published=_published(recipe),
+    )
+
+
+def _published(recipe: Recipe) -> str | None:
+    """The dtype that all engines round the weights to when they load them, if the trainer may as well. Adapters they
+    round after they have added them to the policy; how servers at given addresses compute, their flags say."""
+    engine = recipe.engine
+    if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
+        return None
+    return engine.dtype
+>>>>>>> wire
