@@ -23,7 +23,7 @@ class TrainerSpec(Record, frozen=True):
     descriptor: int = -1
     log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
     kernels: str | None = None
-<<<<<<< HEAD
+    published: str | None = None
     hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
     rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
     assembly: float = 90.0  # seconds in which ranks on other machines have to join
@@ -47,10 +47,6 @@ class RankSpec(Record, frozen=True):
 
 RANK_ROLE = "stretto.trainer.roles.rank"
 RANK_KEY = "STRETTO_RANK_KEY"
-=======
-    published: str | None = None
-    hung: float = 10.0  # seconds without a heartbeat after which another rank is killed
->>>>>>> wire
 
 
 class SupervisedSpec(Record, frozen=True):

@@ -85,7 +85,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         sampling=plan.sampling,
         threads=recipe.trainer.threads,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
-<<<<<<< HEAD
+        published=_published(recipe),
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
     )
 
@@ -104,9 +104,6 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return address
-=======
-        published=_published(recipe),
-    )
 
 
 def _published(recipe: Recipe) -> str | None:
@@ -116,4 +113,3 @@ def _published(recipe: Recipe) -> str | None:
     if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
         return None
     return engine.dtype
->>>>>>> wire

@@ -175,14 +175,9 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
         channel.send(message)
 
     try:
-<<<<<<< HEAD
         ranks = group.start(channel.send)
-        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
-=======
-        ranks = group.start(config.device, channel.send)
         dtype = getattr(torch, spec.published) if spec.published is not None else None
         role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder), dtype), ranks, tell)
->>>>>>> wire
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
             group.forward(order)
