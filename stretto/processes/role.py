@@ -53,10 +53,10 @@ class RoleProcess:
         spec: msgspec.Struct,
         threads: int,
         inherited: Sequence[int] = (),
-        secrets: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers, `secrets` are
-        environment variables, which other users of the machine cannot read.
+        """Start it; `spec` goes as JSON on the command line, which all users of the machine can read, `environment`
+        does not; `inherited` descriptors keep their numbers.
 
         Raises:
             RoleDied: the system has no room for another process.
@@ -73,7 +73,7 @@ class RoleProcess:
                             spec=msgspec.json.encode(spec).decode(),
                             log=str(self.log),
                             threads=threads,
-                            environment={HEARTBEAT: str(heartbeat.far), **secrets},
+                            environment={**environment, HEARTBEAT: str(heartbeat.far)},
                             inherited=(*inherited, heartbeat.far),
                         )
                     )

@@ -137,7 +137,7 @@ class Running:
         """Start rank 1 on the other machine, as an agent does."""
         spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"))
         secrets = {name: wrong.pop("key", key) for name, key in self.awaited.secrets.items()}
-        await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, secrets=secrets)
+        await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 
     async def reply(self, kind: type[T]) -> T:
         reply = await self.channel.receive(f"to send {kind.__name__}", 60)
@@ -249,7 +249,7 @@ class Agent:
             await self.ranks[-1].stop(0.0)
         rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
         self.ranks.append(rank)
-        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, secrets=awaited.secrets)
+        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, environment=awaited.secrets)
 
 
 def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Site) -> None:

@@ -173,7 +173,7 @@ class RankGroup:
         process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)
         spec = RankSpec(rank=rank, host=self._host, port=port, threads=config.threads, hung=self._spec.hung, gpu=rank)
         try:
-            await process.start(spec, config.threads, secrets={RANK_KEY: self._key})
+            await process.start(spec, config.threads, environment={RANK_KEY: self._key})
         except RoleDied as death:
             return RankLost(how=f"lost {death.role}, which {death.how}")
         connection = asyncio.create_task(self._listened(rank))
