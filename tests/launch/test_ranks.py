@@ -1,8 +1,8 @@
 """A trainer of several processes in a real run.
 
 - Two ranks train, publish, save and are resumed by one, without a difference to whoever looks at the run.
-- Four ranks are resumed by one, and that by two. With adapters the engines sample by the policy that they come to, whichever number of
-  ranks publishes them, and that is what is saved, beside the adapters.
+- Four ranks are resumed by one, and that by two. With adapters the engines sample by the policy that they come to,
+  however many ranks publish them, and that is what is saved, beside the adapters.
 - A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.
 - More ranks than there is work for, or GPUs, is refused before anything starts.
 """
