@@ -61,12 +61,8 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.rendezvous import interface_of
 from stretto.trainer.spec import RANK_ROLE, TrainerSpec
 from stretto.trainer.trainer import Trainer
-<<<<<<< HEAD
 from stretto.weights.folder import remove
-=======
-from stretto.weights.shared_memory import remove
 from tests.launch.warm import session_fork_server
->>>>>>> ranks
 from tests.tiny_policy import TINY
 from tests.tolerances import EPS, RATE, after_adam, operations_of
 from tests.trainer.batches import LONGEST, batch
