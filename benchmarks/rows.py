@@ -259,6 +259,28 @@ def _checkpoints(results: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _weights(results: dict[str, Any]) -> list[Row]:
+    rows = []
+    rays = {row["bytes"]: row for row in (results["ray"] or {"rows": []})["rows"]}
+    for one in results["models"]:
+        size, rates = one["bytes"], one["bytes_per_second"]
+        name = f"{one['model']} in bfloat16 ({size / 1e6:.0f} MB)"
+        beside = [f"a plain copy: {rates['copy'] / 1e6:,.0f}"]
+        if size in rays:
+            beside.append(f"Ray, get on another node: {size / rays[size]['get'] / 1e6:,.0f}")
+        full, delta = (f"{rates[form] / 1e6:,.0f} MB/s" for form in ("full", "delta"))
+        ratio = f"× {rates['full'] / rates['copy']:.2f}"
+        stops = {stop["engines"]: stop for stop in one["pauses"] if stop["form"] == "full"}
+        pauses = [f"{1000 * stop['pause']:.0f} ms with {count}" for count, stop in stops.items()]
+        verify = f"of it checksums: {1000 * stops[1]['verify']:.0f} ms with 1"
+        rows += [
+            Row(f"pull of a version over the loopback, {name}", full, "; ".join(beside), ratio),
+            Row(f"the same as a delta, {one['moved']:.0%} of the bytes, {one['model']}", delta, f"in full: {full}"),
+            Row(f"stop of engines for a version that was pulled, {one['model']}", ", ".join(pauses), verify),
+        ]
+    return rows
+
+
 # ── rewards ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -351,6 +373,7 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "serving": _serving,
     },
     "Training": {"training": training, "checkpoints": _checkpoints},
+    "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
     "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},
 }

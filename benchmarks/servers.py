@@ -196,14 +196,14 @@ def exported_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def rescored(run_dir: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The log-probabilities of every token under its version's weights, by transformers in float32: tokens, completions
-    of several versions, the largest error in nats, and the tokens beyond the tolerance."""
+    """The log-probabilities of every token under its version's weights, by transformers in float64, so that an error
+    is the server's: tokens, completions of several versions, the largest error in nats, tokens beyond the tolerance."""
     by_version = defaultdict[int, list[dict[str, Any]]](list)
     for row in rows:
         for version in set(row["versions"]):
             by_version[version].append(row)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(RunFolder(run_dir).policy(0), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(RunFolder(run_dir).policy(0), dtype=torch.float64).eval()
     tokens = beyond = 0
     largest = 0.0
     for version, found in sorted(by_version.items()):
@@ -236,7 +236,7 @@ def _errors(model: Any, version: int, rows: Sequence[dict[str, Any]]) -> torch.T
     whole = [torch.tensor(row["prompt_token_ids"] + row["token_ids"]) for row in rows]
     ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
     with torch.no_grad():
-        logprobs = model(ids).logits.double().log_softmax(-1)
+        logprobs = model(ids).logits.log_softmax(-1)
     expected, logged = [], []
     for place, row in enumerate(rows):
         first = len(row["prompt_token_ids"]) - 1

@@ -65,6 +65,7 @@ from stretto.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 _BEAT_SECONDS = 1.0
 _LOG_BYTES = 64 << 10  # of each role, with each heartbeat
 _LEAVE_SECONDS = 30.0
@@ -228,7 +229,8 @@ class _Session:
         gate_host = self.offer.address.rpartition(":")[0]
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None
-        mirror = Mirror(source, self.terms.weights_key, self.terms.mailbox, self.memory, tls)
+        terms = self.terms
+        mirror = Mirror(source, terms.weights_key, terms.mailbox, self.memory, tls, delta=terms.delta)
         await mirror.fetch_model(self.folder / "model")
         self._take_seats()
         model, memory = str(self.folder / "model"), str(self.memory)
@@ -242,19 +244,18 @@ class _Session:
                 continue
             try:
                 pulled = await mirror.pull(wanted)
-            except WireError:
-                if not await self._is_outdated():
-                    raise
+            except WireError:  # not yet there, or not any more: the conductor bounds the wait
+                await self._look_again()
                 continue
             here = wanted
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
 
-    async def _is_outdated(self) -> bool:
-        """A newer version is published, and has taken the place of the wanted one; the order for it may come late."""
+    async def _look_again(self) -> None:
+        """Soon, or as soon as another version is published."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.terms.lease):
+            async with asyncio.timeout(_LOOK_SECONDS):
                 await self._published.wait()
-        return self._published.is_set()
+        self._published.set()
 
     def _wish(self, version: int) -> None:
         if version > self._wanted:

@@ -8,6 +8,8 @@ gate ──► command   Answer
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from stretto.core.records import Record
@@ -44,6 +46,7 @@ class RunTerms(Record, frozen=True, tag=True):
     mailbox: str  # the name of the run's files in shared memory
     weights_port: int  # at the host where it found the gate
     weights_key: str
+    delta: Literal["auto", "always", "never"]  # whether differences of versions may travel
     size: int  # bytes of one version, about
     published: int  # the newest version; -1: none yet
     lease: float

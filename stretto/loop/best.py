@@ -53,19 +53,19 @@ class BestPolicy:
         for line in earlier:
             self._follow(line.step, line.version, line.accuracy)
         self._forget_what_came_later({line.step for line in earlier})
-        self._staged: int | None = None
+        self._held: int | None = None
         self._drop(_CANDIDATE)
 
     @property
     def enough(self) -> bool:
         return bool(self._patience) and self._since >= self._patience
 
-    def stage(self, step: int) -> None:
+    def hold(self, step: int) -> None:
         """An evaluation begins: keep the policy of `step` until it ends, whatever happens to its folder."""
         if self.keeps and (source := self._folder.policy(step)).is_dir():
             self._drop(_CANDIDATE)
             shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
-            self._staged = step
+            self._held = step
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
         """The evaluation that began at `step` has ended."""
@@ -79,11 +79,11 @@ class BestPolicy:
                     f"{best.step} (evaluation.patience)"
                 )
             return
-        kept = self._staged == step and self.keeps
+        kept = self._held == step and self.keeps
         if kept:
             self._drop(BEST)
             (self._folder.policies / _CANDIDATE).rename(self._folder.policies / BEST)
-        self._staged = None
+        self._held = None
         found = Best(step, evaluation.version, evaluation.accuracy, f"policy/{BEST}" if kept else None)
         self._folder.write(_RECORD, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import msgspec
 
@@ -14,7 +15,6 @@ from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Update, Verdict, derive_seed
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
-from stretto.loop.best import BestPolicy
 from stretto.loop.engines.in_flight import attempts
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.loop.records.recorder import Recorder
@@ -27,6 +27,17 @@ _PREFIX = "evaluation."
 
 #: (prompt, completion) -> the final answer, None where there is none: what a majority is counted over.
 FinalAnswerOf = Callable[[str, str], str | None]
+
+
+class FollowsBest(Protocol):
+    """What keeps the best policy, and knows when it no longer gets better (`loop.best`)."""
+
+    keeps: bool
+
+    @property
+    def enough(self) -> bool: ...
+    def hold(self, step: int) -> None: ...
+    def measured(self, step: int, evaluation: Evaluation) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class PeriodicEvaluation:
         every: int,
         minutes: float = 0.0,
         name: str = "",
-        best: BestPolicy | None = None,
+        best: FollowsBest | None = None,
     ) -> None:
         self._evaluate, self._recorder, self._every, self._seconds = evaluate, recorder, every, 60.0 * minutes
         self._name, self._best = name, best
@@ -153,7 +164,7 @@ class PeriodicEvaluation:
         """Evaluate and record."""
         start = time.monotonic()
         if self._best is not None:
-            self._best.stage(step)
+            self._best.hold(step)
         evaluation = await self._evaluate()
         self._recorder.evaluated(evaluation, step, self._name)
         span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
@@ -180,7 +191,7 @@ class PeriodicEvaluation:
 class Evaluations:
     """The evaluations of a run, of its held-out questions and of further sets; `best` follows one of them."""
 
-    def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: BestPolicy | None = None) -> None:
+    def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: FollowsBest | None = None) -> None:
         self._all, self._best = tuple(evaluations), best
 
     @property

@@ -9,7 +9,7 @@ class TrainerSpec(Record, frozen=True):
     """The trainer's spec; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
     `sampling` is the record of the engines' requests, so that both sides have one distribution. `kernels` is the file
-    with the run's choice of kernels, if it has one.
+    with the run's choice of kernels, if it has one. `published` is the dtype of published numbers, None: the trainer's.
     """
 
     model: str
@@ -23,6 +23,7 @@ class TrainerSpec(Record, frozen=True):
     descriptor: int = -1
     log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
     kernels: str | None = None
+    published: str | None = None
     hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
     rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
     assembly: float = 90.0  # seconds in which ranks on other machines have to join

@@ -53,8 +53,10 @@ class SharedMemoryPublisher:
         remove("a1b2", folder)                           # nothing is left
     """
 
-    def __init__(self, run: str, folder: Path) -> None:
-        self._run, self._folder = run, folder
+    def __init__(self, run: str, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of the floating-point numbers that are published; None: as they are. That of engines which all
+        compute in bfloat16 is half as large, and gives them the same weights: they would round them in the same way."""
+        self._run, self._folder, self._dtype = run, folder, dtype
         folder.mkdir(parents=True, exist_ok=True)
         prefix(run)
 
@@ -72,7 +74,7 @@ class SharedMemoryPublisher:
         path = path_of(self._run, self._folder, version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            _write(partial, version, dict(tensors), gather)
+            _write(partial, version, dict(tensors), gather, self._dtype)
             _check(partial, version)
             unlink(file for number, file in versions(self._run, self._folder) if number > version)
             partial.replace(path)
@@ -193,20 +195,25 @@ def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype, count=count, offset=start + entry.data_offsets[0]).view(entry.shape)
 
 
-def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather) -> None:
-    manifest, checksums = _plan(version, tensors), []
+def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather, dtype: torch.dtype | None) -> None:
+    forms = {name: torch.empty(t.shape, dtype=_stored(t, dtype), device="meta") for name, t in tensors.items()}
+    manifest, checksums = _plan(version, forms), []
     start = len(header(manifest))
     path.unlink(missing_ok=True)  # of a process with our number, or of somebody who guessed the name
     with open(path, "wb", buffering=0, opener=private) as file:
         for name, tensor in tensors.items():
             file.seek(start + manifest.tensors[name].data_offsets[0])
             checksum = xxhash.xxh3_64()
-            for piece in _pieces(gather(name, tensor)):
+            for piece in _pieces(gather(name, tensor).to(forms[name].dtype)):
                 checksum.update(piece)
                 write_all(file, piece)
             checksums.append(checksum.hexdigest())
         file.seek(0)
         write_all(file, memoryview(header(replace(manifest, checksums=tuple(checksums)))))
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _check(path: Path, version: int) -> None:

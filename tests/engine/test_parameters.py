@@ -7,6 +7,7 @@ came before; what is not of the model is refused, with its name, before anything
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication
 from stretto.engine.native.parameters import Parameters
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
 START = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 A, B = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[10.0], [-1.0]])  # B A = ((10, 0, 20), (-1, 0, -2))
@@ -40,6 +42,20 @@ def test_adapters_are_added_to_the_start_and_never_to_a_sum(dtype: torch.dtype) 
         expected = torch.tensor([[1 + 10 * scale, 2, 3 + 20 * scale], [4 - scale, 5, 6 - 2 * scale]])
         assert torch.equal(made.first.weight.float(), expected)
     assert torch.equal(made.second.weight, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_publication_in_the_engines_dtype_gives_the_same_weights_as_one_in_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    trained = {name: torch.randn(parameter.shape) for name, parameter in model().named_parameters()}
+    loaded = []
+    for published in (None, dtype):
+        made = model(dtype)
+        SharedMemoryPublisher("run", tmp_path, published).publish(0, trained.items())
+        Parameters(made).load(SharedMemorySubscriber("run", tmp_path).load(0))
+        loaded.append(dict(made.named_parameters()))
+    assert all(torch.equal(loaded[0][name], loaded[1][name]) for name in trained)
 
 
 def test_adapters_after_a_whole_version_are_added_to_that_one() -> None:

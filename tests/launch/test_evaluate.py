@@ -12,7 +12,7 @@ from stretto.core.errors import UserError
 from stretto.core.records import Outcome
 from stretto.launch.assemble.final_answers import FINAL_ANSWERS
 from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
-from stretto.loop.records.statistics import interval, majority, pass_at
+from stretto.loop.records.evaluation import interval, majority, pass_at
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from tests.launch.running import Laboratory

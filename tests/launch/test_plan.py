@@ -11,6 +11,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
-from stretto.launch.assemble.specs import Endpoints, engine_specs
+from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.estimates import available_memory, estimate_disk, estimate_memory, warnings
 from stretto.launch.preflight.plan import Plan, make_plan
@@ -371,3 +372,24 @@ def test_a_model_is_built_once_and_kept(plan_for: Planner, tmp_path: Path, monke
     assert base_folder(plan.recipe) == plan.base.path
     assert (plan.base.path / "model.safetensors").stat().st_mtime_ns == written
     assert base_folder(plan.recipe.model_copy(update={"seed": 2})) != plan.base.path
+
+
+@pytest.mark.parametrize(
+    ("sections", "published"),
+    [
+        ({}, None),
+        ({"engine": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"engine": {"dtype": "bfloat16"}, "trainer": {"lora": {}}}, None),
+        ({"engine": {"dtype": "bfloat16", "kind": "sglang", "addresses": ["127.0.0.1:1"]}}, None),
+    ],
+    ids=["float32", "bfloat16", "adapters", "servers of others"],
+)
+def test_weights_are_published_in_the_dtype_that_all_engines_round_them_to(
+    plan_for: Planner, tmp_path: Path, sections: Tree, published: str | None
+) -> None:
+    plan = plan_for()
+    tree = plan.recipe.model_dump(mode="python", exclude_none=True)
+    changed = {name: tree[name] | section for name, section in sections.items()}
+    recipe = plan.recipe.model_validate(tree | changed)
+    spec = trainer_spec(replace(plan, recipe=recipe), plan.base.path, Endpoints("mailbox", tmp_path, tmp_path))
+    assert spec.published == published

@@ -59,6 +59,7 @@ TRAJECTORY = [
     "prompt",
     "answer",
     "row",
+    "source",
 ]
 STEPS = 6
 

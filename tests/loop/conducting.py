@@ -167,7 +167,7 @@ class Stage(SilentReporter):
 
     async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
         patience = settings.pop("deadlines", {})
-        every = settings.pop("evaluate_every", 0)
+        every, best = settings.pop("evaluate_every", 0), settings.pop("best", None)
         defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 1}
         config = RolloutConfig.model_validate(defaults | settings)
         standing = self.ledger.get("standing", ControllerState) or ControllerState()
@@ -193,7 +193,7 @@ class Stage(SilentReporter):
             in_flight=answers,
             recorder=recorder,
             checkpointing=keeper,
-            evaluation=Evaluations([PeriodicEvaluation(self.evaluate, recorder, every)]),
+            evaluation=Evaluations([PeriodicEvaluation(self.evaluate, recorder, every, best=best)], best),
             poll=self.fleet.poll,
             progress=self.progress,
             steps=steps,

@@ -46,7 +46,7 @@ def best_weights(folder: RunFolder) -> str:
 
 def evaluate(best: BestPolicy, folder: RunFolder, step: int, accuracy: float) -> None:
     policy(folder, step)
-    best.stage(step)
+    best.hold(step)
     shutil.rmtree(folder.policy(step))  # as the oldest are, beyond trainer.keep_versions
     best.measured(step, measured(accuracy, step + 1))
 

@@ -12,8 +12,7 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.evaluation import Evaluation, QuestionResult
-from stretto.loop.records.statistics import interval
+from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval
 from stretto.store.series.samples import SampledCompletion
 
 PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]

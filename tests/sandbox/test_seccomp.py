@@ -142,7 +142,9 @@ def test_the_numbers_are_those_of_the_kernel(machine: str) -> None:
         pytest.skip(f"{HEADERS[machine]} is not installed")
     lines = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
     real = {name: int(number) for name, number in lines}
-    assert {name: real.get(name) for name in ARCHITECTURES[machine].numbers} == ARCHITECTURES[machine].numbers
+    newest = max(real.values())  # headers may be older than the newest calls
+    known = {name: number for name, number in ARCHITECTURES[machine].numbers.items() if number <= newest}
+    assert {name: real.get(name) for name in known} == known
 
 
 def test_a_machine_without_a_table_has_no_filter() -> None:

@@ -49,6 +49,7 @@ FIELDS = {
     "prompt",
     "answer",
     "row",
+    "source",
 }
 
 
@@ -195,6 +196,7 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
         "prompt": "3+8=",
         "answer": "11",
         "row": "rows.jsonl:17",
+        "source": "",
     }
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None

@@ -33,8 +33,8 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.fork_server import ForkServer
 from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import Spawner
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
@@ -62,6 +62,7 @@ from stretto.trainer.parallel.rendezvous import interface_of
 from stretto.trainer.spec import RANK_ROLE, TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import remove
+from tests.launch.warm import session_fork_server
 from tests.tiny_policy import TINY
 from tests.tolerances import EPS, RATE, after_adam, operations_of
 from tests.trainer.batches import LONGEST, batch
@@ -85,7 +86,7 @@ class Site:
 
     here: Path
     there: Path
-    near: ForkServer
+    near: Spawner
     far: OtherMachine
     mailboxes: list[str] = field(default_factory=list)
 
@@ -114,15 +115,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
     build_policy(TINY, here / "model", seed=1)
     shutil.copytree(here / "model", there / "model")
-    near = ForkServer([TRAINER_ROLE])
-    try:
-        with other_machine([RANK_ROLE], hidden=here) as far:
-            site = Site(here, there, near, far)
-            yield site
-            for mailbox in site.mailboxes:
-                remove(mailbox, here)
-    finally:
-        near.close()
+    with session_fork_server() as near, other_machine([RANK_ROLE], hidden=here) as far:
+        site = Site(here, there, near, far)
+        yield site
+        for mailbox in site.mailboxes:
+            remove(mailbox, here)
 
 
 @dataclass
@@ -252,7 +249,7 @@ class Agent:
             await self.ranks[-1].stop(0.0)
         rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
         self.ranks.append(rank)
-        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, secrets=awaited.secrets)
+        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, environment=awaited.secrets)
 
 
 def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Site) -> None:

@@ -110,6 +110,17 @@ def test_what_is_published_is_what_is_loaded(
         assert torch.equal(loaded[name], tensor)
 
 
+def test_numbers_are_rounded_to_the_dtype_of_the_publisher_and_whole_ones_stay(tmp_path: Path) -> None:
+    """1 + 2**-9 lies halfway between two neighbours in bfloat16, and goes to the even one."""
+    published = {"w": torch.tensor([1 + 2**-9, 3.0]), "i": torch.tensor([5, 1 << 40]), "h": torch.ones(2).half()}
+    SharedMemoryPublisher("run", tmp_path, torch.bfloat16).publish(0, published.items())
+    loaded = SharedMemorySubscriber("run", tmp_path).load(0)
+    assert loaded["w"].tolist() == [1.0, 3.0]
+    assert [loaded[name].dtype for name in published] == [torch.bfloat16, torch.int64, torch.bfloat16]
+    assert loaded["i"].tolist() == [5, 1 << 40]
+    remove("run", tmp_path)
+
+
 def test_a_publication_is_a_safetensors_file_that_any_library_reads(
     publisher: SharedMemoryPublisher, tmp_path: Path
 ) -> None:

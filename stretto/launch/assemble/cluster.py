@@ -20,10 +20,12 @@ from stretto.cluster.placing import RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.records import Record
-from stretto.core.tasks import NamedTasks
+from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents
-from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec
+from stretto.launch.assemble.remote_ranks import RemoteRanks
+from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address
 from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.guest import guest
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
@@ -32,6 +34,7 @@ from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RolePro
 from stretto.processes.spawn import Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
+from stretto.weights.config import Choice, Route, choose
 from stretto.weights.role import WeightsServerSpec
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
@@ -86,6 +89,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
+        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2)
         self._context = client_context(self.plan.recipe.cluster.tls or "")
         doors = Doors(
             terms=self._terms,
@@ -104,7 +108,8 @@ class Cluster:
         Raises:
             RecipeError: an address cannot be had.
         """
-        config = self.plan.recipe.cluster
+        config, medium = self.plan.recipe.cluster, self.medium
+        self.report(f"weights.medium is {medium.medium}: {medium.reason}")
         control = await self.gate.open(f"unix:{self.endpoints.sockets}/control.sock")
         address = ""
         if listen := config.listen or (_ANYWHERE if config.placer == "ray" else ""):
@@ -116,9 +121,17 @@ class Cluster:
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
         write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
-
         if config.placer == "ray":
             await self._place_by_ray(address)
+
+    @property
+    def medium(self) -> Choice:
+        """How weights reach the engines, and why.
+
+        Raises:
+            RecipeError: they cannot, as the recipe has it.
+        """
+        return medium_of(self.plan.recipe)
 
     async def supervise(self) -> NoReturn:
         """Keep the server of weights alive, and the placer of Ray.
@@ -200,7 +213,9 @@ class Cluster:
     # ── machines ─────────────────────────────────────────────────────────────────────────────────
 
     def _why_not(self, kind: str) -> str:
-        return "" if kind == "engine" else f"the run has no place for a {kind!r}; it takes engines"
+        if kind == "rank" and not self.plan.recipe.trainer.remote_ranks:
+            return "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
+        return "" if kind in ("engine", "rank") else f"there is no role {kind!r}; machines run an engine or a rank"
 
     def _terms(self) -> RunTerms:
         return RunTerms(
@@ -208,6 +223,7 @@ class Cluster:
             mailbox=self.endpoints.mailbox,
             weights_port=self.weights_port,
             weights_key=self.weights_key,
+            delta=self.plan.recipe.weights.delta,
             size=self.plan.base.parameters * 4,
             published=self.engines.published,
             lease=self.plan.recipe.cluster.lease,
@@ -215,9 +231,20 @@ class Cluster:
         )
 
     def _joined(self, machine: JoinedMachine) -> None:
+        if machine.kind == "rank":
+            self.report(f"{machine.host} has joined with places for {len(machine.places)} rank(s)")
+            self.ranks.joined(machine)
+            self._tasks.add(machine.name, self._let_go(machine))
+            return
         names = [self._join(machine, place) for place in range(len(machine.places))]
         self.report(f"{machine.host} has joined with {', '.join(names)}; their weights come over the network")
         self._tasks.add(machine.name, self._look_after(machine, names))
+
+    async def _let_go(self, machine: JoinedMachine) -> None:
+        """A machine of ranks may leave at any time: the trainer is then started anew with what is there."""
+        await first_of(machine.leaving, machine.lost)
+        if not machine.lost.done():
+            machine.dismiss(machine.leaving.result())
 
     def _join(self, machine: JoinedMachine, number: int) -> str:
         plan, place = self.plan, machine.places[number]
@@ -301,15 +328,14 @@ class Cluster:
             machine.dismiss("stretto scale")
 
 
-def own_address() -> str:
-    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
-            address: str = probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-        return address
+def medium_of(recipe: Recipe) -> Choice:
+    """How weights reach the engines of a run, and why.
+
+    Raises:
+        RecipeError: they cannot, as the recipe has it.
+    """
+    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
+    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:

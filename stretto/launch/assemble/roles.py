@@ -118,7 +118,6 @@ async def running_roles(
     with _endpoints(plan, folder, version) as endpoints:
         model, deadlines = folder.policy(0), recipe.deadlines
         recovery = Recovery(folder, recipe.store.keep_checkpoints)
-        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner)
         engines = EnginePool(
             engine_specs(plan, model, endpoints),
             folder.logs,
@@ -130,16 +129,18 @@ async def running_roles(
             lag=recipe.cluster.lag,
             kind=recipe.engine.kind,
         )
+        cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder))
+        elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
+        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
         rewards = _reward_pool(plan, folder, report)
         trainer.report_to(report)
         engines.report_to(report)
         # Steps that are done again may take longer than an engine waits for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
         serve = partial(engines.start, version)
-        starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
-        cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder))
         try:
             await cluster.open()
+            starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
             await stop.unless(gather_or_cancel(rewards.start(), *starts))
             if not engines.names:
                 await stop.unless(engines.until_up(recipe.cluster.wait))
@@ -147,8 +148,8 @@ async def running_roles(
             yield Roles(engines, trainer, rewards, cluster)
         finally:
             why, again = ("the run was stopped", True) if stop.requested else ("the run has ended", False)
-            await end_all(report, cluster.close(why, again))
             await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
+            await end_all(report, cluster.close(why, again))
 
 
 @contextmanager

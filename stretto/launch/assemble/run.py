@@ -161,7 +161,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: 
         max_staleness=recipe.rollout.max_staleness,
         earlier=earlier,
         clock=RunClock(earlier, since),
-        medium="http" if recipe.cluster.listen else "shared_memory",
+        medium=roles.cluster.medium.medium,
         slow_reward=SlowReward(recipe.rewards.function, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,4 +85,31 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         sampling=plan.sampling,
         threads=recipe.trainer.threads,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
+        published=_published(recipe),
+        rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
     )
+
+
+def _rank_host(recipe: Recipe) -> str:
+    host = recipe.cluster.listen.rpartition(":")[0]
+    return own_address() if host in ("", "0.0.0.0") else host
+
+
+def own_address() -> str:
+    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+        return address
+
+
+def _published(recipe: Recipe) -> str | None:
+    """The dtype that all engines round the weights to when they load them, if the trainer may as well. Adapters they
+    round after they have added them to the policy; how servers at given addresses compute, their flags say."""
+    engine = recipe.engine
+    if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
+        return None
+    return engine.dtype

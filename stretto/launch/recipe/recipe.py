@@ -31,6 +31,7 @@ from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.weights.config import WeightsConfig
 from stretto.worlds.data.dataset import JsonlTask
 from stretto.worlds.sources.readers import is_local
 from stretto.worlds.sources.task import DatasetTask
@@ -83,6 +84,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="wrap")

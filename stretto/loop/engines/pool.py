@@ -73,7 +73,7 @@ class EnginePool:
         self._kind, self.roster = kind, Roster()
         self._free = asyncio.Event()
         self._supervised, self._loading = NamedTasks(), NamedTasks()
-        self._loads = False  # `keep_loaded` runs
+        self._loads = self._stopped = False  # `keep_loaded` runs; all have ended
 
     def listen(self, on_load: Callable[[int], None]) -> None:
         """`on_load` gets the live version whenever it may have changed, and -1 while no engine serves one."""
@@ -183,7 +183,7 @@ class EnginePool:
 
     async def leave(self, name: str, why: str) -> None:
         """An engine is gone, or as good as gone: what it has is continued by others from the last journaled token."""
-        if (engine := self._engines.pop(name, None)) is None:
+        if self._stopped or (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
         engine.is_gone(why)
@@ -207,6 +207,7 @@ class EnginePool:
 
     async def stop(self, grace: float) -> None:
         """End all engines; returns when they are gone."""
+        self._stopped = True
         await self._supervised.close()
         await gather_to_the_end(*(engine.stop(grace) for engine in self._engines.values()))
 

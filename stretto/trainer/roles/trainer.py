@@ -176,7 +176,8 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
 
     try:
         ranks = group.start(channel.send)
-        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder)), ranks, tell)
+        dtype = getattr(torch, spec.published) if spec.published is not None else None
+        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder), dtype), ranks, tell)
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
             group.forward(order)

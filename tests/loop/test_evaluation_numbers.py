@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.records import Outcome
-from stretto.loop.records.statistics import interval, majority, pass_at, sizes
+from stretto.loop.records.evaluation import interval, majority, pass_at, sizes
 
 R, W, U = Outcome.RIGHT, Outcome.WRONG, Outcome.UNDECIDED
 
