@@ -98,6 +98,30 @@ class Road:
                 self.passed += len(harmed)
 
 
+@contextmanager
+def lying(said: bytes) -> Iterator[str]:
+    """The address of a server that has one answer to everything."""
+    listening = bound("127.0.0.1", 0)
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listening.accept()
+                with near:
+                    near.recv(4096)
+                    near.sendall(said)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join(_END_SECONDS)
+
+
 def slowly(number: int, place: int, piece: bytes) -> bytes:
     """A harm: fifty pieces a second."""
     time.sleep(0.02)

@@ -30,7 +30,7 @@ from stretto.weights.mirror import Mirror
 from stretto.weights.role import WeightsServerSpec
 from stretto.weights.server import bound
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from tests.weights.serving import KEY, Road, serving, slowly
+from tests.weights.serving import KEY, Road, lying, serving, slowly
 
 T = TypeVar("T")
 
@@ -143,6 +143,32 @@ def test_the_same_number_with_other_bytes_travels_again_and_an_abandoned_past_is
 def test_a_version_that_is_gone_is_named_with_the_newest_there(source: str, away: Path) -> None:
     with pytest.raises(WireError, match="version 3 is not published; the newest there is 7"):
         now(mirror(source, away).pull(3))
+    assert names(away) == []
+
+
+def test_a_server_that_says_nothing_is_new_where_nothing_is_here_is_not_believed(away: Path) -> None:
+    said = b"HTTP/1.1 304 Not Modified\r\nstretto-run: run\r\nstretto-newest: 7\r\n\r\n"
+    with lying(said) as address, pytest.raises(WireError, match="and nothing is here"):
+        now(mirror(address, away).pull(7))
+    assert names(away) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ncontent-length: -5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ncontent-length: 5\r\n\r\nhello",
+        b"HTTP/1.1 206 Partial\r\nstretto-run: run\r\ncontent-length: 5\r\ncontent-range: bytes 9-13/14\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 500 Sorry\r\nstretto-run: run\r\ncontent-length: 0\r\n\r\n",
+        b"no HTTP at all\r\n\r\n",
+        b"",
+    ],
+)
+def test_a_server_that_says_nonsense_is_an_error_and_leaves_nothing(said: bytes, away: Path) -> None:
+    with lying(said) as address, pytest.raises((WireError, SourceLost)):
+        now(mirror(address, away, patience=0.3).pull(7))
     assert names(away) == []
 
 
@@ -281,6 +307,25 @@ def test_a_slow_server_meets_the_deadline_and_switches_nothing(source: str, away
             now(mirror(road, away, seconds=0.5).pull(7))
         assert time.monotonic() - start < 10  # the whole would have taken half a minute
     assert names(away) == []
+
+
+def test_a_pull_that_is_cancelled_leaves_nothing_and_the_next_one_works(source: str, away: Path) -> None:
+    road = Road(source, lambda number, place, piece: slowly(number, place, piece) if number == 1 else piece, piece=4096)
+
+    async def pulls(via: str) -> None:
+        ours = mirror(via, away)
+        first = asyncio.create_task(ours.pull(7))
+        while road.passed < 20_000:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert names(away) == []
+        await ours.pull(7)
+
+    with road.open() as via:
+        now(pulls(via))
+    assert_loads(away, 7, 7.0)
 
 
 def test_a_full_disk_is_told_with_its_path_and_leaves_nothing(source: str, away: Path) -> None:

@@ -140,7 +140,9 @@ class Generation:
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
         if version != self.engine.version or not self.engine.updates:
-            self.engine.update(version, self._mailbox.load(version))
+            # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
+            tensors = await asyncio.to_thread(self._mailbox.load, version)
+            self.engine.update(version, tensors)
         return self.engine.version
 
     async def health(self) -> EngineHealth:
