@@ -64,7 +64,7 @@ class Place:
     key: str
 
     def mirror(self, delta: Literal["always", "never"]) -> Mirror:
-        return Mirror(self.source, self.key, self.run, self.away, delta=delta)
+        return Mirror(self.source, self.key, self.run, self.away, delta=delta, patience=60.0)
 
 
 @contextmanager
