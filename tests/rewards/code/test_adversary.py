@@ -94,3 +94,25 @@ def test_the_method_of_a_solution_is_called_and_not_a_global_of_its_name(judge: 
         assert judge.judge(answer, tests) == Judgement(1, 1), name
     plain = "class Solution:\n    def g(self, n): return 0\ndef f(n): return [n * n, str(n)]"
     assert judge.judge(plain, BY_CALL) == Judgement(3, 3)
+
+
+LIVE = [{"testtype": "functional", "input": "3", "output": "true", "metadata": {"func_name": "f"}}]
+APPS = {"inputs": ["3\n"], "outputs": ["3\n"]}
+
+
+@pytest.mark.parametrize(
+    ("tests", "answer", "right"),
+    [
+        (LIVE, "def f(n): return 1", True),
+        (LIVE, "def f(n): return 2", False),
+        (LIVE, "def f(n): return 'True'", False),
+        (APPS, "print(float(input()))", True),
+        (APPS, "print(float(input()) + 1e-9)", False),
+        ([{"call": "f", "args": [3], "expected": True}], "def f(n): return 1", False),
+        ([{"stdin": "3", "stdout": "3"}], "print(float(input()))", False),
+    ],
+)
+def test_rows_of_others_are_judged_as_their_graders_judge_them(
+    judge: CodeReward, tests: Any, answer: str, right: bool
+) -> None:
+    assert judge.judge(answer, parse_tests(tests)).right == right
