@@ -272,7 +272,7 @@ def _weights(results: dict[str, Any]) -> list[Row]:
         ratio = f"× {rates['full'] / rates['copy']:.2f}"
         stops = {stop["engines"]: stop for stop in one["pauses"] if stop["form"] == "full"}
         pauses = [f"{1000 * stop['pause']:.0f} ms with {count}" for count, stop in stops.items()]
-        verify = f"of it checksums: {1000 * stops[1]['verify']:.0f} ms with 1"
+        verify = f"before it, beside the steps, checksums: {1000 * stops[1]['verify']:.0f} ms with 1"
         rows += [
             Row(f"pull of a version over the loopback, {name}", full, "; ".join(beside), ratio),
             Row(f"the same as a delta, {one['moved']:.0%} of the bytes, {one['model']}", delta, f"in full: {full}"),

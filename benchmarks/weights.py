@@ -7,7 +7,7 @@ A version in bfloat16 goes through the loopback from a weights server (a process
 full, and as the difference from the version before, which is one step of 1e-6 for every parameter away. Beside it
 `copy`, a plain copy of the same file in shared memory, and Ray: `put` on one node and `get` on another. Rates count the
 bytes of the version, whatever travelled. Then one, two and four engines (processes of one thread, bfloat16) load the
-version that the mirror has: `pause` is the longest of their stops, `verify` of it the checksums, `copy` the rest.
+version that the mirror has: `verify` is what a thread does before the pause, `pause` the copy; the longest of all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Place:
     key: str
 
     def mirror(self, delta: Literal["always", "never"]) -> Mirror:
-        return Mirror(self.source, self.key, self.run, self.away, delta=delta)
+        return Mirror(self.source, self.key, self.run, self.away, delta=delta, patience=60.0)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def measure(name: str, model: Path) -> dict[str, Any]:
                         moved.append(pulled.bytes / size)
                     rates["copy"].append(size / _copy(there, version))
                     found.append(_stop(engines[:count], version))
-                longest = statistics.median(max(map(sum, stops)) for stops in found)
+                longest = statistics.median(max(copy for _, copy in stops) for stops in found)
                 verify = statistics.median(max(verify for verify, _ in stops) for stops in found)
                 pauses.append({"form": form, "engines": count, "pause": longest, "verify": verify})
     return {
@@ -226,7 +226,7 @@ def show(models: list[dict[str, Any]], peer: dict[str, Any] | None) -> None:
         table.add(one["model"], f"{one['bytes'] / 1e6:,.0f}", *rates, f"{one['moved']:.1%}", *theirs)
     table.show()
     print()
-    pauses = Table("model", "pulled", "engines", "pause ms", "of which verify ms")
+    pauses = Table("model", "pulled", "engines", "pause ms", "before it, verify ms")
     for one in models:
         for stop in one["pauses"]:
             told = [f"{1000 * stop[part]:.1f}" for part in ("pause", "verify")]

@@ -18,7 +18,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_raylet_start_wait_time_s": "120"}
 
 import numpy as np
 import ray  # reads the variables above

@@ -203,11 +203,12 @@ def evaluate(
     ] = None,
     data: Annotated[
         Optional[list[str]],  # noqa: UP045 - as above
-        typer.Option(metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK", help="All rows of a dataset (repeatable)."),
+        typer.Option(
+            metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK",
+            help="All rows of a dataset (repeatable); source.KEY=VALUE sets what a recipe's source has.",
+        ),
     ] = None,
     mapping: Annotated[str | None, typer.Option(help="Ready columns of --data, such as gsm8k.")] = None,
-    subset: Annotated[str | None, typer.Option(help="The configuration of a hub dataset.")] = None,
-    split: Annotated[str, typer.Option(help="The split of a hub dataset or a saved folder.")] = "test",
     n: Annotated[
         int | None,
         typer.Option("--n", min=1, max=1024, help="Completions of each question [default: evaluation.samples, 1]."),
@@ -224,7 +225,7 @@ def evaluate(
         with _importing():
             from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
 
-        asked = task if task is not None else DataChoice(tuple(data or ()), mapping, subset, split)
+        asked = task if task is not None else DataChoice(tuple(data or ()), mapping)
         evaluation = evaluate(
             model, asked, overrides or [], spawner, lambda text: print(text, file=sys.stderr), Asked(n, rows)
         )

@@ -157,6 +157,7 @@ class JoinedMachine:
         """The process of a role in one of its places."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
+        process.log.touch()
         return process
 
     def send(self, order: StartRole | StopRole | KillRole) -> None:

@@ -7,6 +7,7 @@ heartbeats, goes between the agents and the conductor. The agents end with this 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ except ImportError:  # the message says how to have it
     _HAS_RAY = False
 
 _TOKEN = "STRETTO_TOKEN"
+_KNOCK_SECONDS = 10.0
 _COMMAND = "stretto.cli.main"  # `stretto engine --join` or `stretto rank --join`
 
 
@@ -78,8 +80,10 @@ class RayPlacer:
             raise RecipeError([Problem("cluster.placer = 'ray'", "Ray is not installed", remedy)])
         address = None if spec.address == "local" else spec.address
         try:
+            if ":" in spec.address and "://" not in spec.address:
+                _knock(spec.address)
             ray.init(address, namespace=spec.run, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             remedy = "ray start --head on one machine, ray start --address=HOST:PORT on the others; or --ray local"
             raise RecipeError(
                 [Problem(f"cluster.ray = {spec.address!r}", str(error).splitlines()[0], remedy)]
@@ -129,6 +133,12 @@ class RayPlacer:
         ]
         if missing:
             raise RecipeError([Problem("the Ray cluster", f"needs {what}", "add nodes") for what in missing])
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _untyped(module: Any) -> Any:

@@ -38,14 +38,14 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenMedium:
     """The medium of a run, and why, as a sentence of its log."""
 
     medium: Medium
     reason: str
 
 
-def choose(config: WeightsConfig, route: Route) -> Choice:
+def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
     """The medium that `config` means on this route.
 
     Raises:
@@ -72,10 +72,12 @@ def choose(config: WeightsConfig, route: Route) -> Choice:
             ]
         )
     if config.medium != "auto":
-        return Choice(config.medium, "the recipe asks for it")
+        return ChosenMedium(config.medium, "the recipe asks for it")
     if not route.elsewhere:
-        return Choice("shared_memory", "all engines are on the trainer's machine and map the file that it has written")
-    return Choice(
+        return ChosenMedium(
+            "shared_memory", "all engines are on the trainer's machine and map the file that it has written"
+        )
+    return ChosenMedium(
         "http",
         "engines on other machines may come and go: each machine pulls a version once, and verifies every byte",
     )

@@ -137,7 +137,7 @@ class Mirror:
         seconds = time.perf_counter() - start
         if form:
             size = path_of(self._run, self.folder, version).stat().st_size
-            self._choice.took(form.startswith(_DELTA), seconds / size)
+            self._choice.took(asked, seconds / size)
         self._forget_abandoned(transfer.newest)
         unlink(file for _, file in versions(self._run, self.folder)[:-KEPT])
         said = form if ":" in form else f"{form}: {reason}" if form else "it was here already"
@@ -206,7 +206,7 @@ class _Choice:
 
     def __init__(self, config: Literal["auto", "always", "never"]) -> None:
         self._config = config
-        self._seconds: dict[bool, float] = {}  # for a byte of a version, the last time: as a delta, in full
+        self._seconds: dict[bool, float] = {}  # for a byte of a version, the last time: a delta asked for, or not
         self._turns = 0
 
     def delta(self, held: bool) -> tuple[bool, str]:
@@ -222,9 +222,9 @@ class _Choice:
         whole, changed = (f"{self._seconds[form] * 1e9:.2f} s" for form in (False, True))
         return faster != (self._turns % _MEASURE_AGAIN == 0), f"a GB took {whole} in full and {changed} as a delta"
 
-    def took(self, delta: bool, seconds: float) -> None:
-        """Of a byte of the version."""
-        self._seconds[delta] = seconds
+    def took(self, asked: bool, seconds: float) -> None:
+        """Seconds of a byte of the version; with a delta that was asked for and not made, its asking counts too."""
+        self._seconds[asked] = seconds
 
 
 def _seal(path: Path) -> str | None:

@@ -1,6 +1,5 @@
 """Publications and the model folder of a run over HTTP, for the mirrors of other machines; without torch.
 
-    GET /versions           {"newest": 7}; null before the first
     GET /versions/7         the publication; its seal is the ETag
     GET /versions/7?base=S  what makes it of the publication with the seal S (`weights.delta`), if that pays
     GET /model              the files of version 0's model folder: [{"name", "size", "digest"}]
@@ -76,10 +75,9 @@ class WeightsApp:
             raise _Refused(405, "there is nothing but GET")
 
     async def _answer(self, path: str, base: str, headers: Headers, receive: Receive, send: Send) -> None:
-        if path == "/versions":
-            return await self._reply_json(send, {"newest": self._newest()})
         if path == "/model":
-            return await self._reply_json(send, list((await self._files()).values()))
+            files = list((await self._files()).values())
+            return await self._reply(send, 200, "application/json", msgspec.json.encode(files))
         if asked := _VERSION.fullmatch(path):
             return await self._send_version(int(asked[1]), base, headers, receive, send)
         named = (await self._files()).get(path.removeprefix("/model/")) if path.startswith("/model/") else None
@@ -144,9 +142,6 @@ class WeightsApp:
                 await send({"type": "http.response.body"})
         finally:
             gone.cancel()
-
-    async def _reply_json(self, send: Send, value: object) -> None:
-        await self._reply(send, 200, "application/json", msgspec.json.encode(value))
 
     async def _reply(self, send: Send, status: int, media: str, body: bytes) -> None:
         headers = {b"content-type": media.encode(), b"content-length": b"%d" % len(body)}

@@ -89,6 +89,8 @@ class Transfer:
         def read(response: http.client.HTTPResponse) -> bool:
             nonlocal written
             if response.status == 304:
+                if has is None:
+                    raise WireError(f"{self._source}{path}: nothing new, says the server, and nothing is here")
                 return False
             if response.length is None:
                 raise WireError(f"{self._source}{path}: a file without a length")

@@ -198,9 +198,11 @@ def test_a_resume_with_other_data_or_weights_is_refused(recipe: Path) -> None:
         recipe.write_text(RECIPE.replace(old, new))
         with pytest.raises((RunFolderError, RecipeError), match=expected):
             prepare(recipe, [], run, resume=True)
+    (run / "questions.jsonl").unlink()  # as if it had been killed before
     (recipe.parent / "short.jsonl").rename(recipe.parent / "moved.jsonl")
     recipe.write_text(RECIPE.replace('data = "short.jsonl"', 'data = "moved.jsonl"\nname = "short"'))
     prepare(recipe, [], run, resume=True).folder.release()
+    assert check_run(run).kept
 
 
 def test_a_recipe_of_another_task_has_one_source_without_a_name(recipe: Path) -> None:

@@ -1,21 +1,33 @@
-"""A weights server on a real socket, and a road to it on which bytes are lost, changed or late."""
+"""What tests of the mirror share: a weights server on a real socket or in a process of its own, a road to it on which
+bytes are lost, changed or late, and what is published and pulled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
+import torch
+from torch import Tensor
+
+from stretto.weights.mirror import Mirror
+from stretto.weights.role import WeightsServerSpec
 from stretto.weights.server import WeightsApp, bound, server_of
+from stretto.weights.shared_memory import SharedMemorySubscriber
 
 KEY = "k" * 32
 _END_SECONDS = 10.0
+T = TypeVar("T")
 
 
 @contextmanager
@@ -98,7 +110,77 @@ class Road:
                 self.passed += len(harmed)
 
 
+@contextmanager
+def lying(said: bytes) -> Iterator[str]:
+    """The address of a server that has one answer to everything."""
+    listening = bound("127.0.0.1", 0)
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listening.accept()
+                with near:
+                    near.recv(4096)
+                    near.sendall(said)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join(_END_SECONDS)
+
+
 def slowly(number: int, place: int, piece: bytes) -> bytes:
     """A harm: fifty pieces a second."""
     time.sleep(0.02)
     return piece
+
+
+@contextmanager
+def role(home: Path, model: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a weights server."""
+    (home / "key").write_text(KEY + "\n")
+    spec = WeightsServerSpec("run", str(home), str(model), address, str(home / "key"))
+    process = subprocess.Popen([sys.executable, "-m", "stretto.weights.role", msgspec.json.encode(spec).decode()])
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def free_address() -> str:
+    with bound("127.0.0.1", 0) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def tensors(scale: float = 1.0) -> dict[str, Tensor]:
+    """About 1 MB."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "a": torch.randn(300, 700, generator=generator) * scale,
+        "b": (torch.randn(400, 200, generator=generator) * scale).bfloat16(),
+        "none": torch.empty(0, 3),
+    }
+
+
+def mirror(source: str, away: Path, key: str = KEY, patience: float = 3.0, seconds: float = 60.0) -> Mirror:
+    return Mirror(source, key, "run", away, patience=patience, seconds=seconds)
+
+
+def now(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def assert_loads(away: Path, version: int, scale: float) -> None:
+    loaded = SharedMemorySubscriber("run", away).load(version)
+    assert loaded.keys() == tensors().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(scale).items())

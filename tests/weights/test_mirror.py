@@ -1,96 +1,35 @@
 """Promises: a mirror has what the server has, to the bit, and engines read it as if the trainer had published it there;
-what is cut, flipped, of another run, under another key or gone is never switched in; a broken transfer goes on where it
-broke off, over a restart of the server too; no wait is without end; nothing is left of what failed.
+what is cut, flipped, not the version asked for or gone is never switched in; a broken transfer goes on where it broke
+off, over a restart of the server too; no wait is without end; nothing is left of what failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import resource
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
 import pytest
-import torch
-from torch import Tensor
 
-from stretto.core.errors import DeadlineExceeded, RefusedRequest, SourceLost, TornPublication, WireError
+from stretto.core.errors import DeadlineExceeded, SourceLost, TornPublication, WireError
 from stretto.weights.folder import path_of
-from stretto.weights.mirror import Mirror
-from stretto.weights.role import WeightsServerSpec
 from stretto.weights.server import bound
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from tests.weights.serving import KEY, Road, serving, slowly
-
-T = TypeVar("T")
-
-
-def tensors(scale: float = 1.0) -> dict[str, Tensor]:
-    """About 1 MB."""
-    generator = torch.Generator().manual_seed(5)
-    return {
-        "a": torch.randn(300, 700, generator=generator) * scale,
-        "b": (torch.randn(400, 200, generator=generator) * scale).bfloat16(),
-        "none": torch.empty(0, 3),
-    }
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """The trainer's machine: versions 6 and 7, and a model folder."""
-    publisher = SharedMemoryPublisher("run", tmp_path / "home")
-    publisher.publish(6, tensors(6.0).items())
-    publisher.publish(7, tensors(7.0).items())
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"layers": 2}')
-    (tmp_path / "model" / "model.safetensors").write_bytes(os.urandom(1 << 20))
-    (tmp_path / "model" / "empty.txt").touch()
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def model(home: Path) -> Path:
-    return home.parent / "model"
-
-
-@pytest.fixture
-def away(tmp_path: Path) -> Path:
-    """The mailbox of the other machine."""
-    return tmp_path / "away"
-
-
-@pytest.fixture
-def source(home: Path, model: Path) -> Iterator[str]:
-    with serving(home, model) as address:
-        yield address
-
-
-def mirror(source: str, away: Path, key: str = KEY, patience: float = 3.0, seconds: float = 60.0) -> Mirror:
-    return Mirror(source, key, "run", away, patience=patience, seconds=seconds)
-
-
-def now(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-
-def assert_loads(away: Path, version: int, scale: float) -> None:
-    loaded = SharedMemorySubscriber("run", away).load(version)
-    assert loaded.keys() == tensors().keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(scale).items())
+from tests.weights.serving import (
+    Road,
+    assert_loads,
+    free_address,
+    lying,
+    mirror,
+    names,
+    now,
+    role,
+    serving,
+    slowly,
+    tensors,
+)
 
 
 def test_what_is_pulled_is_what_was_published_and_the_newest_two_are_kept(source: str, home: Path, away: Path) -> None:
@@ -146,21 +85,29 @@ def test_a_version_that_is_gone_is_named_with_the_newest_there(source: str, away
     assert names(away) == []
 
 
-def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
-    with pytest.raises(RefusedRequest, match="key: refused by"):
-        now(mirror(source, away, key="wrong").pull(7))
-    with socket.create_connection(("127.0.0.1", int(source.rpartition(":")[2]))) as raw:
-        raw.sendall(b"GET /versions/7 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        reply = raw.makefile("rb").read().lower()
-    assert reply.startswith(b"http/1.1 401")
-    assert b"stretto-newest" not in reply
+def test_a_server_that_says_nothing_is_new_where_nothing_is_here_is_not_believed(away: Path) -> None:
+    said = b"HTTP/1.1 304 Not Modified\r\nstretto-run: run\r\nstretto-newest: 7\r\n\r\n"
+    with lying(said) as address, pytest.raises(WireError, match="and nothing is here"):
+        now(mirror(address, away).pull(7))
     assert names(away) == []
 
 
-def test_the_server_of_another_run_is_refused_by_both(home: Path, model: Path, away: Path) -> None:
-    SharedMemoryPublisher("other", home).publish(7, tensors(1.0).items())
-    with serving(home, model, run="other") as other, pytest.raises(WireError, match="serves run other, not run"):
-        now(mirror(other, away).pull(7))
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ncontent-length: -5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ncontent-length: 5\r\n\r\nhello",
+        b"HTTP/1.1 206 Partial\r\nstretto-run: run\r\ncontent-length: 5\r\ncontent-range: bytes 9-13/14\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nstretto-run: run\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 500 Sorry\r\nstretto-run: run\r\ncontent-length: 0\r\n\r\n",
+        b"no HTTP at all\r\n\r\n",
+        b"",
+    ],
+)
+def test_a_server_that_says_nonsense_is_an_error_and_leaves_nothing(said: bytes, away: Path) -> None:
+    with lying(said) as address, pytest.raises((WireError, SourceLost)):
+        now(mirror(address, away, patience=0.3).pull(7))
     assert names(away) == []
 
 
@@ -204,24 +151,6 @@ def test_a_version_that_changes_while_it_travels_is_pulled_anew(source: str, hom
     with Road(source, change).open() as road:
         now(mirror(road, away).pull(7))
     assert_loads(away, 7, 70.0)
-
-
-@contextmanager
-def role(home: Path, model: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a weights server."""
-    (home / "key").write_text(KEY + "\n")
-    spec = WeightsServerSpec("run", str(home), str(model), address, str(home / "key"))
-    process = subprocess.Popen([sys.executable, "-m", "stretto.weights.role", msgspec.json.encode(spec).decode()])
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-
-
-def free_address() -> str:
-    with bound("127.0.0.1", 0) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_a_server_that_is_killed_in_mid_transfer_and_started_again_costs_a_moment(
@@ -283,6 +212,25 @@ def test_a_slow_server_meets_the_deadline_and_switches_nothing(source: str, away
     assert names(away) == []
 
 
+def test_a_pull_that_is_cancelled_leaves_nothing_and_the_next_one_works(source: str, away: Path) -> None:
+    road = Road(source, lambda number, place, piece: slowly(number, place, piece) if number == 1 else piece, piece=4096)
+
+    async def pulls(via: str) -> None:
+        ours = mirror(via, away)
+        first = asyncio.create_task(ours.pull(7))
+        while road.passed < 20_000:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert names(away) == []
+        await ours.pull(7)
+
+    with road.open() as via:
+        now(pulls(via))
+    assert_loads(away, 7, 7.0)
+
+
 def test_a_full_disk_is_told_with_its_path_and_leaves_nothing(source: str, away: Path) -> None:
     ours = mirror(source, away)
     now(ours.pull(6))
@@ -296,74 +244,3 @@ def test_a_full_disk_is_told_with_its_path_and_leaves_nothing(source: str, away:
     assert refused.value.errno == errno.EFBIG
     assert str(refused.value.filename).startswith(str(away))
     assert names(away) == ["stretto-run-v000006.weights"]
-
-
-def test_the_model_folder_comes_whole_and_a_second_time_at_no_cost(source: str, model: Path, tmp_path: Path) -> None:
-    ours, folder = mirror(source, tmp_path / "away"), tmp_path / "policy"
-    now(ours.fetch_model(folder))
-    now(ours.fetch_model(folder))
-    assert names(folder) == names(model)
-    assert all((folder / name).read_bytes() == (model / name).read_bytes() for name in names(model))
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(WireError, match="is not the model folder of run run"):
-        now(ours.fetch_model(folder))
-
-
-def test_a_model_file_that_changed_on_the_road_is_found_and_the_folder_does_not_appear(
-    source: str, tmp_path: Path
-) -> None:
-    def flip(number: int, place: int, piece: bytes) -> bytes:
-        return piece if place + len(piece) < 700_000 else piece[:-1] + bytes([piece[-1] ^ 1])
-
-    with Road(source, flip).open() as road, pytest.raises(TornPublication, match=r"model\.safetensors .* other bytes"):
-        now(mirror(road, tmp_path / "away").fetch_model(tmp_path / "policy"))
-    assert not (tmp_path / "policy").exists()
-    now(mirror(source, tmp_path / "away").fetch_model(tmp_path / "policy"))
-    assert not [name for name in names(tmp_path) if "partial" in name]
-
-
-def test_a_file_name_that_leads_out_of_the_folder_is_refused(source: str, tmp_path: Path) -> None:
-    """A server that lists a path; its reply has the length of the true one."""
-
-    def lead(number: int, place: int, piece: bytes) -> bytes:
-        return piece.replace(b"config.json", b"../conf.jsn")
-
-    with Road(source, lead).open() as road, pytest.raises(WireError, match=r"'\.\./conf\.jsn', which is no name"):
-        now(mirror(road, tmp_path / "away").fetch_model(tmp_path / "policy"))
-
-
-def certificates(folder: Path, name: str) -> Path:
-    """A folder as `cluster.tls` has it, with an authority of its own."""
-    made = folder / name
-    made.mkdir()
-    openssl = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    files = ["-keyout", str(made / "key.pem"), "-out", str(made / "cert.pem"), "-subj", f"/CN={name}", "-days", "2"]
-    subprocess.run([*openssl, *files], check=True, capture_output=True)
-    (made / "ca.pem").write_bytes((made / "cert.pem").read_bytes())
-    return made
-
-
-def test_with_tls_only_members_of_one_authority_meet(home: Path, model: Path, away: Path, tmp_path: Path) -> None:
-    ours, theirs = certificates(tmp_path, "ours"), certificates(tmp_path, "theirs")
-    with serving(home, model, tls=ours) as address:
-        now(Mirror(address, KEY, "run", away, ours).pull(7))
-        assert_loads(away, 7, 7.0)
-        with pytest.raises(WireError, match="self-signed certificate"):
-            now(Mirror(address, KEY, "run", tmp_path / "b", theirs).pull(7))
-        with pytest.raises(SourceLost):
-            now(mirror(address, tmp_path / "b", patience=0.3).pull(7))
-    assert names(tmp_path / "b") == []
-
-
-def test_the_role_serves_until_it_is_ended(home: Path, model: Path, away: Path) -> None:
-    address = free_address()
-    with role(home, model, address) as process:
-        now(mirror(address, away, patience=30.0).pull(7))
-        process.terminate()
-        assert process.wait(timeout=20) in (0, -signal.SIGTERM)
-    assert_loads(away, 7, 7.0)
-
-
-def test_a_mirror_and_its_server_need_no_torch() -> None:
-    code = "import sys, stretto.weights.mirror, stretto.weights.role; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

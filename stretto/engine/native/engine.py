@@ -191,7 +191,7 @@ class NativeEngine:
         Args:
             version: of the weights; never older than the one in use.
             tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
-            since: when they began to be mapped and checked, by `time.monotonic`, if no token was sampled meanwhile.
+            since: when they began to be mapped and checked, beside the steps, by `time.monotonic`.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
@@ -207,7 +207,7 @@ class NativeEngine:
         self._updates += 1
         if since is not None:
             self._spans.add("map", since, mapped, version, sum(tensor.nbytes for tensor in tensors.values()))
-        self._spend("load", mapped if since is None else since)
+        self._spend("load", mapped)
 
     def health(self) -> EngineHealth:
         """Version, queue and counters."""

@@ -34,7 +34,7 @@ from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RolePro
 from stretto.processes.spawn import Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
-from stretto.weights.config import Choice, Route, choose
+from stretto.weights.config import ChosenMedium, Route, choose
 from stretto.weights.role import WeightsServerSpec
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
@@ -125,7 +125,7 @@ class Cluster:
             await self._place_by_ray(address)
 
     @property
-    def medium(self) -> Choice:
+    def medium(self) -> ChosenMedium:
         """How weights reach the engines, and why.
 
         Raises:
@@ -328,7 +328,7 @@ class Cluster:
             machine.dismiss("stretto scale")
 
 
-def medium_of(recipe: Recipe) -> Choice:
+def medium_of(recipe: Recipe) -> ChosenMedium:
     """How weights reach the engines of a run, and why.
 
     Raises:
