@@ -44,8 +44,8 @@ def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]
 
 
 def strange_digits(questions: Questions) -> list[str]:
-    """A sentence about gold answers with digits such as ``１２`` (full width), which look like plain ones and equal none
-    of them."""
+    """A sentence about gold answers with digits such as ``１２`` (full width), which no completion in plain digits
+    equals."""
     found = [(row, strange) for row in (*questions.training, *questions.held_out) if (strange := _strange(row))]
     if not found:
         return []
