@@ -1,0 +1,206 @@
+"""Engines that are made up, beside a pool and completions in flight that are real, on a clock that jumps.
+
+Token n of every completion is the number n, so that a token that is lost or sampled twice shows; how many a completion
+has depends on its seed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import EngineLeft, EngineLost, MachineLost
+from stretto.core.events import Span
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment, StopReason
+
+TOKEN_SECONDS = 0.2
+
+
+def length(seed: int) -> int:
+    return 1 + seed % 9
+
+
+@dataclass
+class Machine:
+    """The machine of an engine: it may be gone, cut off, or slow to pull a version."""
+
+    chance: random.Random
+    pull_seconds: float = 0.1
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.reached.set()
+
+
+@dataclass
+class SimulatedProcess:
+    """Satisfies `loop.engines.process.EngineProcess`."""
+
+    machine: Machine
+    newest: Callable[[], int]
+    client: SimulatedClient | None = None
+    log: Path = Path("/dev/null")
+    clock_offset: float = 0.0
+    killed: bool = False
+    _end: asyncio.Future[str] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._end is not None and not self._end.done() and not self.machine.gone.is_set()
+
+    async def start(self, spec: msgspec.Struct, threads: int) -> None:
+        await asyncio.sleep(self.machine.chance.random() * 3)
+        if self.machine.gone.is_set():
+            raise MachineLost("its machine", "has gone")
+        assert self.client is not None
+        self._end, self.killed = asyncio.get_running_loop().create_future(), False
+        self.client.begins(self.newest())
+
+    async def ended(self) -> str:
+        assert self._end is not None
+        gone = asyncio.ensure_future(self.machine.gone.wait())
+        try:
+            await asyncio.wait([self._end, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+        if not self._end.done():
+            raise MachineLost("its machine", "has gone")
+        return self._end.result()
+
+    async def stop(self, grace: float) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        if self._end is not None and not self._end.done():
+            self.killed = True
+            self._end.set_result("was killed by SIGKILL")
+            assert self.client is not None
+            self.client.break_off()
+
+
+@dataclass
+class SimulatedClient:
+    """Satisfies `core.engine.Engine`."""
+
+    name: str
+    machine: Machine
+    began: Callable[[str, GenerateRequest, int], None]  # the engine's name, the request, the version that it serves
+    version: int = -1
+    generated: int = 0
+    wasted: int = 0
+    sampled: dict[str, list[Segment]] = field(default_factory=dict)  # of open requests
+    fresh: dict[str, int] = field(default_factory=dict)  # of those, the tokens that this engine has sampled
+    _breaks: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def begins(self, version: int) -> None:
+        self.version, self.generated, self.wasted = version, 0, 0
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        (request,) = requests
+        self.began(self.name, request, self.version)
+        broken = self._breaks.setdefault(request.id, asyncio.Event())
+        begun = list(request.prefixes or (Segment(),) * len(request.seeds))
+        self.sampled[request.id], self.fresh[request.id] = begun, 0
+        try:
+            for member, seed in enumerate(request.seeds):
+                while len(begun[member].token_ids) < length(seed):
+                    await self._a_token(broken)
+                    number = len(begun[member].token_ids)
+                    begun[member] = begun[member] + Segment((number,), (-0.5,), (self.version,))
+                    self.generated += 1
+                    self.fresh[request.id] += 1
+                yield Completion(
+                    request=request.id,
+                    member=member,
+                    token_ids=begun[member].token_ids,
+                    behavior_logprobs=begun[member].behavior_logprobs,
+                    versions=begun[member].versions,
+                    stop_reason=StopReason.STOP,
+                )
+            self.fresh[request.id] = 0
+        finally:
+            self.wasted += self.fresh.pop(request.id)
+            self.sampled.pop(request.id)
+            self._breaks.pop(request.id, None)
+
+    async def _a_token(self, broken: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(self.machine.chance.expovariate(1 / TOKEN_SECONDS)):
+                await broken.wait()
+            await self._broke_off()
+        except TimeoutError:
+            await self._reply(broken)
+
+    async def _broke_off(self) -> NoReturn:
+        """As `loop.engines.guest.GuestEngine`: a machine that is silent, or goes, is no fault of the requests."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await self.machine.gone.wait()
+        departed = self.machine.gone.is_set() or not self.machine.reached.is_set()
+        raise (EngineLeft if departed else EngineLost)(self.name, "broke off")
+
+    async def _reply(self, broken: asyncio.Event | None = None) -> None:
+        """What a partition holds up until it heals or the connection is given up."""
+        if self.machine.gone.is_set() or self.version < 0:
+            raise EngineLost(self.name, "does not listen")
+        if not self.machine.reached.is_set():
+            waits = [self.machine.reached.wait(), self.machine.gone.wait(), *([broken.wait()] if broken else [])]
+            tasks = [asyncio.ensure_future(wait) for wait in waits]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            if not self.machine.reached.is_set():
+                await self._broke_off()
+
+    async def update(self, version: int) -> int:
+        await asyncio.sleep(self.machine.pull_seconds)
+        await self._reply()
+        self.version = max(self.version, version)
+        return self.version
+
+    async def abort(self, request_id: str) -> None:
+        await self._reply()
+        if request_id in self._breaks:
+            self._breaks[request_id].set()
+
+    async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        await self._reply()
+        found: Partials = {}
+        for id, counts in known.items():
+            for member, piece in enumerate(self.sampled.get(id, ())):
+                if member < len(counts) and len(piece.token_ids) > counts[member]:
+                    found.setdefault(id, {})[member] = piece.after(counts[member])
+        return found
+
+    async def health(self) -> EngineHealth:
+        await self._reply()
+        zeros = ("running", "waiting", "prefilled", "recomputed", "interrupted", "preempted", "updates")
+        return EngineHealth(
+            version=self.version,
+            generated=self.generated,
+            wasted=self.wasted,
+            unfinished=sum(self.fresh.values()),
+            busy_seconds=1.0,
+            **dict.fromkeys(zeros, 0),
+        )
+
+    async def spans(self) -> list[Span]:
+        return []
+
+    def break_off(self) -> None:
+        for broken in self._breaks.values():
+            broken.set()
+        self.version = -1
+
+    async def close(self) -> None: ...

@@ -1,0 +1,252 @@
+"""Engines join, are drained, vanish, die, lag and are cut off in any order, on a clock that jumps.
+
+- Every completion of every group comes once and whole, continued token by token wherever it went.
+- No group goes to an engine that leaves or has left, or that serves an older version than was live at its admission.
+- The live version is never older than what was published `lag` seconds ago, whoever has not loaded it.
+- Departures do not count against a group: none fails of them.
+- What engines have generated stays counted when they have left, and is never less than before.
+
+One seed is one story: ``python -m tests.loop.test_comings_and_goings SEED`` plays it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import EngineLost
+from stretto.core.records import GenerateRequest, Sampling, Segment
+from stretto.engine.spec import EngineSpec
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.pool import EnginePool
+from stretto.processes.role import RestartBudget
+from tests.faults.simulation import VirtualLoop
+from tests.loop.simulated_guests import Machine, SimulatedClient, SimulatedProcess, length
+
+LAG, SLACK = 20.0, 3.0  # the pool looks every second, and a look waits a second for replies
+SECONDS = 400.0
+DEADLINES = DeadlinesConfig(start=60.0, answer=100.0, load=60.0, hung=8.0, engine_restarts=1000)
+
+
+class Journal:
+    """What a ledger would keep."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, Segment] = {}
+
+    def journal(self, id: str, piece: Segment) -> None:
+        self.pieces[id] = self.pieces.get(id, Segment()) + piece
+
+
+class Story:
+    """A run without a trainer: versions are published by the clock."""
+
+    def __init__(self, seed: int, kills: bool) -> None:
+        self.chance, self.kills = random.Random(seed), kills
+        self.pool = EnginePool([], Path("/dev/null"), DEADLINES, lag=LAG)
+        self.journal = Journal()
+        self.in_flight = InFlight(self.pool, self.journal)
+        self.pool.keep_with(lambda: self.in_flight.keep(5.0))
+        self.pool.report_to(lambda text: None)
+        self.machines: dict[str, Machine] = {}
+        self.published: list[tuple[float, int]] = []  # when, which
+        self.admitted: dict[str, int] = {}
+        self.done: set[str] = set()
+        self.failed: set[str] = set()
+        self.out: set[str] = set()  # engines that leave, or have left
+        self.generated = 0.0
+        self.numbers = itertools.count()
+
+    def join(self) -> None:
+        name = f"engine-{next(self.numbers)}"
+        machine = self.machines[name] = Machine(self.chance)
+        process = SimulatedProcess(machine, lambda: self.chance.randint(0, self.pool.published))
+        client = process.client = SimulatedClient(name, machine, self.begins)
+        spec = EngineSpec(name, "", "", "", "", "", 1, 0.0)
+        budget = RestartBudget(DEADLINES.engine_restarts, 1.0)
+        self.pool.join(EngineHandle(spec, process, client, DEADLINES, budget, self.pool.changed))
+
+    def begins(self, name: str, request: GenerateRequest, version: int) -> None:
+        assert name not in self.out, f"{request.id} went to {name}, which leaves"
+        assert version >= self.admitted[request.id], f"{request.id} went to {name}, which is too old"
+
+    def present(self) -> list[str]:
+        return [name for name in self.pool.names if name not in self.out]
+
+    async def leave(self, name: str) -> None:
+        """Its machine is gone; the conductor notices a moment later."""
+        self.machines[name].gone.set()
+        handle = self.pool._engines.get(name)
+        if handle is not None:
+            handle.client.break_off()
+        await asyncio.sleep(self.chance.random() * 0.4)
+        self.out.add(name)
+        await self.pool.leave(name, "its machine has gone")
+
+    async def drain(self, name: str) -> None:
+        self.out.add(name)
+        await self.pool.drain(name, "asked to")
+
+    async def cut(self, name: str) -> None:
+        """A partition, which heals before the lease is over or does not."""
+        self.machines[name].reached.clear()
+        await asyncio.sleep(self.chance.choice((4.0, 12.0)))
+        if self.chance.random() < 0.5:
+            self.machines[name].reached.set()
+        else:
+            await self.leave(name)
+
+    async def happenings(self) -> None:
+        tasks = set()
+        while self.now < SECONDS:
+            await asyncio.sleep(self.chance.expovariate(1 / 4.0))
+            present = self.present()
+            what = self.chance.choice(("join", "leave", "drain", "cut", "slow", "quick", "kill"))
+            if what == "join" or len(present) < 2:
+                if len(present) < 6:
+                    self.join()
+                continue
+            name = self.chance.choice(present)
+            match what:
+                case "leave" | "drain" | "cut":
+                    tasks.add(asyncio.create_task(getattr(self, what)(name)))
+                case "slow":
+                    self.machines[name].pull_seconds = 1.5 * LAG
+                case "quick":
+                    self.machines[name].pull_seconds = 0.1
+                case "kill" if self.kills and name in self.pool._engines:
+                    self.pool._engines[name].process.kill()
+        for machine in self.machines.values():
+            machine.reached.set()
+        self.join()
+        await asyncio.gather(*tasks)
+
+    async def group(self, number: int, seeds: tuple[int, ...] = ()) -> None:
+        request = GenerateRequest(
+            id=f"0.{number}.0",
+            prompt_token_ids=(1,),
+            seeds=seeds or tuple(self.chance.randrange(1000) for _ in range(3)),
+            sampling=Sampling(max_tokens=16),
+        )
+        self.admitted[request.id] = self.pool.live
+        try:
+            came = [completion async for completion in self.in_flight.generate(request)]
+        except EngineLost:
+            self.failed.add(request.id)
+            return
+        finally:
+            self.in_flight.forget(request.id)
+        assert [completion.member for completion in came] == [0, 1, 2]
+        for completion, seed in zip(came, request.seeds, strict=True):
+            assert completion.token_ids == tuple(range(length(seed))), "a token is lost, or came twice"
+            assert list(completion.versions) == sorted(completion.versions)
+            assert completion.versions[0] >= self.admitted[request.id]
+        self.done.add(request.id)
+
+    async def groups(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        for number in itertools.count():
+            if self.now >= SECONDS:
+                break
+            while self.pool.live < 0 or len([task for task in tasks if not task.done()]) >= 8:
+                await asyncio.sleep(0.1)
+            tasks.add(asyncio.create_task(self.group(number)))
+            await asyncio.sleep(self.chance.random() * 0.3)
+        await asyncio.gather(*tasks)
+
+    async def publishing(self) -> None:
+        for version in itertools.count(1):
+            await asyncio.sleep(self.chance.expovariate(1 / 5.0))
+            self.published.append((self.now, version))
+            self.pool.publish(version)
+
+    async def looking(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            await self.pool.poll(1.0)
+            await self.in_flight.keep(1.0)
+            live = self.pool.live
+            due = [version for when, version in self.published if when < self.now - LAG - SLACK]
+            assert live < 0 or live >= max(due, default=0), f"version {live} is live, and {due[-1]} is due"
+            generated = self.pool.counted(lambda health: health.generated)
+            assert generated >= self.generated
+            assert self.pool.counted(spent) <= generated
+            self.generated = generated
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def play(self) -> None:
+        self.pool.publish(0)
+        self.join()
+        beside = [asyncio.create_task(work) for work in (self.publishing(), self.looking(), self.pool.supervise())]
+        beside.append(asyncio.create_task(self.pool.keep_loaded()))
+        told = asyncio.gather(self.happenings(), self.groups())
+        try:
+            await asyncio.wait([told, *beside], return_when=asyncio.FIRST_COMPLETED)
+            for task in beside:
+                if task.done():
+                    task.result()
+            await told
+        finally:
+            for task in [told, *beside]:
+                task.cancel()
+            await asyncio.gather(told, *beside, return_exceptions=True)
+        assert len(self.done) + len(self.failed) == len(self.admitted) > 50
+        if not self.kills:
+            assert self.failed == set(), "a departure has cost a group"
+
+
+def spent(health: EngineHealth) -> float:
+    return health.wasted + health.unfinished
+
+
+def play(seed: int) -> Story:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        story = Story(seed, kills=seed % 2 == 0)
+        runner.run(asyncio.wait_for(story.play(), 10_000))
+        return story
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_laws_hold_however_engines_come_and_go(seed: int) -> None:
+    play(seed)
+
+
+@pytest.mark.parametrize("how", ["leave", "drain"])
+def test_a_group_whose_engines_depart_six_times_comes_whole(how: str) -> None:
+    async def work(story: Story) -> None:
+        supervising = asyncio.create_task(story.pool.supervise())
+        story.pool.publish(0)
+        story.join()
+        await story.pool.until_up(60)
+        group = asyncio.create_task(story.group(0, seeds=(8, 8, 8)))
+        for _ in range(6):
+            await asyncio.sleep(0.3)  # a token or two
+            (name,) = story.present()
+            assert story.pool.open == {"0.0.0"}
+            story.join()
+            await getattr(story, how)(name)
+            while not story.pool.open and not group.done():
+                await asyncio.sleep(0.05)
+        await group
+        assert story.done == {"0.0.0"}
+        supervising.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work(Story(7, kills=False)))
+
+
+if __name__ == "__main__":
+    for number in range(int(sys.argv[1]), int(sys.argv[-1]) + 1):
+        told = play(number)
+        print(number, len(told.done), len(told.failed), len(told.out), flush=True)
