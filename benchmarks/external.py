@@ -1,11 +1,14 @@
 """What stretto adds to a server of vLLM or SGLang: tokens per second of the server alone, and as an engine of a run.
 
     python -m benchmarks.external                       both makes, 64 concurrent completions, 3 rounds
-    python -m benchmarks.external --kinds vllm --rounds 5
+    python -m benchmarks.external --kinds vllm --rounds 5 --interval 16   tokens that an event of the server has
 
 Alone, a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
 stretto asks for them, and throws the bytes away. As an engine, the same prompts go through the conductor's client and
 the adapter's process (`engine.external.role`), which reads, checks and stamps every token. Both by turns, one server.
+
+Rates depend on what else the machine does; seconds of processors per token do not. So both are measured: of the server
+with all its processes, of the adapter, and of the client.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from safetensors.torch import load_file
 from benchmarks.generators import prompts
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
+from benchmarks.servers import descendants
 from benchmarks.shapes import make
 from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
@@ -49,8 +55,38 @@ ENDPOINTS = {"vllm": ("/inference/v1/generate", vllm._body), "sglang": ("/genera
 MAILBOX = "external.benchmark"
 
 
-async def alone(kind: str, address: str, asked: Sequence[tuple[int, ...]], turn: str) -> float:
-    """Tokens per second of the server under a bare client."""
+@dataclass(frozen=True)
+class Turn:
+    """What one turn came to: tokens per second, and microseconds of processors per token."""
+
+    rate: float
+    server: float
+    adapter: float
+    client: float
+
+
+async def turn(tokens: int, server: int, adapter: int, work: Callable[[], Coroutine[Any, Any, None]]) -> Turn:
+    """`work`, which samples so many tokens, and what it costs the trees of the server and the adapter."""
+
+    def costs() -> list[float]:
+        return [sum(map(cpu_seconds, (server, *descendants(server)))), cpu_seconds(adapter), time.process_time()]
+
+    before, start = costs(), time.perf_counter()
+    await work()
+    seconds = time.perf_counter() - start
+    return Turn(tokens / seconds, *((now - then) / tokens * 1e6 for now, then in zip(costs(), before, strict=True)))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of processors that a process has used; 0 if it has ended."""
+    with suppress(OSError):
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+async def alone(kind: str, address: str, asked: Sequence[tuple[int, ...]], turn: str) -> None:
+    """The completions of the server by a bare client."""
     server = JsonServer(kind, address, seconds=REPLY_SECONDS, token_seconds=REPLY_SECONDS)
     path, body = ENDPOINTS[kind]
     sampling = Sampling(max_tokens=TOKENS)
@@ -61,45 +97,43 @@ async def alone(kind: str, address: str, asked: Sequence[tuple[int, ...]], turn:
             async for _ in events:
                 pass
 
-    start = time.perf_counter()
     await asyncio.gather(*(completion(number, prompt) for number, prompt in enumerate(asked)))
-    seconds = time.perf_counter() - start
     await server.close()
-    return len(asked) * TOKENS / seconds
 
 
-async def as_engine(engine: HttpEngine, asked: Sequence[tuple[int, ...]], turn: str) -> float:
-    """Tokens per second of the same completions through stretto."""
+async def as_engine(engine: HttpEngine, asked: Sequence[tuple[int, ...]], turn: str) -> None:
+    """The same completions through stretto."""
     sampling = Sampling(max_tokens=TOKENS)
 
     async def completion(number: int, prompt: tuple[int, ...]) -> int:
         request = GenerateRequest(id=f"{turn}.{number}", prompt_token_ids=prompt, seeds=(number,), sampling=sampling)
         return sum([len(ended.token_ids) async for ended in engine.generate(request)])
 
-    start = time.perf_counter()
     tokens = await asyncio.gather(*(completion(number, prompt) for number, prompt in enumerate(asked)))
     assert sum(tokens) == len(asked) * TOKENS
-    return sum(tokens) / (time.perf_counter() - start)
 
 
 @asynccontextmanager
-async def running(kind: str, python: Path, model: Path) -> AsyncIterator[str]:
-    """The address of a server."""
+async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncIterator[tuple[str, int]]:
+    """The address of a server, and the process at the head of its tree."""
     port = free_port()
-    config = EngineConfig.model_validate({"kind": kind, "python": str(python), "slots": CONCURRENT, "cache_gib": 1.0})
+    settings = {"kind": kind, "python": str(python), "slots": CONCURRENT, "cache_gib": 1.0}
+    if interval:
+        settings["arguments"] = ["--stream-interval", str(interval)]
+    config = EngineConfig.model_validate(settings)
     process = await ServerProcess.start(kind, MAKES[kind].launch(config, str(model), port))
     http = JsonServer(kind, f"127.0.0.1:{port}", seconds=REPLY_SECONDS, token_seconds=REPLY_SECONDS)
     try:
         await until_ready(process, MAKES[kind].server(http, REPLY_SECONDS), START_SECONDS)
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}", process._guard.pid
     finally:
         await http.close()
         await process.stop()
 
 
 @asynccontextmanager
-async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIterator[HttpEngine]:
-    """A client of an adapter of the server, in a process of its own, with the model's weights as version 1."""
+async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIterator[tuple[HttpEngine, int]]:
+    """A client of an adapter of the server, with the model's weights as version 1, and the adapter's process."""
     SharedMemoryPublisher(MAILBOX, folder / "mailbox").publish(1, load_file(model / "model.safetensors").items())
     spec = EngineSpec(
         name="engine-0",
@@ -124,7 +158,7 @@ async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIte
                     break
                 except EngineLost:
                     await asyncio.sleep(0.1)
-        yield engine
+        yield engine, adapter.pid
     finally:
         await engine.close()
         adapter.terminate()
@@ -132,34 +166,49 @@ async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIte
         remove(MAILBOX, folder / "mailbox")
 
 
-async def measured(kind: str, python: Path, rounds: int, folder: Path) -> dict[str, Any]:
+async def measured(kind: str, python: Path, rounds: int, interval: int, folder: Path) -> dict[str, Any]:
     """Both ways by turns."""
     model, asked = make("3.4M", folder), prompts(CONCURRENT, VOCABULARY)
-    bare: list[float] = []
-    ours: list[float] = []
-    async with running(kind, python, model) as address, adapted(kind, address, model, folder) as engine:
-        await alone(kind, address, asked, "warm")
-        await as_engine(engine, asked, "warm")
-        for turn in range(rounds):
-            bare.append(await alone(kind, address, asked, f"turn{turn}"))
-            ours.append(await as_engine(engine, asked, f"turn{turn}"))
-    added = statistics.median(bare) / statistics.median(ours) - 1
+    bare: list[Turn] = []
+    ours: list[Turn] = []
+    tokens = CONCURRENT * TOKENS
+    async with (
+        running(kind, python, model, interval) as (address, server),
+        adapted(kind, address, model, folder) as (engine, adapter),
+    ):
+        for number in range(rounds + 1):
+            name = f"turn{number}"
+            bare.append(await turn(tokens, server, adapter, partial(alone, kind, address, asked, name)))
+            ours.append(await turn(tokens, server, adapter, partial(as_engine, engine, asked, name)))
+    bare, ours = bare[1:], ours[1:]  # the first is slow
+    cost = [statistics.median(used(turn) for turn in turns) for turns in (bare, ours)]
     return {
         "kind": kind,
-        "server_alone": [round(rate, 1) for rate in bare],
-        "as_engine": [round(rate, 1) for rate in ours],
-        "added": round(added, 3),
+        "server_alone": bare,
+        "as_engine": ours,
+        "added": round(statistics.median(t.rate for t in bare) / statistics.median(t.rate for t in ours) - 1, 3),
+        "added_cpu": round(cost[1] / cost[0] - 1, 3),
         "load_average": round(os.getloadavg()[0], 1),
     }
+
+
+#: Microseconds per token of the server, and of what stretto adds.
+PARTS: tuple[Callable[[Turn], float], ...] = (lambda turn: turn.server, lambda turn: turn.adapter + turn.client)
+
+
+def used(turn: Turn) -> float:
+    """Microseconds of processors per token, of all processes."""
+    return turn.server + turn.adapter + turn.client
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(MAKES), default=list(MAKES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--interval", type=int, default=0, help="tokens of an event; 0: as stretto starts the server")
     words = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    table = Table("server", "alone tokens/s", "as engine tokens/s", "added")
+    table = Table("server", "alone tokens/s", "as engine tokens/s", "added", "server µs/token", "ours", "added")
     for kind in words.kinds:
         try:
             python = Environment(kind).ensure()
@@ -167,13 +216,16 @@ def main() -> None:
             print(f"{kind} is left out: {problem}")
             continue
         with tempfile.TemporaryDirectory(prefix="st-") as folder:
-            row = asyncio.run(measured(kind, python, words.rounds, Path(folder)))
+            row = asyncio.run(measured(kind, python, words.rounds, words.interval, Path(folder)))
         rows.append(row)
-        rates = (statistics.median(row[way]) for way in ("server_alone", "as_engine"))
-        table.add(kind, *(f"{rate:,.0f}" for rate in rates), f"{row['added']:.1%}")
+        rates = (statistics.median(turn.rate for turn in row[way]) for way in ("server_alone", "as_engine"))
+        costs = [statistics.median(part(t) for t in row["as_engine"]) for part in PARTS]
+        shown = (*(f"{rate:,.0f}" for rate in rates), f"{row['added']:.1%}", *(f"{cost:.1f}" for cost in costs))
+        table.add(kind, *shown, f"{row['added_cpu']:.1%}")
         table.show_last()
 
-    save("external", {"model": "3.4M", "concurrent": CONCURRENT, "tokens": TOKENS, "rows": rows})
+    if not words.interval:
+        save("external", {"model": "3.4M", "concurrent": CONCURRENT, "tokens": TOKENS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m benchmarks.faults                           the campaign: 300 faults, and 5 undisturbed runs
     python -m benchmarks.faults --kills 5 --undisturbed 1 a short slice
     python -m benchmarks.faults --records FOLDER          goes on behind the runs that are recorded there already
+    python -m benchmarks.faults --per-run 40 --most 5 --save   5 runs with up to 40 faults each
 
 A kill hits the conductor, or all processes at once (the run is then resumed), the trainer, one of two engines, a reward
 worker, the warm start, or the fork server, with which the kernel ends trainer and engines. A stop (SIGSTOP) hits
@@ -42,7 +43,7 @@ from tests.launch.running import MODULES, Command, Laboratory, said, steps_done,
 
 ROLES = ("trainer", "engine", "rewards", "fork server", "supervised")
 FAULTS = ("conductor", *ROLES[:-1], "all", "supervised", *(f"{role} stopped" for role in ROLES))
-KILLS = 8  # of one run, at most: it may come to its end before
+KILLS = 8  # of one run, at most, unless told otherwise: it may come to its end before
 SEEDS = 4  # of recipes: the runs share their warm starts, and differ by when they are killed
 SETTINGS = (
     "trainer.steps=250",
@@ -283,12 +284,12 @@ def _spread(records: Iterable[Record]) -> str:
 
 
 def campaign(
-    records: Path, kills: int, undisturbed: int, most: int, recipe: Path, settings: Sequence[str]
+    records: Path, kills: int, per_run: int, undisturbed: int, most: int, recipe: Path, settings: Sequence[str]
 ) -> tuple[list[Record], list[Record], bool]:
     """Disturbed and undisturbed runs, at most so many of them new ones, and whether these are all that are wanted."""
     calm, hit = list[Record](), list[Record]()
     while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
-        found, kind = (calm, 0) if calm_wanted else (hit, KILLS)
+        found, kind = (calm, 0) if calm_wanted else (hit, per_run)
         if not _path(records, len(found), kind).exists():
             if most == 0:
                 return hit, calm, False
@@ -299,7 +300,9 @@ def campaign(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300, help=f"in runs with up to {KILLS} each")
+    parser.add_argument("--kills", type=int, default=300, help="of all runs together")
+    parser.add_argument("--per-run", type=int, default=KILLS, help="kills of one run, at most")
+    parser.add_argument("--save", action="store_true", help="where --most ends the campaign, save that part of it")
     parser.add_argument("--undisturbed", type=int, default=5, help="runs without")
     parser.add_argument("--records", type=Path, help="folder of the runs' records (default: a temporary one)")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="which run it is; another has other settings, too")
@@ -312,17 +315,23 @@ def main() -> None:
         records = arguments.records or Path(temporary)
         records.mkdir(parents=True, exist_ok=True)
         disturbed, undisturbed, all_of_them = campaign(
-            records, arguments.kills, arguments.undisturbed, arguments.most, arguments.recipe.resolve(), settings
+            records,
+            arguments.kills,
+            arguments.per_run,
+            arguments.undisturbed,
+            arguments.most,
+            arguments.recipe.resolve(),
+            settings,
         )
     show(disturbed, undisturbed)
-    if all_of_them:
+    if all_of_them or arguments.save:
         found = {
             "recipe": arguments.recipe.name,
             "settings": settings,
             "disturbed": disturbed,
             "undisturbed": undisturbed,
         }
-        save("faults", found | {"notes": arguments.note})
+        save("faults" if all_of_them else "faults-part", found | {"notes": arguments.note})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from stretto.launch.recipe.recipe import Recipe
-    from stretto.loop.records.recorder import Evaluation
+    from stretto.loop.records.evaluation import Evaluation
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 __version__ = "0.1.0"
@@ -65,7 +65,7 @@ _ERRORS = "stretto.core.errors"
 _ORIGINS = {
     "DataError": _ERRORS,
     "Engine": "stretto.api.generation:LocalEngine",
-    "Evaluation": "stretto.loop.records.recorder",
+    "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto.launch.recipe.recipe",

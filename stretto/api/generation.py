@@ -56,10 +56,12 @@ class LocalEngine:
         """
         from stretto.engine.config import EngineConfig
         from stretto.engine.native.engine import NativeEngine
+        from stretto.launch.preflight.servers import check_embedded
         from stretto.launch.recipe.recipe import validated
         from stretto.model.hf.tokenizer import load_tokenizer
 
         config = validated(settings, "Engine.load", EngineConfig)
+        check_embedded(config)
         folder = Path(folder).expanduser()
         return cls(NativeEngine.load(folder, config), load_tokenizer(folder))
 

@@ -24,21 +24,27 @@ from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
 from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
 from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.gym_source import GymSource
+from stretto.worlds.sources.rows_source import RowsSource
+from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
 
 __all__ = [
     "ArithmeticTask",
     "BuildConfig",
+    "DatasetTask",
     "DeadlinesConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "GymSource",
     "JsonlTask",
     "LoraConfig",
     "ModelConfig",
     "ProgramsTask",
     "RewardsConfig",
     "RolloutConfig",
+    "RowsSource",
     "SamplingConfig",
     "StoreConfig",
     "SupervisedConfig",

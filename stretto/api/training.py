@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.api.orders import EvaluationOrder, RunProcess, TrainOrder
 from stretto.api.run import Run
 from stretto.core.errors import Problem, RecipeError
-from stretto.loop.records.recorder import Evaluation
+from stretto.loop.records.evaluation import Evaluation
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics
 

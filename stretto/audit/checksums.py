@@ -8,7 +8,8 @@ A checksum is XXH3 (64 bits) of MessagePack, of
     steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]
     meta        [name, value]
 
-where a trajectory is [id, segments, outcome, reward]; in format 2 it is [completion, outcome, reward];
+where a trajectory is [id, segments, outcome, reward], and a segment has its first five fields, without the names of its
+engines; in format 2 a trajectory is [completion, outcome, reward];
 
 and since format 3 of whole rows, in the order of their columns:
 
@@ -28,6 +29,7 @@ import xxhash
 
 CHECKSUM_BYTES = 8
 FIELDS = 2  # of a payload: segments and text; in format 2 it has four
+_OF_SEGMENT = 5  # fields of a segment that the checksum of a step covers
 
 _GROUPS = "SELECT id, key, id, prompt_id, members, admitted_version, prompt_token_ids, seal FROM groups ORDER BY key"
 _OLD_GROUPS = "SELECT id, id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
@@ -126,7 +128,7 @@ def _trained(
     """The part of a trajectory that the checksum of its step covers, in the form in which it was written."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if len(bulk) == FIELDS:
-        return f"{group}/{member}", bulk[0], outcome, reward
+        return f"{group}/{member}", [segment[:_OF_SEGMENT] for segment in bulk[0]], outcome, reward
     tokens, logprobs, versions, _ = bulk
     completion = {
         "request": group,

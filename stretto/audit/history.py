@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,11 +19,12 @@ import msgspec
 from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, broken_files, payload_fits
 from stretto.core.errors import Problem, RunFolderError, StoreError
 
-FORMATS = (2, 3)  #: formats that can be checked
+FORMATS = (2, 3, 4)  #: formats that can be checked
 _FIRST_SEALED = 3
+_ENGINES = 5  # the place of the engines in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
-MAY_CHANGE = frozenset({"evaluation", "deadlines", "store"})
+MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store"})
 MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "keep_versions", "checkpoint_every"})}
 
 _TRAJECTORIES = """
@@ -55,6 +57,7 @@ class RecordedTrajectory:
     newest_version: int | None
     versions: tuple[int, ...] | None
     lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
+    writers: tuple[tuple[str, int], ...] = ()  # engines, each with the tokens that it wrote; none before format 4
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class RecordedData:
+    """The questions of a run: their digest on record and as they are now; what the order of an epoch follows from."""
+
+    digest: str
+    found: str
+    prompts: tuple[str, ...]
+    seed: int
+    sources: tuple[tuple[str, int, float | None], ...]  # name, prompts, weight
+    easy: float | None
+    hard: float | None
+
+
+@dataclass(frozen=True)
 class History:
     """All records of a run's trajectories and steps."""
 
@@ -106,11 +122,13 @@ class History:
     given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt of the prompts that are next
     position: tuple[int, int] | None  # epoch, and the number of prompts drawn in it
     policies: tuple[int, ...]
+    roster: tuple[str, ...]  # the engines of the run
     damage: tuple[str, ...]  # found by SQLite's integrity check
     broken_checksums: tuple[str, ...]
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
     notes: tuple[str, ...]  # what cannot be checked
+    data: RecordedData | None = None  # None: a run of an earlier stretto
 
     @property
     def trajectories(self) -> tuple[RecordedTrajectory, ...]:
@@ -134,8 +152,8 @@ def read_history(folder: Path) -> History:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
             if found not in FORMATS:
-                can = " and ".join(map(str, FORMATS))
-                raise StoreError(f"{path}: has format {found}, this version of stretto checks formats {can}")
+                can = f"formats {FORMATS[0]} to {FORMATS[-1]}"
+                raise StoreError(f"{path}: has format {found}, this version of stretto checks {can}")
             connection.execute("BEGIN")
             return _history(connection, found, folder, bounds, policies)
     except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
@@ -172,11 +190,32 @@ def _history(
         given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
         position=(position["epoch"], position["index"]) if position else None,
         policies=policies,
+        roster=tuple(engine["name"] for engine in facts.get("engines", ())),
         damage=damage,
         broken_checksums=tuple(broken_checksums(connection, number)),
         broken_start=tuple(broken_files(folder, _kept(folder, facts.get("start", {})))),
         edited=tuple(_edited(folder, facts.get("recipe"))),
         notes=tuple(_not_judged(folder, number, facts)),
+        data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
+    )
+
+
+def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
+    """The record, and what the file of the questions says now; a file that is gone has no questions."""
+    whole, prompts = hashlib.blake2b(digest_size=16), []
+    for line in questions.read_text(encoding="utf-8").splitlines() if questions.exists() else ():
+        row = json.loads(line)
+        prompts.append(row["id"])
+        for text in (row["id"], row["prompt"], row["answer"]):
+            whole.update(f"{len(text)}:{text}".encode())
+    return RecordedData(
+        digest=fact["digest"],
+        found=whole.hexdigest(),
+        prompts=tuple(prompts),
+        seed=fact["seed"],
+        sources=tuple((source["name"], source["prompts"], source["weight"]) for source in fact["sources"]),
+        easy=fact["easy"],
+        hard=fact["hard"],
     )
 
 
@@ -239,12 +278,14 @@ def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     member, _, _, _, verdict, reward, stop_reason, *_ = facts
     id = f"{group}/{member}"
     versions, lengths = None, None
+    writers: tuple[tuple[str, int], ...] = ()
     if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
         bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
         segments = [segment for segment in bulk[0] if segment[2]] if len(bulk) == FIELDS else [bulk]
         versions = tuple(version for segment in segments for version in segment[2])
         lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
-    return RecordedTrajectory(id, group, *facts, versions, lengths)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+        writers = tuple((name, count) for segment in segments for name, count in (segment[_ENGINES:] or [()])[0])
+    return RecordedTrajectory(id, group, *facts, versions, lengths, writers)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 
 def _step(row: tuple[object, ...]) -> RecordedStep:

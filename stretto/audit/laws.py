@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from stretto.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
+from stretto.audit.order import prompts_come_in_their_order
 from stretto.core.states import FINAL, OPEN, UNTRAINED
 
 
@@ -158,6 +159,18 @@ def _incomplete(
                 yield f"{one.id} has {one.tokens} tokens, and on record are {sorted(found)}"
 
 
+def every_token_has_its_engine(history: History) -> Iterator[str]:
+    """An engine that is named as a writer of tokens is on the roster of the run; the writers of a trajectory wrote as
+    many tokens as it has."""
+    for one in history.trajectories:
+        yield from (
+            f"{one.id} has tokens of {name}, which is not on the roster"
+            for name in sorted({name for name, _ in one.writers} - {"", *history.roster})
+        )
+        if one.writers and one.lengths is not None and sum(count for _, count in one.writers) != one.lengths[0]:
+            yield f"{one.id} has {one.lengths[0]} sampled tokens, its engines wrote {one.writers}"
+
+
 def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
     """Each epoch asks each prompt once, and again only after an attempt that ended untrained; each attempt that ended
     untrained, and may be repeated, was repeated or is next."""
@@ -169,7 +182,7 @@ def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
         for prompt, groups in prompts.items():
             yield from _attempts(epoch, prompt, groups, about_to, history.bounds.max_attempts)
     if history.position is not None:
-        yield from _drawn(epochs, history.position)
+        yield from _drawn(epochs, history.position, same=history.data is None)
 
 
 def _attempts(
@@ -189,13 +202,18 @@ def _attempts(
         yield f"prompt {prompt} is to be asked again, and {last.id} has not ended untrained"
 
 
-def _drawn(epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int]) -> Iterator[str]:
-    """The prompts that were drawn are those that were issued."""
+def _drawn(
+    epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int], same: bool
+) -> Iterator[str]:
+    """The prompts that were drawn are those that were issued; `same`: each epoch asks all (else
+    `prompts_come_in_their_order` knows which)."""
     newest, drawn = position
     sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
     if sizes.get(newest, 0) != drawn:
         yield f"{drawn} prompts of epoch {newest} were drawn, {sizes.get(newest, 0)} were issued"
     whole = {epoch: size for epoch, size in sizes.items() if epoch < newest}
+    if not same:
+        return
     if len(set(whole.values())) > 1 or len(whole) != newest:
         yield f"epochs before {newest} asked different numbers of prompts: {whole}"
     asked = [frozenset(epochs[epoch]) for epoch in whole]
@@ -239,5 +257,7 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     no_group_starts_before_its_turn,
     no_bound_is_broken,
     batches_are_complete,
+    every_token_has_its_engine,
     no_prompt_is_skipped_or_repeated,
+    prompts_come_in_their_order,
 )

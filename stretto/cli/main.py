@@ -109,12 +109,21 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE-DATE].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in RUN_DIR, or in --run-dir.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|ADDRESS|local",
+            help="Place the engines on a Ray cluster: the running one, that one, a new one.",
+        ),
+    ] = None,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
     from stretto.launch.preflight.descriptors import check_descriptors
 
     print(f"checking {recipe}", flush=True)
     check_descriptors()
+    if ray is not None:
+        overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     if dry_run:
         with _importing():
             _refuse_mistakes(recipe, overrides or [])
@@ -185,24 +194,41 @@ def dpo(
 @app.command("eval")
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    overrides: Overrides = None,
     task: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="RECIPE.toml|FILE.jsonl", help="The held-out prompts: those of a recipe, or all rows of a file."
         ),
-    ],
-    overrides: Overrides = None,
+    ] = None,
+    data: Annotated[
+        Optional[list[str]],  # noqa: UP045 - as above
+        typer.Option(metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK", help="All rows of a dataset (repeatable)."),
+    ] = None,
+    mapping: Annotated[str | None, typer.Option(help="Ready columns of --data, such as gsm8k.")] = None,
+    subset: Annotated[str | None, typer.Option(help="The configuration of a hub dataset.")] = None,
+    split: Annotated[str, typer.Option(help="The split of a hub dataset or a saved folder.")] = "test",
+    n: Annotated[
+        int | None,
+        typer.Option("--n", min=1, max=1024, help="Completions of each question [default: evaluation.samples, 1]."),
+    ] = None,
+    rows: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Write the results of each question.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the accuracy of a policy on held-out prompts."""
+    """Measure a policy on held-out prompts: accuracy (avg@n) with its interval, pass@k, maj@n, lengths, truncation."""
     from stretto.processes.fork_server import fork_server
 
+    if (task is None) == (not data):
+        raise typer.BadParameter("give either --task or --data")
     with fork_server() as spawner:
         with _importing():
-            from stretto.launch.commands.evaluate import evaluate
+            from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
 
-        evaluation = evaluate(model, task, overrides or [], spawner, lambda text: print(text, file=sys.stderr))
-    print(evaluation.as_json() if json else evaluation)
+        asked = task if task is not None else DataChoice(tuple(data or ()), mapping, subset, split)
+        evaluation = evaluate(
+            model, asked, overrides or [], spawner, lambda text: print(text, file=sys.stderr), Asked(n, rows)
+        )
+    print(evaluation.as_json() if json else evaluation.table())
 
 
 @app.command()
@@ -228,6 +254,79 @@ def serve(
         from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
+
+
+JoinAddress = Annotated[
+    str, typer.Option("--join", metavar="ADDRESS|RUN_DIR", help="host:port of a run, or its folder if it is seen here.")
+]
+JoinToken = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option("--token", envvar="STRETTO_TOKEN", help="Token of the run, from its join.json."),
+]
+JoinCount = Annotated[
+    int, typer.Option("--count", min=1, max=64, help="Processes on this machine; its GPUs are dealt to them.")
+]
+JoinHost = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option(
+        "--host", help="Address by which the run reaches this machine [default: that by which it reaches the run]."
+    ),
+]
+JoinTls = Annotated[
+    Optional[str],  # noqa: UP045 - as above
+    typer.Option("--tls", metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem."),
+]
+JoinPatience = Annotated[
+    float,
+    typer.Option("--patience", min=0, max=1e9, help="Seconds to look for the run, at first and after it was lost."),
+]
+
+
+def _join(
+    kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
+) -> NoReturn:
+    with _importing():
+        from stretto.launch.commands.join import offer, work
+
+    brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
+    raise typer.Exit(work(brought, lambda text: print(text, flush=True)))
+
+
+@app.command()
+def engine(
+    join: JoinAddress,
+    token: JoinToken = None,
+    count: JoinCount = 1,
+    host: JoinHost = None,
+    tls: JoinTls = None,
+    patience: JoinPatience = 600.0,
+) -> None:
+    """Join a run that goes on elsewhere, and generate for it until it ends. Ctrl-C drains this machine first."""
+    _join("engine", join, token, count, host, tls, patience)
+
+
+@app.command()
+def rank(
+    join: JoinAddress,
+    token: JoinToken = None,
+    count: JoinCount = 1,
+    host: JoinHost = None,
+    tls: JoinTls = None,
+    patience: JoinPatience = 600.0,
+) -> None:
+    """Join a run that goes on elsewhere, and train for it as ranks of its trainer (trainer.remote_ranks)."""
+    _join("rank", join, token, count, host, tls, patience)
+
+
+@app.command()
+def scale(
+    run: RunFolder,
+    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="The number of engines from now on.")],
+) -> None:
+    """Change the number of engines of a run that is going on."""
+    from stretto.launch.commands.join import scale as change
+
+    print(change(run, changes))
 
 
 @app.command()

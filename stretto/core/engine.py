@@ -77,6 +77,10 @@ class Engine(Protocol):
         """The engine's spans since the last call."""
         ...
 
+    def break_off(self) -> None:
+        """Close every connection at once: what is open ends with EngineLost."""
+        ...
+
     async def close(self) -> None:
         """Close the connections."""
         ...

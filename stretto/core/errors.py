@@ -17,7 +17,8 @@
     │   └── NothingMoves         no process makes progress; names who waits for what
     ├── WireError                a message or a publication that is not whole
     │   ├── TornPublication      weights whose size or checksum does not fit
-    │   └── RefusedRequest       a request the engine will not serve; names the field
+    │   ├── RefusedRequest       a request the engine will not serve; names the field
+    │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
     ├── StoreError               the run folder's contents contradict themselves
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
@@ -210,6 +211,21 @@ class EngineLost(RoleError):
         return f"{self.engine} {self.how}"
 
 
+class EngineLeft(EngineLost):
+    """The engine has left the run, or its machine has: the requests that it had are not the cause."""
+
+
+class MachineLost(RoleError):
+    """A machine that ran roles has left the run, or does not answer any more: its roles cannot be replaced there."""
+
+    def __init__(self, machine: str, how: str) -> None:
+        self.machine, self.how = machine, how
+        super().__init__(machine, how)
+
+    def __str__(self) -> str:
+        return f"{self.machine} {self.how}"
+
+
 class SourceLost(RoleError):
     """A server of weights cannot be reached, or broke off a transfer and did not come back."""
 
@@ -268,6 +284,21 @@ class RefusedRequest(WireError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.found}; {self.allowed}"
+
+
+class HandshakeRefused(WireError):
+    """Another process did not prove that it has the key, or did not let this one in."""
+
+    def __init__(self, peer: str, how: str) -> None:
+        self.peer, self.how = peer, how
+        super().__init__(peer, how)
+
+    def __str__(self) -> str:
+        return f"{self.peer} {self.how}"
+
+
+class HandshakeBroken(HandshakeRefused):
+    """The other process went away before it had admitted or refused this one: it may be asked again."""
 
 
 class StoreError(StrettoError):

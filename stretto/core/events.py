@@ -6,14 +6,17 @@ seconds of the machine's monotonic clock (`time.monotonic`), which all processes
 
 from __future__ import annotations
 
+import msgspec
+
 from stretto.core.records import Record
 
 
 class Span(Record, frozen=True):
     """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
-    Names in use: ``generate``, ``load``, ``recompute`` (engines); ``proximal``, ``update``, ``publish``,
-    ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor).
+    Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
+    ``proximal``, ``update``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor).
+    `bytes` is what it moved, 0 where that has no meaning.
     """
 
     role: str
@@ -21,3 +24,8 @@ class Span(Record, frozen=True):
     start: float
     end: float
     version: int = -1
+    bytes: int = 0
+
+    def shifted(self, seconds: float) -> Span:
+        """The same span on a clock that is `seconds` ahead: that of another machine, say."""
+        return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self

@@ -3,7 +3,9 @@ them in full."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,32 +13,57 @@ from stretto.core.errors import DataError, Problem
 
 #: Characters of a line at most: the tests of a program have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
+LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
 _SHOWN = 20
+_GZIP = b"\x1f\x8b"
+_OTHERS = {
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a zip file",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 
+Given = TypeVar("Given")
 Read = TypeVar("Read")
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
-    """``read(line, line number, place)`` of each line that is not blank; `read` raises a `mistake` for a bad one.
+    """``read(line, line number, place)`` of each line that is not blank; `read` raises a `mistake` for a bad one. A
+    file whose name ends with ``.gz`` is unpacked.
 
     Raises:
         DataError: the file is missing, empty or not text, or some of its lines are not what they should be.
     """
+    numbered = ((place, (number, line)) for number, place, line in lines_of(path))
+    return read_each(str(path), numbered, lambda row, place: read(_short(row[1], place), row[0], place))
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
+    """``(number, place, line)`` of each line that is not blank.
+
+    Raises:
+        DataError: the file is missing or not text, or holds one JSON array.
+    """
+    return ((n, f"{path}:{n}", line) for n, line in enumerate(_lines(path), start=1) if line.strip())
+
+
+def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
+    """``read(row, place)`` of each ``(place, row)``; the mistakes of all rows come together, each with its place.
+
+    Raises:
+        DataError: `name` has no rows, or some of them are not what they should be.
+    """
     found: list[Read] = []
     problems: list[Problem] = []
-    for number, line in enumerate(_lines(path), start=1):
-        place = f"{path}:{number}"
+    for place, row in rows:
         try:
-            if len(line) > LARGEST_ROW:
-                raise mistake(place, f"a row of {len(line):,} characters", f"at most {LARGEST_ROW:,} are allowed")
-            if line.strip():
-                found.append(read(line, number, place))
+            found.append(read(row, place))
         except DataError as error:
             problems += error.problems
     if len(problems) > _SHOWN:
-        problems = [*problems[:_SHOWN], Problem(str(path), f"{len(problems) - _SHOWN} more rows like these")]
+        problems = [*problems[:_SHOWN], Problem(name, f"{len(problems) - _SHOWN} more rows like these")]
     if not found and not problems:
-        problems = [Problem(str(path), "no rows", "one JSON object a line is needed")]
+        problems = [Problem(name, "no rows", "one JSON object a line is needed")]
     if problems:
         raise DataError(problems)
     return found
@@ -47,10 +74,50 @@ def mistake(place: str, found: str, remedy: str = "") -> DataError:
     return DataError([Problem(place, found, remedy)])
 
 
-def _lines(path: Path) -> list[str]:
+def read_text(path: Path) -> str:
+    """The whole text of a file; one whose name ends with ``.gz`` is unpacked.
+
+    Raises:
+        DataError: the file is missing, cannot be unpacked, or is not text.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines, such as U+2028
+        content = path.read_bytes()
     except FileNotFoundError:
         raise mistake(str(path), "no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise mistake(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed") from None
+    if content.startswith(_GZIP):
+        content = _unpacked(path, content)
+    kinds = [kind for start, kind in _OTHERS.items() if content.startswith(start)]
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        which = f"it is {kinds[0]}" if kinds else str(error)
+        raise mistake(str(path), f"cannot be read: {which}", "a UTF-8 text file is needed") from None
+
+
+def _unpacked(path: Path, content: bytes) -> bytes:
+    if path.suffix != ".gz":
+        found = "cannot be read: it is compressed by gzip, and its name does not end with .gz"
+        raise mistake(str(path), found, "rename it, or unpack it: a UTF-8 text file is needed")
+    try:
+        with gzip.open(path) as packed:
+            unpacked = packed.read(LARGEST_UNPACKED + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise mistake(str(path), f"cannot be unpacked: {error}", "a whole gzip file is needed") from None
+    if len(unpacked) > LARGEST_UNPACKED:
+        raise mistake(str(path), f"more than {LARGEST_UNPACKED:,} bytes after unpacking", "unpack it, and give a part")
+    return unpacked
+
+
+def _lines(path: Path) -> list[str]:
+    text = read_text(path)
+    if text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]":
+        raise mistake(str(path), "a JSON array in place of an object a line", f"e.g. by: jq -c '.[]' {path.name}")
+    return text.split("\n")  # a text may hold other ends of lines, such as U+2028
+
+
+def _short(line: str, place: str) -> str:
+    if len(line) > LARGEST_ROW:
+        raise mistake(place, f"a row of {len(line):,} characters", f"at most {LARGEST_ROW:,} are allowed")
+    return line

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
@@ -27,6 +27,10 @@ MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
 
 #: Tokens with their log-probabilities, the likeliest first.
 Likeliest = tuple[tuple[int, float], ...]
+
+#: Engines in the order in which they wrote tokens, each with how many: ``(("engine-0", 37), ("engine-2", 5))``. The
+#: name "" is an engine that is not on record.
+Writers = tuple[tuple[str, int], ...]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,7 +104,8 @@ class Segment(Record, frozen=True, array_like=True):
     """Consecutive tokens of one origin: sampled by the policy, with what it logged of each token, or given (the output
     of a tool, the next turn of a user) and so without log-probabilities and versions.
 
-    A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it.
+    A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. What an
+    engine returns has no `engines` yet: the pool of engines knows their names.
 
     Example: ``Segment(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
     """
@@ -110,6 +115,12 @@ class Segment(Record, frozen=True, array_like=True):
     versions: tuple[int, ...] = ()  # [L], never decreasing; empty if given
     interrupted: int = 0  # weight updates that stopped it
     stop_reason: StopReason | None = None
+    engines: Writers = ()  # of all L tokens; empty if given, or not on record
+
+    @property
+    def writers(self) -> Writers:
+        """`engines`, or one that is not on record."""
+        return self.engines or ((("", len(self.token_ids)),) if self.token_ids else ())
 
     def __add__(self, other: Segment) -> Segment:
         """The two pieces of one completion as one."""
@@ -119,6 +130,7 @@ class Segment(Record, frozen=True, array_like=True):
             versions=self.versions + other.versions,
             interrupted=max(self.interrupted, other.interrupted),
             stop_reason=other.stop_reason,
+            engines=joined(self.writers, other.writers) if self.engines or other.engines else (),
         )
 
     def after(self, tokens: int) -> Segment:
@@ -128,7 +140,12 @@ class Segment(Record, frozen=True, array_like=True):
             token_ids=self.token_ids[tokens:],
             behavior_logprobs=self.behavior_logprobs[tokens:],
             versions=self.versions[tokens:],
+            engines=_after(self.engines, tokens),
         )
+
+    def written_by(self, engine: str) -> Segment:
+        """With the name of the engine that sampled all of it."""
+        return msgspec.structs.replace(self, engines=((engine, len(self.token_ids)),) if self.token_ids else ())
 
 
 #: Unfinished completions, or what is new of them: by request, then by member.
@@ -171,11 +188,18 @@ class Completion(Record, frozen=True):
     stop_reason: StopReason
     interrupted: int = 0  # weight updates that interrupted this completion
     top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the distributions that were sampled from; empty if not requested
+    engines: Writers = ()  # of all L tokens; empty if not on record
 
     @property
     def segment(self) -> Segment:
         """Its tokens, and why they ended."""
-        return Segment(self.token_ids, self.behavior_logprobs, self.versions, self.interrupted, self.stop_reason)
+        columns = (self.token_ids, self.behavior_logprobs, self.versions, self.interrupted, self.stop_reason)
+        return Segment(*columns, self.engines)
+
+    def written_by(self, engine: str, prefix: Segment) -> Completion:
+        """With the names of the engines: `engine` sampled what is behind `prefix`, which others have sampled."""
+        new = len(self.token_ids) - len(prefix.token_ids)
+        return msgspec.structs.replace(self, engines=joined(prefix.writers, ((engine, new),) if new > 0 else ()))
 
     @classmethod
     def of(cls, request: str, member: int, segment: Segment) -> Completion:
@@ -194,6 +218,7 @@ class Completion(Record, frozen=True):
             versions=segment.versions,
             stop_reason=segment.stop_reason,
             interrupted=segment.interrupted,
+            engines=segment.engines,
         )
 
 
@@ -327,6 +352,26 @@ class Update(Record, frozen=True):
     masked_tokens: int
     metrics: dict[str, float]
     skipped: tuple[str, ...] = ()
+
+
+def joined(first: Writers, second: Writers) -> Writers:
+    """The writers of one text and of the text behind it; one that goes on with its own tokens is named once.
+
+    >>> joined((("a", 5),), (("a", 2), ("b", 1)))
+    (('a', 7), ('b', 1))
+    """
+    if first and second and first[-1][0] == second[0][0]:
+        (name, count), (_, more) = first[-1], second[0]
+        return (*first[:-1], (name, count + more), *second[1:])
+    return first + second
+
+
+def _after(writers: Writers, tokens: int) -> Writers:
+    """The writers of what comes after the first `tokens` tokens."""
+    ends = tuple(accumulate(count for _, count in writers))
+    return tuple(
+        (name, min(count, end - tokens)) for (name, count), end in zip(writers, ends, strict=True) if end > tokens
+    )
 
 
 def trajectory_id(group: str, member: int) -> str:

@@ -19,6 +19,11 @@ async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -
         await cancel_and_wait([task, watcher])
 
 
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Return when one of them is done; none of them is cancelled. The deadline is the caller's."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
 async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until they have ended; their results and errors are dropped."""
     for task in tasks:
@@ -29,6 +34,8 @@ async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
     """The results of all of them; the first failure cancels the others and is raised as it is."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    if not tasks:
+        return []
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -43,3 +50,55 @@ async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
     for end in await asyncio.gather(*coroutines, return_exceptions=True):
         if isinstance(end, BaseException):
             raise end
+
+
+class NamedTasks:
+    """Tasks that are watched together, by name; tasks may come and go while they are watched.
+
+    Example::
+
+        tasks = NamedTasks()
+        tasks.add("engine-0", supervise(engine))
+        await tasks.watch()              # until one of them fails
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tasks."""
+        return frozenset(self._tasks)
+
+    def add(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin a task; an earlier one of this name has ended, or was dropped."""
+        self._tasks[name] = asyncio.create_task(work, name=name)
+        self._changed.set()
+
+    def drop(self, name: str) -> None:
+        """Cancel a task, unless it is the one that calls, and watch it no longer."""
+        task = self._tasks.pop(name, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._changed.set()
+
+    async def watch(self) -> NoReturn:
+        """Wait for ever; the first failure of a task is raised, as it is. The owner of the wait is the caller."""
+        while True:
+            self._changed.clear()
+            change = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait([change, *self._tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_and_wait([change])
+            for name, task in [*self._tasks.items()]:
+                if task.done():
+                    del self._tasks[name]
+                    if not task.cancelled():
+                        task.result()
+
+    async def close(self) -> None:
+        """Cancel all of them; returns when they have ended."""
+        await cancel_and_wait([*self._tasks.values()])
+        self._tasks.clear()

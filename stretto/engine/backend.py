@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stretto.core.engine import EngineHealth
+from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Partials
+from stretto.engine.wire import Refusal
 
 #: Why completions break off, if nothing else is known; follows the engine's name.
 ENDED = "ended before the completion did"
@@ -31,9 +33,18 @@ class Stream:
 
     def ended(self, completion: Completion) -> None:
         """A completion is finished."""
+        if not self.missing:  # they were refused
+            return
         self._ready += frame(completion)
         self.missing -= 1
         self._wake.set()
+
+    def refuse(self, refused: RefusedRequest) -> None:
+        """One of the requests turns out not to be served; finished completions are delivered all the same."""
+        if self.missing:
+            self._ready += frame([Refusal.of(refused)])
+            self.missing = 0
+            self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
         """No more completions will come; finished ones are delivered all the same."""

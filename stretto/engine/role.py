@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.spec import EngineSpec
+from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -42,7 +43,7 @@ def _serve(spec: EngineSpec) -> None:
     version = subscriber.newest()
     if version is not None:
         engine.update(version, subscriber.load(version))
-    serve(engine, subscriber, spec.address)
+    serve(engine, subscriber, spec.address, os.environ.pop(ENGINE_KEY, ""), spec.tls)
 
 
 if __name__ == "__main__":

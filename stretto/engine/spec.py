@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from stretto.core.records import Record
 
+#: Environment variable with the key that an engine's clients have to send; unset for none.
+ENGINE_KEY = "STRETTO_ENGINE_KEY"
+
 
 class EngineSpec(Record, frozen=True):
     """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
@@ -11,7 +14,8 @@ class EngineSpec(Record, frozen=True):
     `publication_seconds` is how long it may wait for the first publication, once it has loaded its model; 0 means that
     the folder is served as it is, as version 0, until something is published. `kernels` is the file that says which
     kernels the run uses. `server` is the address of a server of vLLM or SGLang that runs already. `scratch` is a folder
-    of the engine's own.
+    of the engine's own. `tls` is a folder of certificates (`processes.tls`), for an engine on another machine than the
+    conductor.
     """
 
     name: str
@@ -25,3 +29,4 @@ class EngineSpec(Record, frozen=True):
     kernels: str | None = None
     server: str | None = None
     scratch: str = ""
+    tls: str = ""

@@ -1,7 +1,8 @@
 """The messages between an engine and its clients, in MessagePack; without torch.
 
     POST /generate         [GenerateRequest] →  frames (`core.frames`) of one Completion each, as they end; all requests
-                                                begin in the same step
+                                                begin in the same step. A list of one Refusal ends them: the server
+                                                behind the engine will not serve one of them
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
     POST /abort            AbortRequest      →  EngineHealth
     POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known ones
@@ -14,6 +15,7 @@ body. `stretto serve` has these paths beside OpenAI's; its /health is JSON unles
 
 from __future__ import annotations
 
+from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record
 
 #: The media type of all bodies.
@@ -51,6 +53,11 @@ class Refusal(Record, frozen=True):
     found: str
     field: str = ""
     allowed: str = ""
+
+    @classmethod
+    def of(cls, refused: RefusedRequest) -> Refusal:
+        """As it is sent."""
+        return cls(error="RefusedRequest", field=refused.field, found=refused.found, allowed=refused.allowed)
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:

@@ -28,8 +28,9 @@ from stretto.core.records import Batch
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.pool import EnginePool, InFlight
-from stretto.loop.evaluation import PeriodicEvaluation
+from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.watchdog import Watchdog
@@ -60,7 +61,7 @@ class Conductor:
     in_flight: InFlight
     recorder: Recorder
     checkpointing: Checkpointing
-    evaluation: PeriodicEvaluation
+    evaluation: Evaluations
     poll: Callable[[float | None], Awaitable[list[Span]]]
     progress: Callable[[], object]
     steps: int
@@ -164,7 +165,7 @@ class Conductor:
     # ── training ─────────────────────────────────────────────────────────────────────────────────
 
     async def _training(self) -> None:
-        while self.controller.published < self.steps:
+        while self.controller.published < self.steps and not self.evaluation.enough:
             batch = await self._next_batch()
             if batch is None:
                 return
@@ -181,6 +182,8 @@ class Conductor:
                 await self._before_the_stop_ends(self._poll())
             self.recorder.updated(batch, update)
             await self.checkpointing.after(update)
+            if self.evaluation.keeps(update):
+                await self.checkpointing.save_policy(update.version)
             if update.version < self.steps:  # the last version is measured when training is over
                 self.evaluation.after(update)
 

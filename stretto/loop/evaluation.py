@@ -1,4 +1,4 @@
-"""Held-out accuracy: one completion for each prompt, sampled with a seed that never changes."""
+"""Held-out accuracy: completions for each prompt, sampled with seeds that never change."""
 
 from __future__ import annotations
 
@@ -7,29 +7,45 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import msgspec
 
 from stretto.core.engine import Generate
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Update, derive_seed
+from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Update, Verdict, derive_seed
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
-from stretto.loop.engines.pool import attempts
-from stretto.loop.records.recorder import Evaluation, Recorder
+from stretto.loop.engines.in_flight import attempts
+from stretto.loop.records.evaluation import Evaluation, QuestionResult
+from stretto.loop.records.recorder import Recorder
 from stretto.store.series.samples import SampledCompletion
 from stretto.worlds.single_turn import Detokenize, Score
 
-_PORTION = 64  # prompts of one request
+_PORTION = 64  # completions of one request, or those of one prompt
 _PORTIONS_IN_FLIGHT = 4
 _PREFIX = "evaluation."
+
+#: (prompt, completion) -> the final answer, None where there is none: what a majority is counted over.
+FinalAnswerOf = Callable[[str, str], str | None]
+
+
+class FollowsBest(Protocol):
+    """What keeps the best policy, and knows when it no longer gets better (`loop.best`)."""
+
+    keeps: bool
+
+    @property
+    def enough(self) -> bool: ...
+    def hold(self, step: int) -> None: ...
+    def measured(self, step: int, evaluation: Evaluation) -> None: ...
 
 
 @dataclass(frozen=True)
 class Evaluator:
     """Generates and scores as the training loop does, beside it or alone.
 
-    `count_tokens` gets the length of each completion as it ends, also in an evaluation that is cut short. `keep` gets
-    the judged completions of a whole evaluation.
+    `count` gets each completion as it ends, also in an evaluation that is cut short. `keep` gets the judged completions
+    of a whole evaluation, `rows` the results of its questions. `name` is that of a further set.
     """
 
     prompts: Sequence[Prompt]
@@ -38,79 +54,123 @@ class Evaluator:
     generate: Generate
     score: Score
     detokenize: Detokenize
-    count_tokens: Callable[[int], None] = lambda tokens: None
+    count: Callable[[Completion], None] = lambda completion: None
     keep: Callable[[Sequence[SampledCompletion]], None] = lambda samples: None
+    samples: int = 1  # completions of each prompt
+    final_answer: FinalAnswerOf | None = None
+    rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
+    name: str = ""
 
     async def __call__(self) -> Evaluation:
-        """Generate and judge a completion for every prompt; each wait inside has its own deadline.
+        """Generate and judge the completions of every prompt; each wait inside has its own deadline.
 
         The portions are always the same, so that engines without other work compute the same numbers each time.
         """
         free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
-        parts = [self.prompts[start : start + _PORTION] for start in range(0, len(self.prompts), _PORTION)]
-        samples = list(chain.from_iterable(await gather_or_cancel(*(self._judged(part, free) for part in parts))))
-        outcomes = [sample.outcome for sample, _ in samples]
-        version = max(sample.versions[-1] for sample, _ in samples)
-        self.keep([msgspec.structs.replace(sample, version=version) for sample, _ in samples])
-        return Evaluation(
-            version=version,
-            prompts=len(samples),
-            right=outcomes.count(Outcome.RIGHT),
-            undecided=outcomes.count(Outcome.UNDECIDED),
-            tokens=sum(tokens for _, tokens in samples),
-        )
+        size = max(1, _PORTION // self.samples)
+        parts = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
+        judged = list(chain.from_iterable(await gather_or_cancel(*(self._judged(part, free) for part in parts))))
+        results = [result for result, _ in judged]
+        evaluation = Evaluation.of(results)
+        kept = chain.from_iterable(samples for _, samples in judged)
+        self.keep([msgspec.structs.replace(sample, version=evaluation.version) for sample in kept])
+        self.rows(results)
+        return evaluation
 
-    async def _judged(self, prompts: Sequence[Prompt], free: asyncio.Semaphore) -> list[tuple[SampledCompletion, int]]:
-        """The judged completion of each prompt, and its length."""
+    async def _judged(
+        self, prompts: Sequence[Prompt], free: asyncio.Semaphore
+    ) -> list[tuple[QuestionResult, list[SampledCompletion]]]:
         async with free:
             completions = await self._completions([self._request(prompt) for prompt in prompts])
         return await gather_or_cancel(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
 
     def _request(self, prompt: Prompt) -> GenerateRequest:
+        further = (derive_seed(self.seed, prompt.id, number) for number in range(1, self.samples))
         return GenerateRequest(
-            id=f"{_PREFIX}{prompt.id}",
+            id=f"{_PREFIX}{self.name}.{prompt.id}",
             prompt_token_ids=prompt.token_ids,
-            seeds=(derive_seed(self.seed, prompt.id),),
+            seeds=(derive_seed(self.seed, prompt.id), *further),
             sampling=self.sampling,
         )
 
-    async def _completions(self, requests: Sequence[GenerateRequest]) -> dict[str, Completion]:
-        """By prompt. When an engine is lost all are asked again, together, so that the numbers stay the same."""
-        found: dict[str, Completion] = {}
+    async def _completions(self, requests: Sequence[GenerateRequest]) -> dict[str, list[Completion]]:
+        """By prompt, in the order of their seeds. When an engine is lost all are asked again, together, so that the
+        numbers stay the same."""
+        found: dict[tuple[str, int], Completion] = {}
         for attempt in attempts():
             with attempt:
                 async for completion in self.generate(*requests):
-                    self.count_tokens(len(completion.token_ids))
-                    found[completion.request.removeprefix(_PREFIX)] = completion
+                    self.count(completion)
+                    found[completion.request, completion.member] = completion
                 break
-        return found
+        start = len(f"{_PREFIX}{self.name}.")
+        return {
+            request.id[start:]: [found[request.id, member] for member in range(self.samples)] for request in requests
+        }
 
-    async def _judge(self, prompt: Prompt, completion: Completion) -> tuple[SampledCompletion, int]:
-        text = self.detokenize(completion.token_ids)
-        (verdict,) = await self.score(prompt.text, [text], prompt.answer)
-        return SampledCompletion.of(prompt, completion.versions, text, verdict), len(completion.token_ids)
+    async def _judge(
+        self, prompt: Prompt, completions: Sequence[Completion]
+    ) -> tuple[QuestionResult, list[SampledCompletion]]:
+        texts = [self.detokenize(completion.token_ids) for completion in completions]
+        verdicts: Sequence[Verdict] = await self.score(prompt.text, texts, prompt.answer)
+        final = self.final_answer
+        result = QuestionResult.of(
+            prompt,
+            [
+                (text, len(one.token_ids), one.stop_reason is StopReason.LENGTH)
+                for text, one in zip(texts, completions, strict=True)
+            ],
+            [verdict.outcome for verdict in verdicts],
+            [verdict.reward for verdict in verdicts],
+            [version for one in completions for version in one.versions] or [0],
+            [final(prompt.text, text) for text in texts] if final is not None else None,
+        )
+        judged = zip(completions, texts, verdicts, strict=True)
+        return result, [SampledCompletion.of(prompt, one.versions, text, verdict) for one, text, verdict in judged]
 
 
 class PeriodicEvaluation:
-    """Evaluates beside the training, one evaluation at a time."""
+    """Evaluates one set of questions beside the training, one evaluation at a time: after every so many steps, or at
+    the first step after so many minutes."""
 
-    def __init__(self, evaluate: Callable[[], Awaitable[Evaluation]], recorder: Recorder, every: int) -> None:
-        self._evaluate, self._recorder, self._every = evaluate, recorder, every
+    def __init__(
+        self,
+        evaluate: Callable[[], Awaitable[Evaluation]],
+        recorder: Recorder,
+        every: int,
+        minutes: float = 0.0,
+        name: str = "",
+        best: FollowsBest | None = None,
+    ) -> None:
+        self._evaluate, self._recorder, self._every, self._seconds = evaluate, recorder, every, 60.0 * minutes
+        self._name, self._best = name, best
+        self._started = time.monotonic()
         self._running: asyncio.Task[None] | None = None
 
+    def due(self, update: Update) -> bool:
+        """Whether an evaluation is to start behind this step, and none is under way."""
+        waited = bool(self._seconds) and time.monotonic() - self._started >= self._seconds
+        by_steps = bool(self._every) and update.step % self._every == 0
+        return (by_steps or waited) and (self._running is None or self._running.done())
+
     def after(self, update: Update) -> None:
-        """Start an evaluation if one is due and none is under way."""
-        if self._every and update.step % self._every == 0 and (self._running is None or self._running.done()):
+        """Start an evaluation if one is due."""
+        if self.due(update):
             self.check()
+            self._started = time.monotonic()
             self._running = asyncio.create_task(self.evaluate(update.step))
 
     async def evaluate(self, step: int) -> None:
         """Evaluate and record."""
         start = time.monotonic()
+        if self._best is not None:
+            self._best.hold(step)
         evaluation = await self._evaluate()
-        self._recorder.evaluated(evaluation, step)
+        self._recorder.evaluated(evaluation, step, self._name)
         span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
         self._recorder.spans([span])
+        if self._best is not None:
+            self._best.measured(step, evaluation)
 
     def check(self) -> None:
         """Raise the error of the last evaluation, if it failed."""
@@ -126,3 +186,44 @@ class PeriodicEvaluation:
         """Cancel the evaluation under way, if there is one."""
         if self._running is not None:
             await cancel_and_wait([self._running])
+
+
+class Evaluations:
+    """The evaluations of a run, of its held-out questions and of further sets; `best` follows one of them."""
+
+    def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: FollowsBest | None = None) -> None:
+        self._all, self._best = tuple(evaluations), best
+
+    @property
+    def enough(self) -> bool:
+        """Whether the training is to end, since the accuracy has not grown for long."""
+        return self._best is not None and self._best.enough
+
+    def keeps(self, update: Update) -> bool:
+        """Whether the policy of this step has to be saved: an evaluation is due that may find it the best."""
+        return self._best is not None and self._best.keeps and any(one.due(update) for one in self._all)
+
+    def after(self, update: Update) -> None:
+        """Start those that are due."""
+        for one in self._all:
+            one.after(update)
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate and record all, one after the other."""
+        for one in self._all:
+            await one.evaluate(step)
+
+    def check(self) -> None:
+        """Raise the error of the last evaluation of any set, if it failed."""
+        for one in self._all:
+            one.check()
+
+    async def end(self) -> None:
+        """Wait for those under way."""
+        for one in self._all:
+            await one.end()
+
+    async def close(self) -> None:
+        """Cancel those under way."""
+        for one in self._all:
+            await one.close()

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -71,7 +72,7 @@ def fork_server() -> Iterator[Spawner]:
     looked for a device. So it does where the system has no room for a fork server.
     """
     server = None
-    if not any(path.exists() for path in _ACCELERATORS):
+    if not accelerated():
         with contextlib.suppress(OSError):
             server = ForkServer()
     try:
@@ -81,17 +82,46 @@ def fork_server() -> Iterator[Spawner]:
             server.close()
 
 
+def accelerated() -> bool:
+    """Whether this machine has an accelerator."""
+    return any(path.exists() for path in _ACCELERATORS)
+
+
+class ForkingProcess(Protocol):
+    """What a fork server runs in: a `subprocess.Popen`, or a copy of this process (`fork_server_role.fork_here`)."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        ...
+
+
 class ForkServer:
     """See the module."""
 
-    def __init__(self, modules: Sequence[str] = ROLES) -> None:
-        """`modules` are imported by the server."""
+    def __init__(
+        self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, ForkingProcess] | None = None
+    ) -> None:
+        """`modules` are imported by the server. `running` is one, with the wire to it; else it is started."""
         self._usable = True
-        self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._wire.setblocking(False)
+        self._process: ForkingProcess
+        self._wire, self._process = running or self._started(modules)
+
+    @staticmethod
+    def _started(modules: Sequence[str]) -> tuple[socket.socket, ForkingProcess]:
+        wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        wire.setblocking(False)
         with contextlib.ExitStack() as undo, far:
-            undo.callback(self._wire.close)
-            self._process = subprocess.Popen(
+            undo.callback(wire.close)
+            process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
@@ -106,10 +136,11 @@ class ForkServer:
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
             )
-            undo.callback(self._process.wait)
-            undo.callback(self._process.kill)
-            self._wire.send(msgspec.msgpack.encode(tuple(modules)))
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            wire.send(msgspec.msgpack.encode(tuple(modules)))
             undo.pop_all()
+        return wire, process
 
     @property
     def pid(self) -> int:

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import described
-from stretto.processes.fork_server import LONGEST_MESSAGE, Exited, NotSpawned, Spawned
-from stretto.processes.heartbeat import begin_role, die_with_parent
-from stretto.processes.spawn import Spawn, settings
+from stretto.processes.fork_server import LONGEST_MESSAGE, Exited, ForkServer, NotSpawned, Spawned, accelerated
+from stretto.processes.heartbeat import HEARTBEAT, PARENT, begin_role, die_with_parent
+from stretto.processes.spawn import FRESH, Spawn, Spawner, settings
 
 _SPAWN = msgspec.msgpack.Decoder(Spawn)
 _MOST_DESCRIPTORS = 16
@@ -136,6 +136,52 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> int:
     os.close(wire)
     code: int = importlib.import_module(spawn.module).main([spawn.spec])
     return code
+
+
+@dataclass(frozen=True)
+class ForkedHere:
+    """A fork server that is a child of this process."""
+
+    pid: int
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `ForkingProcess.wait`; after SIGKILL it is a moment."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def fork_here(held: Sequence[int]) -> Spawner:
+    """A fork server that is a copy of this process as it is now, so that it need not import anything.
+
+    To be called by a role that starts others, before it has threads or begins as a role. In the copy, and in its
+    children, this does not return: they leave by SystemExit. Descriptors in `held` are this process's alone.
+    """
+    if accelerated():
+        return FRESH
+    wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    gc.freeze()
+    try:
+        pid = os.fork()
+    except OSError:  # no room for another process: an interpreter for each role says so, if there is still none
+        wire.close()
+        far.close()
+        return FRESH
+    if pid > 0:
+        far.close()
+        wire.setblocking(False)
+        return ForkServer(running=(wire, ForkedHere(pid)))
+    wire.close()
+    heartbeat, _ = os.environ.pop(HEARTBEAT, None), os.environ.pop(PARENT, None)
+    for descriptor in (*held, *([int(heartbeat)] if heartbeat is not None else [])):
+        os.close(descriptor)
+    die_with_parent(parent)
+    with contextlib.suppress(OSError):
+        show_as([sys.executable, "-m", __name__])
+    sys.exit(Server(far).serve())
 
 
 def show_as(words: Sequence[str]) -> None:

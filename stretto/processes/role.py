@@ -9,8 +9,9 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -40,6 +41,7 @@ class RoleProcess:
         imported its modules; until then the seconds in which it does not compute count, and ten are allowed."""
         self.name = name
         self.log = log
+        self.clock_offset = 0.0  # its clock is ours
         self._module = module
         self._hung = hung
         self._spawner = spawner
@@ -47,8 +49,15 @@ class RoleProcess:
         self._end: asyncio.Task[str] | None = None
         self._changing = asyncio.Lock()  # `stop` waits until `start` is done
 
-    async def start(self, spec: msgspec.Struct, threads: int, inherited: Sequence[int] = ()) -> None:
-        """Start it; `spec` goes as JSON on the command line, `inherited` descriptors keep their numbers.
+    async def start(
+        self,
+        spec: msgspec.Struct | msgspec.Raw,
+        threads: int,
+        inherited: Sequence[int] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start it; `spec` goes as JSON on the command line, which all users of the machine can read, `environment`
+        does not; `inherited` descriptors keep their numbers.
 
         Raises:
             RoleDied: the system has no room for another process.
@@ -65,7 +74,7 @@ class RoleProcess:
                             spec=msgspec.json.encode(spec).decode(),
                             log=str(self.log),
                             threads=threads,
-                            environment={HEARTBEAT: str(heartbeat.far)},
+                            environment={**environment, HEARTBEAT: str(heartbeat.far)},
                             inherited=(*inherited, heartbeat.far),
                         )
                     )

@@ -36,6 +36,9 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
     "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
+    "reasoning_gym": BuiltIn(
+        "stretto.rewards.reasoning:reasoning_gym", timeout=120.0, gold="stretto.rewards.reasoning:gold"
+    ),
     "math": BuiltIn("stretto.rewards.math.reward:math", gold="stretto.rewards.math.reward:gold"),
 }
 

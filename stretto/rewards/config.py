@@ -19,8 +19,8 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     function: str = Field(
         default="final_answer",
         min_length=1,
-        description="A built-in reward (final_answer, exact_match, last_number, math, code), or "
-        "'package.module:function'.",
+        description="A built-in reward (final_answer, exact_match, last_number, math, code, reasoning_gym), "
+        "or 'package.module:function'.",
     )
     path: str | None = Field(
         default=None,

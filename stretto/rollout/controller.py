@@ -231,6 +231,7 @@ class Controller:
             return None
         self._failures_in_a_row = 0
         group = self._group(ticket, decided)
+        self._prompts.judged(ticket.draw, sum(t.verdict.outcome is Outcome.RIGHT for t in decided) / len(decided))
         reasons = refused(group, self._filters, self.config.min_group_size)
         kept = [t for t in decided if t.id not in reasons]
         for trajectory in decided:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from stretto.core.records import Prompt, Record, derive_seed
+from stretto.core.records import Prompt, Record
+from stretto.rollout.mixture import PromptSource, epoch_order
 
 
 class Draw(Record, frozen=True):
@@ -41,10 +41,14 @@ class Position(Record, frozen=True):
     epoch: int = 0
     index: int = 0
     given_back: tuple[Again, ...] = ()
+    resting: tuple[str, ...] = ()  # prompts that this epoch leaves out
+    rest_next: tuple[str, ...] = ()  # prompts that the next one leaves out, so far
 
 
 class PromptStream:
-    """Every prompt once in each epoch, in an order of the epoch's own; prompts that were given back come first.
+    """Every prompt of an epoch once, in an order of the epoch's own (`rollout.mixture`); those given back come first.
+
+    `rests` says by a prompt's share of right completions whether it is left out of the epoch after.
 
     >>> stream = PromptStream([Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(3)], seed=1)
     >>> first, second = stream.take(), stream.take()
@@ -53,13 +57,22 @@ class PromptStream:
     True
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        position: Position | None = None,
+        sources: Sequence[PromptSource] = (),
+        rests: Callable[[float], bool] = lambda rate: False,
+    ) -> None:
         if not prompts:
             raise ValueError("a prompt stream needs at least one prompt")
         position = position or Position()
         self._prompts = tuple(prompts)
         self._seed = seed
+        self._sources, self._rests = tuple(sources) or (PromptSource("", len(self._prompts)),), rests
         self._epoch, self._index = position.epoch, position.index
+        self._resting, self._rest_next = position.resting, dict.fromkeys(position.rest_next)
         self._order = self._shuffled(self._epoch)
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._given_back = deque(
@@ -68,20 +81,32 @@ class PromptStream:
         )
 
     def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        random.Random(derive_seed(self._seed, "prompts", epoch)).shuffle(order)
-        return order
+        left_out = frozenset(self._resting)
+        return [at for at in epoch_order(self._sources, self._seed, epoch) if self._prompts[at].id not in left_out]
 
     def take(self) -> Draw:
         """The next draw."""
         if self._given_back:
             return self._given_back.popleft()
         if self._index == len(self._order):
-            self._epoch, self._index = self._epoch + 1, 0
-            self._order = self._shuffled(self._epoch)
+            self._turn()
         draw = Draw(prompt=self._prompts[self._order[self._index]], epoch=self._epoch)
         self._index += 1
         return draw
+
+    def _turn(self) -> None:
+        """The next epoch; if every prompt of it would rest, none does."""
+        self._epoch, self._index = self._epoch + 1, 0
+        self._resting, self._rest_next = tuple(self._rest_next), {}
+        self._order = self._shuffled(self._epoch)
+        if not self._order:
+            self._resting = ()
+            self._order = self._shuffled(self._epoch)
+
+    def judged(self, draw: Draw, rate: float) -> None:
+        """A share of `rate` of the draw's completions was right. Of an epoch that is over it is too late."""
+        if draw.epoch == self._epoch and self._rests(rate):
+            self._rest_next[draw.prompt.id] = None
 
     def named(self, group_id: str, failures: int = 0) -> Draw:
         """The draw of the group with this name; `failures` of the attempts before it failed.
@@ -101,7 +126,13 @@ class PromptStream:
     def position(self) -> Position:
         """The position of the stream; draws that were taken and not given back are not in it."""
         again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
-        return Position(epoch=self._epoch, index=self._index, given_back=again)
+        return Position(
+            epoch=self._epoch,
+            index=self._index,
+            given_back=again,
+            resting=self._resting,
+            rest_next=tuple(self._rest_next),
+        )
 
 
 def _next_attempt(draw: Draw, failures: int = 0) -> Draw:

@@ -15,8 +15,12 @@ silently.
 from __future__ import annotations
 
 import _ctypes
+import _io
+import _signal  # type: ignore[import-not-found]
 import _socket
+import _thread
 import builtins
+import gc
 import marshal
 import os
 import resource
@@ -43,7 +47,8 @@ _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SIGKILL, _SIGCHLD = 9, 17
-_NOSUID_NODEV = 2 | 4
+_NOSUID_NODEV, _MOUNT_READ_ONLY, _MOUNT_SETATTR = 2 | 4, 1, 442
+_LARGEST_STACK = 64 << 20  # of a thread: deep recursion takes none, and a larger one would take all memory
 _CAPABILITY_VERSION_3 = 0x20080522
 _LANDLOCK_READ, _LANDLOCK_EXECUTE, _LANDLOCK_LIST = 4, 1, 8
 _LANDLOCK_OF_A_FILE = 1 | 2 | 4 | 1 << 14  # execute, write, read, truncate
@@ -85,8 +90,10 @@ class Guest:
         self._settings: dict[str, Any] = marshal.loads(body)
         self._control = control
         _become(self._settings["uid"])
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # a program may send it to the first process of its namespace
         for name in self._settings["loaded"]:  # what many programs import, once for all of them
             __import__(name)
+        gc.freeze()  # what a program leaves is looked for among its own objects
         self._ids = os.getuid(), os.getgid()
 
     def serve(self) -> None:
@@ -121,6 +128,7 @@ class Guest:
         """The whole life of a child; it never returns."""
         try:
             self._raise_walls(given)
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
         except BaseException as error:  # any error goes to the host, and the program must not run
             os.write(given[-1], f"{type(error).__name__}: {error}"[:500].encode())
             os._exit(70)
@@ -135,6 +143,7 @@ class Guest:
             limits["RLIMIT_NPROC"] = self._tasks_of(self._ids[0]) + settings["threads"]
         if settings["namespaces"]:
             self._map_user()
+            _hide(settings["hidden"])
             _mount_tmp(settings["tmp"])
         if settings["landlock"]:
             _landlock(**settings["landlock"])
@@ -222,6 +231,16 @@ def _wait(child: int, control: _socket.socket, until: float) -> bool:
 # Walls. Each of them either stands or raises.
 
 
+def _hide(folders: list[str]) -> None:
+    """Where the files of the host are in sight: empty folders over these, and no change of any file below the root."""
+    if folders:
+        for folder in folders:
+            _checked(f"mount {folder}", _mount(b"tmpfs", folder.encode(), b"tmpfs", _NOSUID_NODEV, b"size=4096"))
+        read_only = struct.pack("<QQQQ", _MOUNT_READ_ONLY, 0, 0, 0)
+        here, recursive, size = _Int(-100), _Int(0x8000), _Int(len(read_only))
+        _checked("mount_setattr", _syscall(_MOUNT_SETATTR, here, b"/", recursive, read_only, size))
+
+
 def _mount_tmp(options: str) -> None:
     _checked("mount", _mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options.encode()))
 
@@ -239,7 +258,8 @@ def _keep_only(given: list[int]) -> None:
 def _limit(resource_number: int, value: int) -> None:
     _, highest = resource.getrlimit(resource_number)
     value = value if highest == resource.RLIM_INFINITY else min(value, highest)
-    resource.setrlimit(resource_number, (value, value))
+    kept = resource_number == resource.RLIMIT_STACK  # programs raise it; it takes no more than the address space has
+    resource.setrlimit(resource_number, (value, highest if kept else value))
 
 
 def _drop_capabilities() -> None:
@@ -288,36 +308,58 @@ def perform() -> int:
     sys.argv = ["program.py"]
     # The site module, which the guest does without, would make these; scripts end with them.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    stack_size = _thread.stack_size
+    _thread.stack_size = lambda size=0, /: stack_size(min(size, _LARGEST_STACK))
     calls = task.get("calls")
     if calls is None:
-        return _concluded(lambda: _execute(task, "__main__"))
+        return _concluded(lambda: _execute(task, "__main__"), "__main__")
     results = os.dup(1)
     os.dup2(2, 1)  # what the program prints is no result
-    _reopen()
-    return _concluded(lambda: _call_all(_execute(task, "program"), calls, results))
+    return _concluded(lambda: _call_all(_execute(task, "program"), calls, results), "program")
 
 
-def _concluded(work: Callable[[], object]) -> int:
-    """Run as an interpreter runs a script: join threads, run exit functions, flush buffers."""
-    _reopen()
+def _concluded(work: Callable[[], object], name: str) -> int:
+    """Run as an interpreter runs a script, and end as it ends: join threads, run exit functions, flush, take the names
+    from the module, so that the files are closed that it has left open, and flush again."""
+    _reopen(name)
     status = 0
     try:
         work()
-        if (threading := sys.modules.get("threading")) is not None:
-            threading._shutdown()
     except SystemExit as leaving:
         status = _status(leaving.code)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    try:
-        if (leave := sys.modules.get("atexit")) is not None:
-            leave._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        status = status or 120
+    for step in (_join, _run_exit_functions, _flush, lambda: _clear(name), _flush):
+        try:
+            step()
+        except BaseException:  # of the program; an interpreter tells it, and counts that of a stream
+            status = status or (120 if step is _flush else 0)
     return status
+
+
+def _join() -> None:
+    if (threading := sys.modules.get("threading")) is not None:
+        threading._shutdown()
+
+
+def _run_exit_functions() -> None:
+    if (leave := sys.modules.get("atexit")) is not None:
+        leave._run_exitfuncs()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+
+
+def _clear(name: str) -> None:
+    names = vars(sys.modules[name])
+    for key in sorted(names, key=lambda key: not key.startswith("_")):
+        if key != "__builtins__":
+            names[key] = None
+    gc.collect()
 
 
 def _status(code: object) -> int:
@@ -330,11 +372,25 @@ def _status(code: object) -> int:
     return 1
 
 
-def _reopen() -> None:
-    """Fresh standard streams, without buffers of the guest."""
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+def _reopen(name: str) -> None:
+    """Fresh standard streams, without buffers of the guest, and, for a script, their files, which lead nowhere without
+    /proc."""
+    stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    for called, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+        vars(sys).update({called: stream, f"__{called}__": stream})
+    if name != "__main__":
+        return
+    plain_open = builtins.open
+    streams = {f"/dev/{name}": number for number, name in enumerate(("stdin", "stdout", "stderr"))}
+
+    def open_(file: Any, *arguments: Any, **options: Any) -> Any:
+        return plain_open(
+            os.dup(streams[file]) if isinstance(file, str) and file in streams else file, *arguments, **options
+        )
+
+    builtins.open = _io.open = open_
 
 
 def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
@@ -362,7 +418,7 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
 
 
 def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
-    """The function of that name, or the method of a class ``Solution``."""
-    if name not in namespace and "Solution" in namespace:
+    """The method of a class ``Solution`` of that name, or the function."""
+    if hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]

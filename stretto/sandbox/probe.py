@@ -82,6 +82,11 @@ class Baits:
         name = f"stretto-{secrets.token_hex(8)}"
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-baits-", dir="/tmp")))
         folder.chmod(0o777)
+        own = (
+            Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-baits-", dir="/dev/shm")))
+            / "own"
+        )
+        own.touch()
         secret = folder / "secret"
         secret.write_text("the answer is 42")
         secret.chmod(0o644)
@@ -97,6 +102,7 @@ class Baits:
             "PORT": tcp.getsockname()[1],
             "ABSTRACT": name,
             "SECRET": secret,
+            "OWN": own,
             "MARK": self.mark,
             "GRADER": os.getpid(),
             "NEIGHBOUR": neighbour.pid,

@@ -49,6 +49,7 @@ class ProgramEnd(Record, frozen=True):
     seconds: float
     cpu_seconds: float
     memory: int  #: bytes, the most that one of its processes had
+    silent: float  #: seconds from the last that it wrote to its end
 
     @property
     def well(self) -> bool:
@@ -73,9 +74,11 @@ class _Streams:
     def __init__(self, limit: int) -> None:
         self.output, self.errors = bytearray(), bytearray()
         self.flooded = False
+        self.heard = time.monotonic()  # when the last output came
         self._limit, self._error_bytes = limit, 0
 
     def take_output(self, chunk: bytes) -> None:
+        self.heard = time.monotonic()
         self.output += chunk
         self.flooded |= len(self.output) > self._limit
         del self.output[self._limit :]
@@ -149,7 +152,10 @@ class Sandbox:
             raise self._failed(problem)
         if not self._keep:
             self._end()
-        return ProgramEnd(status, timed_out, streams.flooded, bytes(streams.output), bytes(streams.errors), *used)
+        said = bytes(streams.output), bytes(streams.errors)
+        said = bytes(streams.output), bytes(streams.errors)
+        silent = time.monotonic() - streams.heard
+        return ProgramEnd(status, timed_out, streams.flooded, *said, *used, silent)  # type: ignore[call-arg]
 
     def close(self) -> None:
         """End the guest, and with it all that runs in the sandbox."""

@@ -15,18 +15,24 @@ from dataclasses import dataclass
 INSTRUCTION = struct.Struct("<HBBI")
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in a filter's data; low 32 bits
 
 _NEWEST_KNOWN = 462  # mseal, Linux 6.10; the same on every architecture from 424 on
 _CLONE_NAMESPACES = 0x7E020080  # CLONE_NEW*
 _CLONE_THREAD = 0x00010000
-_SIGNALS_BY_FILES = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a file that is ready signals whom one names
+#: Commands of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, by which a file that is ready signals a named process; locks,
+#: leases and notifications.
+_REFUSED_COMMANDS = (8, 10, 15, 6, 7, 37, 38, 1024, 1026)
+_CHANGE_FLAGS = (0x40086602, 0x401C5820)  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the program ends with its guest
+_UNIX, _STREAM, _SOCKET_KIND = 1, 1, 0xF
 
-#: Why a program might want them: sockets; another process' memory, files or scheduling; namespaces and mounts; the
-#: kernel's large, young or privileged interfaces; keys and memory that no limit counts.
+#: Why a program might want them: sockets (it has connected pairs, for asyncio); another process' memory, files or
+#: scheduling; namespaces and mounts; the kernel's large, young or privileged interfaces; keys and memory that no limit
+#: counts; locks and watches on files that others use; a larger share of the processor.
 _REFUSED = """
-socket socketpair connect bind listen accept accept4 sendto sendmsg sendmmsg recvmmsg
+socket connect bind listen accept accept4 sendmsg sendmmsg recvmmsg
 ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp move_pages migrate_pages
 unshare setns mount umount2 pivot_root chroot open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr
 open_by_handle_at name_to_handle_at swapon swapoff quotactl quotactl_fd acct reboot sethostname setdomainname
@@ -34,11 +40,14 @@ io_uring_setup io_uring_enter io_uring_register userfaultfd bpf perf_event_open 
 keyctl add_key request_key init_module finit_module delete_module kexec_load kexec_file_load
 settimeofday clock_settime clock_adjtime adjtimex syslog lookup_dcookie iopl ioperm
 shmget msgget semget mq_open memfd_secret memfd_create
+flock inotify_init inotify_init1 inotify_add_watch
+setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr
 """
-#: Where no namespace parts the program from other processes of its user.
+#: Where no namespace parts the program from other processes of its user, and from the files that are this user's.
 _REFUSED_AMONG_OTHERS = """
 kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal fork vfork
-setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr
+chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
+setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
 
 
@@ -58,9 +67,12 @@ def _numbered(text: str) -> dict[str, int]:
 _EVERYWHERE = """
 pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 open_tree 428 move_mount 429
 fsopen 430 fsconfig 431 fsmount 432 fspick 433 pidfd_open 434 clone3 435 pidfd_getfd 438 process_madvise 440
-mount_setattr 442 quotactl_fd 443 memfd_secret 447
+mount_setattr 442 quotactl_fd 443 memfd_secret 447 fchmodat2 452
 """
 _X86_64 = """
+ioctl 16 flock 73 chmod 90 fchmod 91 chown 92 fchown 93 lchown 94 utime 132 prctl 157 setxattr 188 lsetxattr 189
+fsetxattr 190 removexattr 197 lremovexattr 198 fremovexattr 199 utimes 235 inotify_init 253 inotify_add_watch 254
+fchownat 260 futimesat 261 fchmodat 268 utimensat 280 inotify_init1 294
 socket 41 connect 42 accept 43 sendto 44 sendmsg 46 bind 49 listen 50 socketpair 53 clone 56
 fork 57 vfork 58 kill 62 fcntl 72
 semget 64 shmget 29 msgget 68 ptrace 101 syslog 103 rt_sigqueueinfo 129 setpriority 141 sched_setparam 142
@@ -74,6 +86,8 @@ process_vm_writev 311 kcmp 312 finit_module 313 sched_setattr 314 memfd_create 3
 kexec_file_load 320 bpf 321 userfaultfd 323
 """
 _AARCH64 = """
+setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 inotify_init1 26 inotify_add_watch 27
+ioctl 29 flock 32 fchmod 52 fchmodat 53 fchownat 54 fchown 55 utimensat 88 prctl 167
 lookup_dcookie 18 fcntl 25 ioprio_set 30 umount2 39 mount 40 pivot_root 41 chroot 51 quotactl 60 acct 89 unshare 97
 kexec_load 104 init_module 105 delete_module 106 clock_settime 112 syslog 116 ptrace 117 sched_setparam 118
 sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 setpriority 140
@@ -120,9 +134,14 @@ def call_filter(machine: str | None = None, *, among_others: bool = False) -> by
     for number in refused:
         lines += [(JUMP_EQUAL, 0, 1, number), _refuse(errno.EPERM)]
     itself = [(JUMP_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-    signals = [line for command in _SIGNALS_BY_FILES for line in ((JUMP_EQUAL, 0, 1, command), _refuse(errno.EPERM))]
+    pair = [(JUMP_EQUAL, 1, 0, _UNIX), _refuse(errno.EPERM)]
+    pair += [(LOAD, 0, 0, SECOND_ARGUMENT), (AND, 0, 0, _SOCKET_KIND)]
+    pair += [(JUMP_EQUAL, 1, 0, _STREAM), _refuse(errno.EPERM)]
     lines += _on_argument(FIRST_ARGUMENT, numbers["prlimit64"], itself)
-    lines += _on_argument(SECOND_ARGUMENT, numbers["fcntl"], signals)
+    lines += _on_argument(SECOND_ARGUMENT, numbers["fcntl"], _unless(*_REFUSED_COMMANDS))
+    lines += _on_argument(SECOND_ARGUMENT, numbers["ioctl"], _unless(*_CHANGE_FLAGS))
+    lines += _on_argument(FIRST_ARGUMENT, numbers["prctl"], _unless(_PARENT_DEATH_SIGNAL))
+    lines += _on_argument(FIRST_ARGUMENT, numbers["socketpair"], pair)
     lines += _on_argument(FIRST_ARGUMENT, numbers["clone"], clone)
     return b"".join(INSTRUCTION.pack(*line) for line in [*lines, (RETURN, 0, 0, ALLOW)])
 
@@ -132,6 +151,11 @@ _Line = tuple[int, int, int, int]
 
 def _refuse(number: int) -> _Line:
     return RETURN, 0, 0, ERRNO | number
+
+
+def _unless(*values: int) -> list[_Line]:
+    """Refuse these values of an argument."""
+    return [line for value in values for line in ((JUMP_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
 
 
 def _on_argument(place: int, number: int, checks: list[_Line]) -> list[_Line]:

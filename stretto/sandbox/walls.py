@@ -107,6 +107,12 @@ class Interpreter:
         places = [prefix / "lib", prefix / "lib64", *map(Path, _SYSTEM_LIBRARIES)]
         return cls(executable, tuple(dict.fromkeys(place for place in places if os.path.exists(place))))
 
+    @property
+    def packages(self) -> list[Path]:
+        """Folders of what others have installed: it might hold the solutions of a benchmark."""
+        found = [path for place in self.libraries for path in place.glob("python*/*-packages")]
+        return [path for path in found if path.is_dir() and not path.is_symlink()]
+
     def usable_by(self, uid: int | None) -> bool:
         """Whether the user can read it (`None`: we)."""
         try:
@@ -167,6 +173,8 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: 
         words += ["--perms", "0755", "--dir", str(folder)]
     for path in shown:
         words += ["--ro-bind", str(path), str(path)]
+    for folder in interpreter.packages:
+        words += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
     words += ["--dir", "/dev"]
     for device in _DEVICES:
         words += ["--dev-bind", device, device]
@@ -193,6 +201,7 @@ def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig
         "folder": "/tmp" if private or walls.bwrap else "/",
         "landlock": _landlock(interpreter, private) if walls.landlock else None,
         "seccomp": call_filter(among_others=walls.level is Level.D).hex() if walls.seccomp else "",
+        "hidden": [*map(str, interpreter.packages)] if private and not walls.bwrap else [],
         "limits": _limits(config, counted=alone),
         "threads": 0 if alone else config.processes + _SPARE_THREADS,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ _NO_PAYLOAD = Payload(segments=(), text="")
 
 class ExportedTrajectory(Record, frozen=True):
     """One line. Log-probabilities and versions are those of the sampled tokens; `given` has the spans of `token_ids`
-    that were given, not sampled. Token fields are empty if nothing was sampled, or ``store.keep_payloads`` kept none.
+    that were given, not sampled; `engines` names those that wrote the sampled tokens, in the order in which they did.
+    Token fields are empty if nothing was sampled, or ``store.keep_payloads`` kept none.
     """
 
     id: str
@@ -53,6 +54,7 @@ class ExportedTrajectory(Record, frozen=True):
     behavior_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     given: tuple[tuple[int, int], ...]
+    engines: tuple[str, ...]
     reward: float | None
     verdict: str | None
     state: str
@@ -64,6 +66,7 @@ class ExportedTrajectory(Record, frozen=True):
     prompt: str | None = None  # None: the run has no record of its questions
     answer: str | None = None  # the gold answer
     row: str | None = None  # FILE:LINE of the question, where it is a row of a file
+    source: str = ""  # the name of the source that the question is from, in a task of several
 
 
 class ExportedQuestion(Record, frozen=True):
@@ -73,6 +76,7 @@ class ExportedQuestion(Record, frozen=True):
     prompt: str
     answer: str
     row: str | None = None
+    source: str = ""
 
 
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
@@ -128,13 +132,18 @@ def _exported(columns: dict[str, Any], question: ExportedQuestion | None) -> Exp
         "behavior_logprobs": [logprob for segment in payload.segments for logprob in segment.behavior_logprobs],
         "versions": [version for segment in payload.segments for version in segment.versions],
         "given": _given(payload.segments),
+        "engines": [name for name, _ in groupby(_writers(payload.segments))],
         "text": payload.text,
     }
     if question is not None:
-        fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row}
+        fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row, "source": question.source}
     return msgspec.convert(fields, ExportedTrajectory)
 
 
 def _given(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:
     ends = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
     return [span for span, segment in zip(pairwise(ends), segments, strict=True) if not segment.versions]
+
+
+def _writers(segments: tuple[Segment, ...]) -> list[str]:
+    return [name for segment in segments for name, _ in segment.engines if name]

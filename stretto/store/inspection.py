@@ -7,13 +7,26 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 from stretto.core.records import Record
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.schema import reading
-from stretto.store.ledger.seals import check_rows
+from stretto.store.ledger.seals import Value, check_rows
+
+
+class Carried(Record, frozen=True):
+    """How versions reached the engines: of the newest `NEWEST_TRANSFERS`, the bytes and seconds of each, and the
+    seconds for which generation paused."""
+
+    medium: str
+    pulls: tuple[tuple[int, float], ...] = ()
+    pauses: tuple[float, ...] = ()
+
+
+NEWEST_TRANSFERS = 99
 
 
 class Totals(Record, frozen=True):
@@ -33,9 +46,30 @@ class Totals(Record, frozen=True):
     rl_seconds: float = 0.0
     initial_accuracy: float | None = None  # held-out, version 0
     final_accuracy: float | None = None  # held-out, the last version evaluated
+    generated_by: Mapping[str, int] = {}  # engine: its part of `generated`
+    carried: Carried | None = None
 
 
 TOTALS = "totals"
+
+
+class Membership(Record, frozen=True):
+    """One engine of a run; `joined_step` and `left_step` are the newest step that was done then. The conductor writes
+    those of all engines to the ledger, under ``ENGINES``.
+
+    Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
+    """
+
+    name: str
+    kind: str  # native, vllm or sglang
+    host: str  # the name of its machine
+    version: int  # that it serves, or served last
+    joined_step: int
+    left_step: int | None = None  # None: it was there to the end, or still is
+    reason: str = ""  # why it left, or last left and came back
+
+
+ENGINES = "engines"
 
 
 class TokenCounts(Record, frozen=True):
@@ -58,6 +92,29 @@ class TrajectoryCounts(Record, frozen=True):
     filtered: int
     expired: int
     failed: int
+
+
+class EngineRecord(Record, frozen=True):
+    """One engine: its `Membership`, and the tokens that it sampled for training prompts."""
+
+    name: str
+    kind: str
+    host: str
+    version: int
+    joined_step: int
+    left_step: int | None
+    reason: str
+    generated: int
+
+
+class WeightsSummary(Record, frozen=True):
+    """How versions reach the engines; medians over the newest `NEWEST_TRANSFERS`, None without any. `bytes` is what one
+    of them carries."""
+
+    medium: str | None
+    bytes: int | None
+    seconds_pull_median: float | None
+    seconds_pause_median: float | None
 
 
 class StalenessSummary(Record, frozen=True):
@@ -84,6 +141,8 @@ class Inspection(Record, frozen=True):
     interrupted: int  # trajectories that weight updates interrupted
     multi_version: int  # trajectories with tokens of two or more versions
     busy: dict[str, float]
+    engines: tuple[EngineRecord, ...]
+    weights: WeightsSummary
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -100,8 +159,7 @@ def inspect_run(path: str | Path) -> Inspection:
 
 
 def _inspection(connection: sqlite3.Connection) -> Inspection:
-    found = connection.execute("SELECT value FROM meta WHERE name = ?", (TOTALS,)).fetchone()
-    totals = msgspec.json.decode(found[0], type=Totals) if found else Totals(max_staleness=None)
+    totals = _fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version, masked = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
         " FROM steps"
@@ -129,6 +187,27 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
         interrupted=interrupted,
         multi_version=multi_version,
         busy={role: _fraction(seconds, totals.rl_seconds) for role, seconds in sorted(totals.busy.items())},
+        engines=tuple(
+            EngineRecord(**msgspec.structs.asdict(row), generated=totals.generated_by.get(row.name, 0))
+            for row in _fact(connection, ENGINES, tuple[Membership, ...]) or ()
+        ),
+        weights=_weights(totals.carried),
+    )
+
+
+def _fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
+    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+    return msgspec.json.decode(found[0], type=kind) if found else None
+
+
+def _weights(carried: Carried | None) -> WeightsSummary:
+    if carried is None:
+        return WeightsSummary(None, None, None, None)
+    return WeightsSummary(
+        medium=carried.medium,
+        bytes=round(median(size for size, _ in carried.pulls)) if carried.pulls else None,
+        seconds_pull_median=median(seconds for _, seconds in carried.pulls) if carried.pulls else None,
+        seconds_pause_median=median(carried.pauses) if carried.pauses else None,
     )
 
 

@@ -9,11 +9,18 @@
 torch's distributed checkpoints write and read it in their safetensors form: any number of ranks can go on from what
 any other number has written, and nothing is a pickle. A `TrainerState` is written while training goes on.
 `store.folder.checkpoints` forces a checkpoint to disk, seals it and switches it in.
+
+Ranks on other machines may not see the folder. Whether all of them do is tried each time; if not, rank 0 reads and
+writes alone, and the parts go over the network, file by file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
+import secrets
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +43,8 @@ from stretto.trainer.parallel.ranks import Ranks
 
 _POSITION = "trainer.json"
 _FILE_BYTES = 64 << 20
+_LISTED_SECONDS = 60.0
+_POLL_SECONDS = 0.1
 _PARAMETER, _STEPS = "parameter", "steps"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
 
@@ -66,34 +75,88 @@ class TrainerState:
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, in any thread; all ranks do.
+        """Write it into `folder`, which is that of rank 0's machine, in any thread; all ranks do.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only).
         """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if self.ranks.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+            files = _files(self.state, self.ranks.count)
             with _no_group_warning():
-                # torch builds a file in memory before it writes it: small files, so that the copy is small.
-                writer = HuggingFaceStorageWriter(str(folder), self._files(), save_distributed=True)
-                writer.sync_files = False  # the store does
-                group = self.ranks.second_group
-                state_dict_saver.save(self.state, storage_writer=writer, process_group=group)
+                if _all_see(folder, self.ranks):
+                    self._save(folder, self.state, files)
+                    _wait_for_files(folder, self.ranks)
+                else:
+                    for names in _by_file(files):
+                        part = {name: self.ranks.gather(self.state[name]) for name in names}
+                        if self.ranks.rank == 0:
+                            self._save(folder, part, files, alone=True)
             if self.ranks.rank == 0:
                 (folder / _POSITION).write_bytes(msgspec.json.encode(self.position))
         except _ERRORS as error:
             raise StoreError(f"{folder}: the checkpoint cannot be written: {_described(error)}") from error
 
-    def _files(self) -> dict[str, int]:
-        """The number of the file of each tensor, by name: the same on all ranks, files of about equal size."""
-        numbers, number, size = dict[str, int](), 1, 0
-        for name, tensor in self.state.items():
-            part = tensor.nbytes // self.ranks.count
-            if size and size + part > _FILE_BYTES:
-                number, size = number + 1, 0
-            numbers[name] = number
-            size += part
-        return numbers
+    def _save(self, folder: Path, state: dict[str, Tensor], files: Mapping[str, int], *, alone: bool = False) -> None:
+        # torch builds a file in memory before it writes it: small files, so that the copy is small.
+        writer = HuggingFaceStorageWriter(str(folder), dict(files), save_distributed=True)
+        writer.sync_files = False  # the store does
+        group = None if alone else self.ranks.second_group
+        state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
+
+
+def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+    """The number of the file of each tensor, by name: the same on all ranks, files of about equal size."""
+    numbers, number, size = dict[str, int](), 1, 0
+    for name, tensor in state.items():
+        part = tensor.nbytes // ranks
+        if size and size + part > _FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name] = number
+        size += part
+    return numbers
+
+
+def _by_file(files: Mapping[str, int]) -> list[list[str]]:
+    """The names of each file's tensors."""
+    return [list(names) for _, names in itertools.groupby(files, key=files.__getitem__)]
+
+
+def _all_see(folder: Path, ranks: Ranks) -> bool:
+    """Whether every rank sees rank 0's new folder at this path, by a file that nobody can have looked for before."""
+    (number,) = ranks.broadcast([secrets.randbits(62)])
+    seen = folder / f".seen-{number:x}"
+    if ranks.rank == 0:
+        seen.touch()
+    ranks.total(0)  # it is there
+    blind = ranks.total(not seen.exists())
+    if ranks.rank == 0:
+        seen.unlink()
+    return not blind
+
+
+def _wait_for_files(folder: Path, ranks: Ranks) -> None:
+    """Wait until rank 0's machine lists what the others have written: a file system of a network may do so later.
+
+    Raises:
+        OSError: it does not in time.
+    """
+    written = ranks.total(len(list(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))))
+    end = time.monotonic() + _LISTED_SECONDS
+    while ranks.rank == 0 and len(list(folder.glob("shard-*"))) < written:
+        if time.monotonic() > end:
+            raise OSError(f"{written} files were written, and the machine of rank 0 does not list all of them")
+        time.sleep(_POLL_SECONDS)
+
+
+def _all_read(folder: Path, ranks: Ranks) -> bool:
+    """Whether every rank has the files of rank 0 at this path, or a copy of them."""
+    files = sorted((path.name, path.stat().st_size) for path in folder.glob("*") if path.is_file())
+    position = (folder / _POSITION).read_bytes() if files else b""
+    number = int.from_bytes(hashlib.sha256(repr((files, position)).encode()).digest()[:7])
+    (theirs,) = ranks.broadcast([number])
+    return not ranks.total(number != theirs)
 
 
 def _described(error: BaseException) -> str:
@@ -104,19 +167,16 @@ def _described(error: BaseException) -> str:
 
 
 def load(folder: Path, optimizer: Optimizer) -> int:
-    """Load parameters and optimizer state in place; returns the version. All ranks call it.
+    """Load parameters and optimizer state in place; returns the version. All ranks call it, with rank 0's folder.
 
     Raises:
         StoreError: the folder is not whole, or is of another model; nothing has changed.
     """
-    reader, ours = HuggingFaceStorageReader(str(folder)), _state(optimizer)
+    ours, ranks = _state(optimizer), optimizer.ranks
     try:
-        position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
-        theirs = reader.read_metadata().state_dict_metadata
-        _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in ours.items()})
         found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
         with _no_group_warning():
-            state_dict_loader.load(found, storage_reader=reader)
+            position = _read(folder, found) if _all_read(folder, ranks) else _receive(folder, found, ranks)
     except (*_ERRORS, msgspec.MsgspecError) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {_described(error)}") from error
     with torch.no_grad():
@@ -126,6 +186,35 @@ def load(folder: Path, optimizer: Optimizer) -> int:
         optimizer.adamw.state[parameter]["step"].copy_(steps)
     optimizer.bad_steps_in_a_row = position.bad_steps_in_a_row
     return position.version
+
+
+def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
+    """Fill `found`: each rank reads what is its own."""
+    reader, position = _checked(folder, found)
+    state_dict_loader.load(found, storage_reader=reader)
+    return position
+
+
+def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> TrainerPosition:
+    """Fill `found`: rank 0 reads all of it, and sends every rank its own."""
+    reader, position = _checked(folder, found) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
+    version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
+    for names in _by_file(_files(found, ranks.count)):
+        whole = dict[str, Tensor]()
+        if reader is not None:
+            whole = {name: torch.empty(found[name].shape, dtype=found[name].dtype) for name in names}
+            state_dict_loader.load(whole, storage_reader=reader, no_dist=True)
+        for name in names:
+            ranks.scatter(whole.get(name), found[name])
+    return TrainerPosition(version, bad_steps)
+
+
+def _checked(folder: Path, wanted: Mapping[str, Tensor]) -> tuple[HuggingFaceStorageReader, TrainerPosition]:
+    reader = HuggingFaceStorageReader(str(folder))
+    position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
+    theirs = reader.read_metadata().state_dict_metadata
+    _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in wanted.items()})
+    return reader, position
 
 
 def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:

@@ -5,9 +5,9 @@ Defaults are the paper's (AReaL, appendix B.1, table 3) where the paper has a nu
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -61,11 +61,26 @@ class TrainerConfig(OptimizerConfig):
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
     ranks: PositiveInt = Field(1, description="processes that train together, each with a part of every parameter")
+    remote_ranks: int = Field(0, ge=0, description="of `ranks`, those that run on other machines of `[cluster]`")
     lora: LoraConfig | None = Field(None, description="train adapters in place of the parameters")
     keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(
         1, description="policies kept in the run folder: the number of newest ones, or all"
     )
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
+
+    @model_validator(mode="after")
+    def _one_rank_is_here(self) -> Self:
+        if self.remote_ranks >= self.ranks and self.remote_ranks:
+            raise ValueError(
+                f"remote_ranks = {self.remote_ranks} of ranks = {self.ranks}: rank 0 runs beside the conductor, "
+                f"so at most {self.ranks - 1} can run on other machines"
+            )
+        return self
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on the machine of the conductor: ranks 0, 1, ...; the remote ones are the last."""
+        return self.ranks - self.remote_ranks
 
 
 class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):

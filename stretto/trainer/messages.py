@@ -9,6 +9,7 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.records import Batch, Record, Update
 from stretto.processes.run_role import Failed
+from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 
 
 class Train(Record, frozen=True, tag=True):
@@ -38,6 +39,36 @@ class SavePolicy(Record, frozen=True, tag=True):
 
 class Stop(Record, frozen=True, tag=True):
     """End the process."""
+
+
+class RanksAwaited(Record, frozen=True, tag=True):
+    """Ranks that are to be started on other machines, where they join rank 0 at this address with this key
+    (`trainer.roles.rank`). They are good for one trainer: its replacement awaits others."""
+
+    host: str
+    port: int
+    key: str
+    ranks: tuple[int, ...]
+
+    def spec(self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0) -> RankSpec:
+        """The spec of one of them, whose machine has the model (and a reference's own) in these folders; `gpu` is its
+        own, of those that its process sees. It is started as the role `RANK_ROLE`, with `secrets`."""
+        assert rank in self.ranks, f"rank {rank} is not awaited"
+        return RankSpec(
+            rank=rank,
+            host=self.host,
+            port=self.port,
+            threads=trainer.threads,
+            hung=trainer.hung,
+            gpu=gpu,
+            model=model,
+            reference=reference,
+        )
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Environment variables of the ranks."""
+        return {RANK_KEY: self.key}
 
 
 class Ready(Record, frozen=True, tag=True):
@@ -90,11 +121,31 @@ class RankLost(Record, frozen=True, tag=True):
     how: str
 
 
+class RankStart(Record, frozen=True, tag=True):
+    """Rank 0 to a rank that has joined: join the process group at its store, and carry out orders. `trainer` is the
+    JSON text of rank 0's `TrainerSpec`."""
+
+    store: int  # its port
+    trainer: str
+
+
 ToTrainer = Train | Publish | SaveCheckpoint | SavePolicy | Stop
 FromTrainer = (
-    Ready | Published | Trained | Copied | CheckpointSaved | CheckpointFailed | PolicySaved | Failed | RankLost
+    RanksAwaited
+    | Ready
+    | Published
+    | Trained
+    | Copied
+    | CheckpointSaved
+    | CheckpointFailed
+    | PolicySaved
+    | Failed
+    | RankLost
 )
 
+ToRank = RankStart | ToTrainer
+
+TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 TO_TRAINER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 

@@ -24,7 +24,29 @@ class TrainerSpec(Record, frozen=True):
     log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
     kernels: str | None = None
     published: str | None = None
-    hung: float = 10.0  # seconds without a heartbeat after which another rank is killed
+    hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
+    rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
+    assembly: float = 90.0  # seconds in which ranks on other machines have to join
+
+
+class RankSpec(Record, frozen=True):
+    """The spec of ranks 1, 2, ...: where rank 0 is, and what differs between machines. All else they get from rank 0.
+
+    The key stands in the environment variable `RANK_KEY`: other users of a machine can read its command lines.
+    """
+
+    rank: int
+    host: str
+    port: int
+    threads: int
+    hung: float = 10.0  # seconds without a heartbeat of rank 0 after which the rank ends
+    gpu: int = 0  # its own, of those that it sees
+    model: str | None = None  # the model folder on this machine; None: the same path as rank 0's
+    reference: str | None = None  # the folder of `algorithm.reference.path`, likewise
+
+
+RANK_ROLE = "stretto.trainer.roles.rank"
+RANK_KEY = "STRETTO_RANK_KEY"
 
 
 class SupervisedSpec(Record, frozen=True):

@@ -17,13 +17,14 @@ import pytest
 from stretto.audit import check, checksums, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.core.records import Batch, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
 from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import seal_files
+from stretto.store.inspection import Membership
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 
@@ -373,3 +374,21 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
     errors, states = ("StoreError", "RunFolderError", "Problem"), ("FINAL", "OPEN", "UNTRAINED")
     allowed = {f"stretto.core.errors.{name}" for name in errors} | {f"stretto.core.states.{name}" for name in states}
     assert theirs <= allowed | ({"stretto.store.ledger.schema.check_resting_log"} if module is check else set())
+
+
+def test_tokens_of_an_engine_that_is_not_on_the_roster_and_tokens_of_nobody_are_found(run_dir: Path) -> None:
+    path = run_dir / "ledger.sqlite"
+    law = "every token has its engine"
+    prompt = Prompt(id="p.9", token_ids=(9,), text="", answer="")
+    segment = Segment(
+        (5, 6), (-0.5, -0.25), (3, 3), stop_reason=StopReason.STOP, engines=(("engine-0", 1), ("spot", 2))
+    )
+    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.issue("9.p.9.0", prompt, 1, 3)
+        ledger.buffer(Group("9.p.9.0", prompt, 3, (Trajectory("9.p.9.0/0", (segment,), verdict, ""),)))
+        ledger.put("engines", [Membership("engine-0", "native", "here", version=3, joined_step=0)])
+    assert check_run(run_dir).breaches[law] == (
+        "9.p.9.0/0 has tokens of spot, which is not on the roster",
+        "9.p.9.0/0 has 2 sampled tokens, its engines wrote (('engine-0', 1), ('spot', 2))",
+    )

@@ -1,5 +1,5 @@
-"""What a ledger of either format says of a run: format 2 is read and checked, others are refused; and a trajectory of
-several turns is read, exported and checked as it was written.
+"""What a ledger of each format says of a run: formats 2 and 3 are read and checked, 3 is resumed, others refused; and
+a trajectory of several turns is read, exported and checked as it was written.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
 from stretto.store.export import export_run, read_trajectories
-from stretto.store.inspection import inspect_run
+from stretto.store.inspection import Membership, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from tests.audit import test_check
 from tests.audit.test_check import RECIPE, flip_a_bit
-from tests.store.conftest import as_format_2
+from tests.store.conftest import as_format_2, as_format_3
 
 run_dir = test_check.run_dir
 
@@ -29,7 +29,7 @@ run_dir = test_check.run_dir
 def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 and 3"):
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 4"):
         check_run(run_dir)
 
 
@@ -42,12 +42,48 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
     assert export_run(run_dir, tmp_path / "after.jsonl") == before
     assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
     assert inspect_run(run_dir) == shown
-    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes format 3"):
+    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 4"):
         Ledger(run_dir / "ledger.sqlite", StoreConfig())
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
         connection.commit()
     assert check_run(run_dir).breaches["every checksum fits"]
+
+
+def test_a_run_of_the_format_without_engines_is_read_and_resumed(tmp_path: Path) -> None:
+    def group(name: str, version: int) -> Group:
+        prompt = Prompt(id=name, token_ids=(3, 4), text="", answer="")
+        segment = Segment((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP).written_by("engine-0")
+        verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
+        whole = Trajectory(id=name_of(f"0.{name}.0", 0), segments=(segment,), verdict=verdict, text="x")
+        return Group(f"0.{name}.0", prompt, version, (whole,))
+
+    path, steps = (
+        tmp_path / "ledger.sqlite",
+        [Batch(step=k, version=k - 1, groups=(group("ab"[k - 1], k - 1),)) for k in (1, 2)],
+    )
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+    for batch in steps:
+        with closing(Ledger(path, StoreConfig())) as ledger:
+            (one,) = batch.groups
+            ledger.issue(one.id, one.prompt, 1, one.admitted_version)
+            ledger.buffer(one)
+            ledger.commit_batch(batch)
+            ledger.record_update(
+                Update(step=batch.step, version=batch.step, trained_tokens=2, masked_tokens=0, metrics={})
+            )
+        if batch.step == 1:
+            as_format_3(path)
+            assert [line.engines for line in read_trajectories(tmp_path)] == [()]
+            assert check_run(tmp_path).kept
+    assert [line.engines for line in read_trajectories(tmp_path)] == [(), ("engine-0",)]
+    assert [len(batch.groups) for batch in read_batches(path, 0, 2)] == [1, 1]
+    assert check_run(tmp_path).breaches["every token has its engine"] == (
+        "0.b.0/0 has tokens of engine-0, which is not on the roster",
+    )
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.put("engines", [Membership("engine-0", "native", "here", version=1, joined_step=1)])
+    assert check_run(tmp_path).kept
 
 
 def test_a_trajectory_of_several_segments_is_read_exported_and_checked_as_it_was_written(tmp_path: Path) -> None:

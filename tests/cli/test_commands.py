@@ -75,7 +75,7 @@ def accuracy(ended: Ended) -> float:
 
 def test_sft_writes_a_folder_and_eval_measures_it_twice_alike(door: Door, tmp_path: Path) -> None:
     out = tmp_path / "policy"
-    ended = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16")
+    ended = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16", "engine.kind=vllm")  # not needed
     assert ended.code == 0, ended.err
     assert f"policy written to {out}" in ended.out
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == len(AutoTokenizer.from_pretrained(out))

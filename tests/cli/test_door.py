@@ -70,7 +70,8 @@ def test_the_module_can_be_run_as_well() -> None:
         (["sft"], "Missing argument 'RECIPE.toml'"),
         (["trian"], "No such command 'trian'"),
         (["train", str(TINY), "--run-folder", "x"], "No such option: --run-folder"),
-        (["eval", "model"], "Missing option '--task'"),
+        (["eval", "model"], "give either --task or --data"),
+        (["eval", "model", "--task", "a.toml", "--data", "b"], "give either --task or --data"),
         (["export", "run"], "Missing argument 'FILE.jsonl'"),
     ],
 )
@@ -178,6 +179,10 @@ def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> 
         (["slots"], "slots: is no setting of the engine"),
         (["engine.count=2"], "engine.count: has no meaning for a server; one engine is served"),
         (["engine.base_port=9"], "engine.base_port: has no meaning for a server; give --port"),
+        (["engine.kind=vllm"], 'engine.kind: "vllm", and only the runs and evaluations of a recipe have another'),
+        (["engine.kind=sglang"], 'allowed: "native"; vLLM and SGLang are servers themselves'),
+        (["engine.python=/bin/python"], "engine.python: is given, and only the runs and evaluations"),
+        (["engine.addresses=['a:1']"], "engine.addresses: is given, and only the runs and evaluations"),
     ],
 )
 def test_serve_understands_the_engines_settings_alone(

@@ -38,9 +38,10 @@ from stretto.core.states import OPEN
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.pool import EnginePool, InFlight, restore
+from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.evaluation import PeriodicEvaluation
+from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
@@ -153,7 +154,12 @@ class Toys:
 
 
 class _Examiner(Toys):
+    enough = False
+
     def after(self, update: Update) -> None: ...  # type: ignore[override]  # an examiner's is no coroutine
+
+    def keeps(self, update: Update) -> bool:
+        return False
 
 
 def play(seed: int, folder: Path) -> World:
@@ -239,7 +245,7 @@ async def _conduct(world: World) -> bool:
         in_flight=answers,
         recorder=cast(Recorder, toys),
         checkpointing=cast(Checkpointing, toys),
-        evaluation=cast(PeriodicEvaluation, _Examiner(world, chance, ledger, weights, version)),
+        evaluation=cast(Evaluations, _Examiner(world, chance, ledger, weights, version)),
         poll=toys.poll,
         progress=lambda: len(engines.writing),
         steps=schedule.steps,

@@ -2,6 +2,7 @@
 
 - One of two engines is a hundred times slower than the other: the other goes on, and the slow one is not given up.
 - An engine is killed every second: work goes on at the rate that is left.
+- A completion that another engine goes on with, after a kill, names both; the roster tells of the kill.
 - Replies of an engine are lost on their way: what they answered is asked for again, and counts once.
 """
 
@@ -16,6 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stretto.audit.check import check_run
+from stretto.store.export import read_trajectories
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger.reading import read_unfinished
 from tests.launch.running import (
     Command,
     Laboratory,
@@ -60,21 +64,27 @@ def end_well(command: Command, laboratory: Laboratory, run_dir: Path) -> None:
     assert_the_law(run_dir)
 
 
+def slowing_down(pid: int, pause: float = 0.5) -> Callable[[threading.Event], None]:
+    """Let a process run for 5 ms after each pause, as long as it lives."""
+
+    def slow_down(over: threading.Event) -> None:
+        with suppress(ProcessLookupError):
+            while not over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                over.wait(pause)
+                os.kill(pid, signal.SIGCONT)
+                over.wait(0.005)
+
+    return slow_down
+
+
 def test_a_run_goes_on_beside_an_engine_that_is_a_hundred_times_slower(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, *ENDLESS, "engine.count=2") as command:
         wait_for_step(command, 2)
         slow = engine(command, "engine-1")
         assert slow is not None
-
-        def slow_down(over: threading.Event) -> None:
-            while not over.is_set():
-                os.kill(slow, signal.SIGSTOP)
-                over.wait(0.5)
-                os.kill(slow, signal.SIGCONT)
-                over.wait(0.005)
-
-        with going_on(slow_down):
+        with going_on(slowing_down(slow)):
             done = steps_done(run_dir)
             wait_for_step(command, done + 20)
             assert engine(command, "engine-1") == slow
@@ -102,6 +112,37 @@ def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp
             wait_for_step(command, done + 10)
         wait_until(lambda: engine(command, "engine-0") is not None, "an engine", command)
         end_well(command, laboratory, run_dir)
+
+
+def test_a_completion_that_moves_after_a_kill_names_both_engines(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ledger = run_dir / "ledger.sqlite"
+    with laboratory.train(run_dir, *ENDLESS, "engine.count=2", "rollout.beyond_bound=train") as command:
+        wait_for_step(command, 2)
+        slow = engine(command, "engine-0")
+        assert slow is not None
+        with going_on(slowing_down(slow, 0.1)):
+            wait_until(lambda: "engine-0" in writers_in_flight(ledger), "tokens of engine-0 in the journal", command)
+            os.kill(slow, signal.SIGKILL)
+        wait_until(
+            lambda: any(line.engines == ("engine-0", "engine-1") for line in read_trajectories(run_dir)),
+            "a completion of both engines",
+            command,
+        )
+        wait_until(lambda: inspect_run(run_dir).engines[0].left_step is None, "engine-0 to serve again", command)
+        end_well(command, laboratory, run_dir)
+    found = inspect_run(run_dir)
+    killed, other = found.engines
+    assert (killed.name, killed.joined_step, killed.left_step) == ("engine-0", 0, None)
+    assert killed.reason.startswith("was killed by SIGKILL")
+    assert (other.name, other.reason) == ("engine-1", "")
+    assert killed.generated + other.generated == found.tokens.generated
+
+
+def writers_in_flight(ledger: Path) -> set[str]:
+    """The engines that wrote what is journaled of unfinished completions."""
+    pieces = (piece for group in read_unfinished(ledger) for piece in group.prefixes.values())
+    return {name for piece in pieces for name, _ in piece.engines}
 
 
 class LosingProxy:

@@ -207,6 +207,31 @@ def test_a_server_with_another_tokenizer_is_named_with_both_digests(policy: Path
     assert told.endswith("start it with the policy's own folder")
 
 
+def test_a_server_of_another_model_with_the_same_tokenizer_is_named_with_both_digests_and_what_differs(
+    policy: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    build_policy(BuildConfig(**(BUILD | {"hidden_size": 32, "layers": 2}), context_length=32), other, seed=1)
+    models = {"/v1/models": {"data": [{"id": "m", "root": str(other), "max_model_len": 32}]}}
+    with serving(replies_of(policy) | models) as address:
+        (told,) = refused(policy, {"kind": "vllm", "addresses": [address]})
+    assert told.startswith(f"engine.addresses: {address} serves {other} (digest ")
+    assert f", which is not the policy {policy} (digest " in told
+    assert "hidden_size 32 in place of 16" in told
+    assert "num_hidden_layers 2 in place of 1; start it with the policy's own folder" in told
+
+
+def test_a_server_whose_model_is_no_folder_of_this_machine_is_known_by_its_architecture(policy: Path) -> None:
+    replies = replies_of(policy) | {
+        "/server_info": {"version": "0.5.23"},
+        "/model_info": {"model_path": "org/x", "weight_version": "1", "architectures": ["LlamaForCausalLM"]},
+    }
+    with serving(replies) as address:
+        (told,) = refused(policy, {"kind": "sglang", "addresses": [address]})
+    assert f"{address} serves org/x (digest " in told
+    assert "architectures ['LlamaForCausalLM'] in place of ['Qwen3ForCausalLM']" in told
+
+
 def test_a_server_with_too_short_a_context_is_named_with_what_is_needed(policy: Path) -> None:
     with serving(replies_of(policy, context=17)) as address:
         (told,) = refused(policy, {"kind": "vllm", "addresses": [address]})

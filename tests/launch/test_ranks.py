@@ -1,8 +1,8 @@
 """A trainer of several processes in a real run.
 
 - Two ranks train, publish, save and are resumed by one, without a difference to whoever looks at the run.
-- With adapters the engines sample by the policy that they come to, whether one process publishes them or several, and
-  that is what is saved, beside the adapters.
+- Four ranks are resumed by one, and that by two. With adapters the engines sample by the policy that they come to,
+  however many ranks publish them, and that is what is saved, beside the adapters.
 - A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.
 - More ranks than there is work for, or GPUs, is refused before anything starts.
 """
@@ -49,7 +49,8 @@ def test_two_ranks_train_are_replaced_as_a_whole_and_one_goes_on(laboratory: Lab
 def test_adapters_are_trained_published_and_saved_as_a_whole_policy(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     lora = ("trainer.lora.rank=4", "trainer.learning_rate=1e-2", "trainer.keep_versions=1")
-    laboratory.trained(run_dir, "trainer.steps=2", *lora)
+    laboratory.trained(run_dir, "trainer.steps=2", *lora, "trainer.ranks=4")
+    laboratory.trained(run_dir, "trainer.steps=3", *lora, "trainer.ranks=1", "--resume")
     laboratory.trained(run_dir, "trainer.steps=4", *lora, "trainer.ranks=2", "--resume")
     assert assert_the_law(run_dir).steps == 4
     trained = [line.trainer for line in read_metrics(run_dir / "metrics.jsonl")[0]]
@@ -75,6 +76,7 @@ def rank_of(command: Command) -> int:
     [
         (("trainer.ranks=8",), ("trainer.ranks = 8", "trainer.minibatches = 2", "16 completions", "is 8")),
         (("trainer.ranks=0",), ("trainer.ranks", "greater than or equal to 1")),
+        (("trainer.ranks=2", "trainer.remote_ranks=2"), ("remote_ranks = 2 of ranks = 2", "at most 1 can run")),
     ],
 )
 def test_more_ranks_than_there_is_work_for_is_refused(

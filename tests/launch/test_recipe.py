@@ -68,7 +68,7 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         '[rollout]\nbeyond_bound = "drop"',
         ["beyond_bound: 'drop'", "'train', 'wait', 'mask' or 'expire'"],
     ),
-    ("an unknown task", '[task]\nkind = "chess"', ["task", "'chess'", "'arithmetic', 'jsonl'"]),
+    ("an unknown task", '[task]\nkind = "chess"', ["task", "'chess'", "'arithmetic', 'dataset', 'jsonl'"]),
     ("a task of no kind", "[task]\nfile = 'x'", ["task", "kind"]),
     ("a missing file name", '[task]\nkind = "jsonl"', ["task.file: missing"]),
     ("model and build", "[model.build]\nlayers = 1", ["model: give either model.path or [model.build]"]),

@@ -291,7 +291,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
 def test_a_run_writes_down_its_questions_with_their_rows(recipe: Path) -> None:
     run_dir = begin(recipe)
     first = json.loads((run_dir / "questions.jsonl").read_text().splitlines()[0])
-    assert first == {"id": "1", "prompt": "0+1=", "answer": "1", "row": f"{recipe.parent}/rows.jsonl:1"}
+    assert first == {"id": "1", "prompt": "0+1=", "answer": "1", "row": f"{recipe.parent}/rows.jsonl:1", "source": ""}
 
 
 def test_a_run_goes_on_by_its_folder_alone(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,9 @@ def test_each_rank_needs_a_gpu_of_its_own(policy: Path) -> None:
     check_trainable(TrainerConfig(ranks=3), policy, gpus=0)
     with pytest.raises(RecipeError, match=r"trainer.ranks: 3, and the machine has 2 GPUs"):
         check_trainable(TrainerConfig(ranks=3), policy, gpus=2)
+    check_trainable(TrainerConfig(ranks=8, remote_ranks=6), policy, gpus=2)
+    with pytest.raises(RecipeError, match=r"trainer.ranks: 8, 3 of them on this machine, and the machine has 2 GPUs"):
+        check_trainable(TrainerConfig(ranks=8, remote_ranks=5), policy, gpus=2)
 
 
 def checkpoint_of(policy: Path, config: TrainerConfig, folder: Path) -> Path:

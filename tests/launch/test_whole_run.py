@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ INSPECTION: dict[str, type | list[str]] = {
     "interrupted": int,
     "multi_version": int,
     "busy": ["conductor", "engine-0", "rewards", "trainer"],
+    "engines": list,
+    "weights": ["medium", "bytes", "seconds_pull_median", "seconds_pause_median"],
 }
 TRAJECTORY = [
     "id",
@@ -44,6 +47,7 @@ TRAJECTORY = [
     "behavior_logprobs",
     "versions",
     "given",
+    "engines",
     "reward",
     "verdict",
     "state",
@@ -55,6 +59,7 @@ TRAJECTORY = [
     "prompt",
     "answer",
     "row",
+    "source",
 ]
 STEPS = 6
 
@@ -158,6 +163,21 @@ def test_interruptions_happened_and_are_counted(run_dir: Path, trajectories: lis
     assert found.interrupted >= several
 
 
+def test_every_engine_and_the_way_of_the_weights_are_told(run_dir: Path) -> None:
+    found = assert_the_law(run_dir)
+    (engine,) = found.engines
+    assert (engine.name, engine.kind, engine.host) == ("engine-0", "native", platform.node())
+    assert (engine.joined_step, engine.left_step, engine.reason) == (0, None, "")
+    assert (engine.version, engine.generated) == (found.version, found.tokens.generated)
+    weights = found.weights
+    assert weights.medium == "shared_memory"
+    policy = AutoModelForCausalLM.from_pretrained(run_dir / "policy" / "v000000")
+    assert weights.bytes == 4 * sum(parameter.numel() for parameter in policy.parameters())
+    assert weights.seconds_pull_median is not None
+    assert weights.seconds_pause_median is not None
+    assert 0 < weights.seconds_pull_median <= weights.seconds_pause_median  # an engine checks while it pauses
+
+
 def test_export_has_exactly_the_promised_fields(trajectories: list[dict[str, Any]]) -> None:
     assert all(list(trajectory) == TRAJECTORY for trajectory in trajectories)
     ids = [trajectory["id"] for trajectory in trajectories]
@@ -166,6 +186,7 @@ def test_export_has_exactly_the_promised_fields(trajectories: list[dict[str, Any
         lengths = {len(trajectory[name]) for name in ("token_ids", "behavior_logprobs", "versions")}
         assert len(lengths) == 1
         assert trajectory["versions"] == sorted(trajectory["versions"])
+        assert trajectory["engines"] == (["engine-0"] if trajectory["token_ids"] else [])
         assert (trajectory["state"] == "trained") == (trajectory["trained_step"] is not None)
         if trajectory["state"] == "trained":
             assert trajectory["stop_reason"] in ("stop", "length")
@@ -215,6 +236,9 @@ def test_so_it_is_with_two_engines_and_a_bound_that_is_waited_for(laboratory: La
     laboratory.trained(run_dir, "engine.count=2", "rollout.beyond_bound=wait", "trainer.steps=8")
     found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
     assert found.busy["engine-1"] > 0
+    assert [engine.name for engine in found.engines] == ["engine-0", "engine-1"]
+    assert sum(engine.generated for engine in found.engines) == found.tokens.generated
+    assert {name for t in trajectories for name in t["engines"]} == {"engine-0", "engine-1"}
     assert found.multi_version > 0
     assert worst(policies(run_dir), trajectories) < EXACT
     trained = [t for t in trajectories if t["state"] == "trained"]

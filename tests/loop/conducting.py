@@ -26,10 +26,12 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.pool import EnginePool, InFlight, restore
-from stretto.loop.evaluation import PeriodicEvaluation
+from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work
+from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
@@ -165,7 +167,7 @@ class Stage(SilentReporter):
 
     async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
         patience = settings.pop("deadlines", {})
-        every = settings.pop("evaluate_every", 0)
+        every, best = settings.pop("evaluate_every", 0), settings.pop("best", None)
         defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 1}
         config = RolloutConfig.model_validate(defaults | settings)
         standing = self.ledger.get("standing", ControllerState) or ControllerState()
@@ -191,7 +193,7 @@ class Stage(SilentReporter):
             in_flight=answers,
             recorder=recorder,
             checkpointing=keeper,
-            evaluation=PeriodicEvaluation(self.evaluate, recorder, every),
+            evaluation=Evaluations([PeriodicEvaluation(self.evaluate, recorder, every, best=best)], best),
             poll=self.fleet.poll,
             progress=self.progress,
             steps=steps,

@@ -23,12 +23,24 @@ import msgspec
 import pytest
 
 from stretto.core.errors import CheckpointLost, RoleDied, StoreError
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Update, Verdict
+from stretto.core.records import (
+    Batch,
+    Completion,
+    Group,
+    Outcome,
+    Prompt,
+    Segment,
+    StopReason,
+    Trajectory,
+    Update,
+    Verdict,
+)
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import EarlierTotals, Evaluation, Recorder, RunClock, Work
+from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
@@ -113,7 +125,9 @@ def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(des
     desk.counters.work = Work(generated=100)
     desk.recorder.polled()
     assert desk.recorder.totals().generated == 100
-    desk.recorder.evaluation_sampled(20)  # sampled after that poll: not among the 100
+    tokens = Segment((7,) * 20, stop_reason=StopReason.STOP)
+    evaluated = Completion.of("evaluation.1", 0, tokens)
+    desk.recorder.evaluation_sampled(evaluated)  # sampled after that poll: not among the 100
     assert desk.recorder.totals().generated == 100
     desk.counters.work = Work(generated=130)
     desk.recorder.polled()

@@ -28,6 +28,7 @@ from stretto.core.errors import (
 )
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, GenerateRequest, Update
+from stretto.loop.best import BestPolicy
 from stretto.rollout.controller import TooManyFailures
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -52,6 +53,18 @@ def assert_balanced(balance: Balance, folder: RunFolder) -> None:
     found = inspect_run(folder.path).trajectories
     assert found.issued == balance.issued
     assert found.trained == balance.trained
+
+
+def test_a_run_whose_accuracy_no_longer_grows_ends_and_keeps_the_best_policy(stage: Stage) -> None:
+    best = BestPolicy(stage.folder, stage.say, keeps=True, patience=2)
+    controller = stage.play(steps=50, evaluate_every=1, best=best)
+    # The first evaluation is the best; the second and third are as good, and end it a step or more later.
+    assert 3 <= controller.published < 50
+    assert stage.evaluations >= 3
+    assert any(
+        text.startswith("stops early: 2 evaluations in a row were not better than 0.5000") for text in stage.said
+    )
+    assert (stage.folder.policies / "best").is_dir()
 
 
 def test_every_step_trains_a_batch_and_publishes_a_version(stage: Stage) -> None:

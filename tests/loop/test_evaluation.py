@@ -12,7 +12,7 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.recorder import Evaluation
+from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval
 from stretto.store.series.samples import SampledCompletion
 
 PROMPTS = [Prompt(id=f"h{i}", token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(4)]
@@ -72,7 +72,16 @@ def evaluated(engine: Engine, seed: int = 7) -> Evaluation:
 
 def test_right_answers_are_counted_and_undecided_ones_apart() -> None:
     evaluation = evaluated(Engine())
-    assert evaluation == Evaluation(version=5, prompts=4, right=2, undecided=1, tokens=12)
+    assert evaluation == Evaluation(
+        version=5,
+        prompts=4,
+        right=2,
+        undecided=1,
+        tokens=12,
+        length_max=3,
+        pass_at={1: 0.5},
+        ci95=interval([1, 0, 0, 1]),
+    )
     assert evaluation.accuracy == 0.5
     assert str(evaluation) == "accuracy 0.5000: 2 of 4 right, 1 undecided"
     assert json.loads(evaluation.as_json())["accuracy"] == 0.5
@@ -114,3 +123,66 @@ def test_the_first_portion_that_fails_ends_the_others() -> None:
 def test_an_engine_that_is_lost_again_and_again_ends_the_evaluation() -> None:
     with pytest.raises(EngineLost, match="engine-0 broke off"):
         evaluated(Engine(losses=1000))
+
+
+@dataclass
+class Drawing:
+    """Answers each seed with a text of its own; every fourth is cut off."""
+
+    asked: list[GenerateRequest] = field(default_factory=list)
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        await asyncio.sleep(0)
+        self.asked += requests
+        for request in requests:
+            for member in reversed(range(len(request.seeds))):  # in any order
+                tokens = (1,) * (member + 1)
+                stop = StopReason.LENGTH if member == 3 else StopReason.STOP
+                yield Completion(request.id, member, tokens, (0.0,) * len(tokens), (2,) * len(tokens), stop)
+
+
+async def score_lengths(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+    """A completion is right if it is as long as the gold answer says."""
+    return [VERDICTS["0"] if text == answer else VERDICTS["1"] for text in completions]
+
+
+def test_several_completions_of_each_question_give_avg_pass_at_and_majority() -> None:
+    prompts = [Prompt(id=str(i), token_ids=(i,), text="?", answer=answer) for i, answer in enumerate("19")]
+    engine, results = Drawing(), list[QuestionResult]()
+    evaluator = Evaluator(
+        prompts,
+        Sampling(max_tokens=4),
+        7,
+        engine.generate,
+        score_lengths,
+        lambda ids: str(len(ids)),
+        samples=4,
+        final_answer=lambda prompt, text: text,
+        rows=results.extend,
+    )
+    found = asyncio.run(evaluator())
+    # Question 0: the first of four is right, its majority is split between 1, 2, 3, 4. Question 1: none is right.
+    assert [result.right for result in results] == [1, 0]
+    assert (found.accuracy, found.samples, found.truncated, found.length_mean, found.length_max) == (
+        1 / 8,
+        8,
+        2,
+        2.5,
+        4,
+    )
+    assert found.pass_at == {1: 1 / 8, 2: 1 / 4, 4: 1 / 2}
+    assert found.maj == 1 / 8  # (1/4 + 0) / 2
+    assert results[0].completions == ("1", "2", "3", "4")
+    assert len(set(engine.asked[0].seeds)) == 4
+    shown = json.loads(found.as_json())
+    assert (shown["avg"], shown["questions"], shown["samples"], shown["pass_at"]["2"]) == (1 / 8, 2, 8, 1 / 4)
+    assert shown["ci95"] == list(interval([1 / 4, 0]))
+    assert "pass@4  0.5000" in found.table()
+
+
+def test_the_first_completion_of_a_prompt_is_the_one_of_an_evaluation_with_a_single_one() -> None:
+    one, several = Engine(), Drawing()
+    evaluated(one)
+    many = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, several.generate, score_lengths, str, samples=3)
+    asyncio.run(many())
+    assert [request.seeds[0] for request in several.asked] == [seeds[0] for seeds in one.seeds.values()]

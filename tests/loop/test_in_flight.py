@@ -1,12 +1,16 @@
-"""What is written of answers in flight is journaled, and every token of it once."""
+"""What is written of answers in flight is journaled, and every token of it once, under the name of the engine that
+wrote it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import msgspec
+
+from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
-from stretto.loop.engines.pool import InFlight
+from stretto.loop.engines.in_flight import InFlight
 
 ANSWER = tuple(range(100, 110))
 
@@ -34,9 +38,11 @@ class SlowToTell:
 class Journal:
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.whole = Segment()
 
     def journal(self, id: str, partial: Segment) -> None:
         self.tokens += partial.token_ids
+        self.whole += partial
 
 
 def test_two_who_look_at_the_same_time_journal_a_token_once() -> None:
@@ -52,3 +58,55 @@ def test_two_who_look_at_the_same_time_journal_a_token_once() -> None:
 
     asyncio.run(main())
     assert journal.tokens == list(ANSWER)
+
+
+class LostAfterFour:
+    """Two engines: `a` writes four tokens and is lost, `b` goes on with three, and then ends with the last three."""
+
+    def __init__(self) -> None:
+        self.told, self.go_on, self.begun = 4, asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        first = not request.prefixes
+        self.begun.set()
+        await self.go_on.wait()
+        self.go_on.clear()
+        if first:
+            raise EngineLost("a", "was killed")
+        segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+        yield Completion.of(request.id, 0, segment).written_by("b", request.prefixes[0])
+
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+        name = "a" if self.told == 4 else "b"
+        return {id: {0: written(count, self.told).written_by(name)} for id, (count,) in known.items()}
+
+
+def written(begin: int, end: int) -> Segment:
+    return Segment(ANSWER[begin:end], tuple(-0.5 for _ in ANSWER[begin:end]), tuple(0 for _ in ANSWER[begin:end]))
+
+
+def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() -> None:
+    journal = Journal()
+
+    async def main() -> list[Completion]:
+        engines = LostAfterFour()
+        in_flight = InFlight(engines, journal, {})
+        request = GenerateRequest(id="7", prompt_token_ids=(1,), seeds=(0,), sampling=Sampling(max_tokens=20))
+
+        async def answered() -> list[Completion]:
+            return [completion async for completion in in_flight.generate(request)]
+
+        answering = asyncio.ensure_future(answered())
+        for told in (4, 7):
+            await engines.begun.wait()
+            engines.begun.clear()
+            engines.told = told
+            await in_flight.keep()
+            engines.go_on.set()
+        completions = await answering
+        await in_flight.keep()
+        return completions
+
+    (completion,) = asyncio.run(main())
+    assert completion.engines == (("a", 4), ("b", 6))
+    assert journal.whole == completion.segment

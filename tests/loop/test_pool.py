@@ -3,6 +3,7 @@
 - Every answer comes from an engine that is up; one that breaks off gets nothing more until it is well again.
 - An engine that dies is replaced and serves the newest version; one that dies too often ends the run with its name.
 - A published version reaches every engine; `live` is the oldest that any of them serves.
+- Every token has the name of the engine that wrote it.
 """
 
 from __future__ import annotations
@@ -107,9 +108,35 @@ def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_
         early = answering.done()
         await fleet.reach(7)
         (completion,) = await answering
-        return early, completion.versions[0]
+        return early, completion.versions[-1]
 
     assert in_fleet(folder, work) == (False, 7)
+
+
+def test_a_completion_names_the_engines_that_wrote_it_in_their_order(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> None:
+        before = Segment((3, 4), (-0.5, -0.5), (0, 0)).written_by("a spot machine")
+        asked = msgspec.structs.replace(request("0", answers=2), prefixes=(before, Segment()))
+        moved, fresh = await answers(fleet, asked)
+        assert moved.engines == (("a spot machine", 2), ("engine-0", 1))
+        assert fresh.engines == (("engine-0", 1),)
+
+    in_fleet(folder, work, count=1)
+
+
+def test_pieces_have_the_name_of_the_engine_that_tells_them(folder: Path) -> None:
+    async def work(fleet: EnginePool) -> None:
+        waiting = [asyncio.ensure_future(answers(fleet, request(id, STAY_SILENT, answers=1))) for id in "ab"]
+        while len(fleet.open) < 2:
+            await asyncio.sleep(0.01)
+        found = await fleet.partials({"a": [0], "b": [0]})
+        told = {id: piece.engines for id, members in found.items() for piece in members.values()}
+        assert sorted(told) == ["a", "b"]
+        assert sorted(told.values()) == [(("engine-0", 1),), (("engine-1", 1),)]
+        for one in waiting:
+            one.cancel()
+
+    in_fleet(folder, work)
 
 
 def test_a_published_version_reaches_every_engine(folder: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Trajectory
-from stretto.loop.engines.pool import InFlight
+from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.rounds import Rounds
 from stretto.rollout.controller import Ticket
 from stretto.rollout.prompts import Draw

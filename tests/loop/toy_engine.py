@@ -1,8 +1,8 @@
 """An engine of another make: ``python -m tests.loop.toy_engine SPEC``. Speaks the wire, holds no model.
 
-It answers every seed with one token of the version it serves. The prompt tells it to misbehave: 1 dies in
-mid-answer, 2 hangs up in mid-answer and lives on, 3 never answers, 5 hangs up and listens no more, 6 hangs up and
-answers nothing any more. Its spans are numbered, and take a moment. The file
+It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
+misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and lives on, 3 tells one token and never ends, 5 hangs up and
+listens no more, 6 hangs up and answers nothing any more. Its spans are numbered, and take a moment. The file
 ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "killed VERSION": the first engine
 that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
 """
@@ -20,8 +20,8 @@ import msgspec
 from stretto.core.engine import EngineHealth
 from stretto.core.events import Span
 from stretto.core.frames import frame
-from stretto.core.records import Completion, GenerateRequest, StopReason
-from stretto.engine.wire import UpdateReply, UpdateRequest
+from stretto.core.records import Completion, GenerateRequest, Segment, StopReason
+from stretto.engine.wire import PartialsRequest, UpdateReply, UpdateRequest
 from stretto.processes.heartbeat import begin_role
 
 DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE = 1, 2, 3, 4, 5, 6
@@ -63,6 +63,10 @@ class ToyEngine:
             case "/update_weights":
                 self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
                 return msgspec.msgpack.encode(UpdateReply(version=self.version))
+            case "/partials":
+                known = msgspec.msgpack.decode(body, type=PartialsRequest).known
+                piece = Segment((7,), (-0.1,), (self.version,))
+                return msgspec.msgpack.encode({id: {0: piece.after(count)} for id, (count, *_) in known.items()})
             case "/spans":
                 await asyncio.sleep(0.05)
                 self.spans += 1
@@ -90,13 +94,15 @@ class ToyEngine:
                 Completion(
                     request=request.id,
                     member=member,
-                    token_ids=(seed,),
-                    behavior_logprobs=(-0.1,),
-                    versions=(self.version,),
+                    token_ids=(*prefix.token_ids, seed),
+                    behavior_logprobs=(*prefix.behavior_logprobs, -0.1),
+                    versions=(*prefix.versions, self.version),
                     stop_reason=StopReason.STOP,
                 )
             )
-            for member, seed in enumerate(request.seeds)
+            for member, (seed, prefix) in enumerate(
+                zip(request.seeds, request.prefixes or (Segment(),) * len(request.seeds), strict=True)
+            )
         )
 
     def _health(self) -> EngineHealth:
@@ -110,13 +116,18 @@ class ToyEngine:
 async def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
     begin_role()
+    print(f"listens at {spec.address}", flush=True)
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
     if (words := newest.read_text().split())[0] in ("killed", "hangs"):
         newest.write_text(words[1])
         os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
     engine = ToyEngine(int(newest.read_text()), Path(socket))
-    server = await asyncio.start_unix_server(engine.serve, socket)
+    if socket == spec.address:
+        host, _, port = spec.address.rpartition(":")
+        server = await asyncio.start_server(engine.serve, host, int(port))
+    else:
+        server = await asyncio.start_unix_server(engine.serve, socket)
     await server.serve_forever()
 
 

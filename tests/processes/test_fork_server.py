@@ -8,6 +8,8 @@ import asyncio
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.processes.stubborn_role import StubbornSpec
 from tests.processes.test_role import what_it_left_is_gone
 
 ROLE = "tests.processes.stubborn_role"
+ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 
 
@@ -253,3 +256,49 @@ def test_beside_an_accelerator_roles_are_started_afresh(tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "_ACCELERATORS", (tmp_path,))
     with fork_server() as spawner:
         assert spawner is FRESH
+
+
+HERE = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.processes import stubborn_role
+from stretto.processes.fork_server_role import fork_here
+from stretto.processes.role import RoleProcess
+
+held, other = os.pipe()
+spawner = fork_here([held, other])
+
+async def main() -> None:
+    role = RoleProcess("stubborn", "tests.processes.stubborn_role", Path(sys.argv[1]), spawner=spawner)
+    await role.start(stubborn_role.StubbornSpec(seconds=0.0, code=7), threads=1)
+    print(await role.ended(), flush=True)
+    await role.start(stubborn_role.StubbornSpec(), threads=1)
+    os.close(other)
+    print(os.read(held, 1), spawner.pid, role.pid, flush=True)
+
+asyncio.run(main())
+os._exit(0)
+"""
+
+
+def test_a_role_can_fork_others_from_a_copy_of_itself_which_end_with_it(tmp_path: Path) -> None:
+    """The copy does not keep the descriptors open that are the role's alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", HERE, str(tmp_path / "log.txt")], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    how, last = done.stdout.splitlines()
+    assert how == "ended with exit code 7"
+    read, *left = last.split()
+    assert read == "b''"
+    end = time.monotonic() + 10
+    while any(alive(int(pid)) for pid in left):
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -2,6 +2,8 @@
 
 - A run trains on what the server sampled, under each policy of staleness: its bound holds, the books balance, and the
   checker finds every law kept. The server is one that runs already (`engine.addresses`), shared by the runs.
+- `stretto replay` repeats such a run bit for bit, without a server; `stretto eval` measures the model that it is given,
+  whatever weights a server had.
 - A server, one of its workers, or the process between it and the conductor is killed in mid-completion: a new one is
   started, completions go on behind the tokens that were journalled, nothing is lost or trained twice, and no process of
   a server outlives the run.
@@ -18,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from stretto.audit.check import check_run
-from tests.launch.running import Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
+from stretto.model.hf.build import build_policy
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
 from tests.launch.test_staleness import trained_ages
 from tests.real_engines.serving import MODEL, Installed, RealServer
 
@@ -57,6 +60,10 @@ def test_the_bound_holds_under_every_policy(
     trained = [trajectory for trajectory in trajectories if trajectory["state"] == "trained"]
     ages = trained_ages(trajectories)
     assert max(ages) >= 1, "every completion began behind the last update"
+    if beyond_bound == "train":
+        replayed = laboratory.run("replay", run_dir, "--from", "0")
+        assert replayed.code == 0, replayed.err
+        assert "the weights are bit-equal to the run's" in replayed.out
     if beyond_bound == "wait":
         assert max(t["trained_step"] - 1 - t["versions"][0] for t in trained) <= 1
     if beyond_bound == "expire":
@@ -64,6 +71,20 @@ def test_the_bound_holds_under_every_policy(
     if beyond_bound in ("mask", "expire"):
         within = [age for age in ages if age <= 1]
         assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
+
+
+def test_eval_measures_the_model_that_it_is_given(server: RealServer, laboratory: Laboratory, tmp_path: Path) -> None:
+    engine = (f"engine.kind={server.kind}", f"engine.addresses=['{server.address}']")
+    found = []
+    for seed in (1, 2):
+        build_policy(MODEL, tmp_path / str(seed), seed=seed)
+        words = ("eval", tmp_path / str(seed), "--task", TINY, "--json", "sampling.temperature=0.001")
+        told = [laboratory.run(*words, *make) for make in ((), engine)]
+        assert [ended.code for ended in told] == [0, 0], told[1].err
+        native, theirs = (json.loads(ended.out)["accuracy"] for ended in told)
+        assert native == theirs
+        found.append(native)
+    assert found[0] != found[1], "the models are too alike for this test"
 
 
 @pytest.mark.timeout(600)

@@ -11,7 +11,7 @@ import pytest
 
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.rows import decode_payload
-from stretto.store.ledger.seals import batch_seal, seal
+from stretto.store.ledger.seals import SIZE, batch_seal, seal
 from tests.store.make import Make
 
 _PAYLOADS = """
@@ -41,6 +41,18 @@ def as_format_2(ledger: Path) -> None:
             "UPDATE groups SET seal = seal(id, prompt_id, admitted_version);"
             "DELETE FROM meta WHERE name IN ('recipe', 'start'); PRAGMA user_version = 2;"
         )
+
+
+def as_format_3(ledger: Path) -> None:
+    """The ledger as format 3 wrote it: segments have five fields, and do not name their engines."""
+    with closing(sqlite3.connect(ledger)) as connection:
+        for key, id, *columns, sealed in connection.execute(_PAYLOADS).fetchall():
+            segments, text = msgspec.msgpack.decode(sealed[SIZE:])
+            body = msgspec.msgpack.encode(([segment[:5] for segment in segments], text))
+            old = seal(id, columns, body) + body
+            connection.execute("UPDATE payloads SET payload = ? WHERE key = ?", (old, key))
+        connection.execute("PRAGMA user_version = 3")
+        connection.commit()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory, Verdict
 from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals, inspect_run
+from stretto.store.inspection import ENGINES, TOTALS, Carried, Membership, Totals, WeightsSummary, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
@@ -37,6 +37,7 @@ FIELDS = {
     "behavior_logprobs",
     "versions",
     "given",
+    "engines",
     "reward",
     "verdict",
     "state",
@@ -48,6 +49,7 @@ FIELDS = {
     "prompt",
     "answer",
     "row",
+    "source",
 }
 
 
@@ -75,8 +77,13 @@ def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
             rl_seconds=10.0,
             initial_accuracy=0.25,
             final_accuracy=0.75,
+            generated_by={"engine-0": 28, "engine-1": 2},
+            carried=Carried("http", pulls=((10, 0.5), (30, 0.1), (20, 0.3)), pauses=(0.02, 0.04)),
         )
         ledger.put(TOTALS, totals)
+        stayed = Membership("engine-0", "native", "node-1", version=2, joined_step=0)
+        vanished = Membership("engine-1", "vllm", "node-2", 1, joined_step=1, left_step=1, reason="lost")
+        ledger.put(ENGINES, [stayed, vanished])
 
 
 def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
@@ -104,6 +111,29 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "interrupted": 1,
         "multi_version": 1,
         "busy": {"engine-0": 0.9, "trainer": 0.5},
+        "engines": [
+            {
+                "name": "engine-0",
+                "kind": "native",
+                "host": "node-1",
+                "version": 2,
+                "joined_step": 0,
+                "left_step": None,
+                "reason": "",
+                "generated": 28,
+            },
+            {
+                "name": "engine-1",
+                "kind": "vllm",
+                "host": "node-2",
+                "version": 1,
+                "joined_step": 1,
+                "left_step": 1,
+                "reason": "lost",
+                "generated": 2,
+            },
+        ],
+        "weights": {"medium": "http", "bytes": 20, "seconds_pull_median": 0.3, "seconds_pause_median": 0.03},
     }
 
 
@@ -120,6 +150,8 @@ def test_a_run_can_be_inspected_before_its_first_step_and_while_it_writes(tmp_pa
     assert (seen.trajectories.issued, seen.trajectories.in_flight) == (4, 4)
     assert (seen.staleness.max, seen.staleness.mean, seen.staleness.histogram) == (0, 0.0, {})
     assert seen.final_accuracy is None
+    assert seen.engines == ()
+    assert seen.weights == WeightsSummary(None, None, None, None)
 
 
 def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path: Path, make: Make) -> None:
@@ -152,6 +184,7 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
         "behavior_logprobs": [-0.25, -0.5, -0.75, -1.0],
         "versions": [0, 1, 2, 3],
         "given": [],
+        "engines": [],
         "reward": 0.0,
         "verdict": "wrong",
         "state": "trained",
@@ -163,6 +196,7 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
         "prompt": "3+8=",
         "answer": "11",
         "row": "rows.jsonl:17",
+        "source": "",
     }
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None
@@ -170,8 +204,10 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
 
 
 def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(tmp_path: Path, make: Make) -> None:
-    first = Segment((4, 9), (-0.5, -1.0), (0, 1), interrupted=1, stop_reason=StopReason.STOP)
-    tool, second = Segment((7, 7, 3)), Segment((8, 2), (-1.5, -2.0), (1, 2), stop_reason=StopReason.LENGTH)
+    moved = (("engine-0", 1), ("engine-1", 1))
+    first = Segment((4, 9), (-0.5, -1.0), (0, 1), interrupted=1, stop_reason=StopReason.STOP, engines=moved)
+    rest = Segment((8, 2), (-1.5, -2.0), (1, 2), stop_reason=StopReason.LENGTH)
+    tool, second = Segment((7, 7, 3)), rest.written_by("engine-1")
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
     trajectory = Trajectory(id="0.1.0/0", segments=(first, tool, second), verdict=verdict, text="11")
     batch = make.batch(1, make.group("0.1.0", trajectory), version=2)
@@ -187,6 +223,7 @@ def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(t
     assert (line.token_ids, line.given) == ((4, 9, 7, 7, 3, 8, 2), ((2, 5),))
     assert (line.behavior_logprobs, line.versions) == ((-0.5, -1.0, -1.5, -2.0), (0, 1, 1, 2))
     assert line.stop_reason == "length"
+    assert line.engines == ("engine-0", "engine-1")
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,7 @@ def test_another_format_is_refused_with_both_numbers(path: Path) -> None:
     Ledger(path, KEEP_ALL).close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {FORMAT + 1}")
-    with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto resumes format {FORMAT}"):
+    with pytest.raises(StoreError, match=f"format {FORMAT + 1}, this version of stretto resumes formats 3 to {FORMAT}"):
         Ledger(path, KEEP_ALL)
 
 

@@ -81,10 +81,32 @@ LOSSES = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(L
 SCENARIOS |= {loss: Scenario(steps=1, algorithm={"loss": loss}, trainer={"minibatches": 1}) for loss in LOSSES}
 
 #: What each number of ranks trains; 1 rank trains all.
-PLAYED = {2: tuple(SCENARIOS), 4: ("paper", "few")}
+PLAYED = {4: ("paper", "few"), 2: tuple(SCENARIOS)}
 
-#: Ranks, the checkpoint that they go on from, and the one that they write two steps later, in this order.
-RESUMED = ((1, None, "1"), (2, "1", "1-2"), (2, None, "2"), (4, "2", "2-4"), (1, "2", "2-1"), (1, "1", "1-1"))
+
+@dataclass(frozen=True)
+class Resumed:
+    """Ranks that go on from the checkpoint `begun`, or begin, and write the checkpoint `name` two steps later. `apart`:
+    only rank 0 sees the folder, as on machines of their own."""
+
+    ranks: int
+    begun: str | None
+    name: str
+    apart: bool = False
+
+
+#: In the order in which they are trained: 1, 4, 2 and 1 ranks, each from the checkpoint of those before.
+RESUMED = (
+    Resumed(1, None, "1"),
+    Resumed(4, "1", "1-4"),
+    Resumed(4, "1", "1-4-apart", apart=True),
+    Resumed(2, "1-4", "1-4-2"),
+    Resumed(2, "1-4-apart", "1-4-2-apart", apart=True),
+    Resumed(1, "1-4-2", "1-4-2-1"),
+    Resumed(1, "1", "1-1"),
+    Resumed(1, "1-1", "1-1-1"),
+    Resumed(1, "1-1-1", "1-1-1-1"),
+)
 
 
 def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
@@ -119,12 +141,13 @@ def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
     torch.save(seen, file)
 
 
-def play_on(scenario: Scenario, ranks: Ranks, folder: Path, begun: str | None, name: str) -> None:
-    """Go on from the checkpoint `begun`, or begin; two steps; write the checkpoint `name` while training goes on, and
-    the weights that it should hold."""
-    trainer = trainer_of(scenario, ranks)
-    if begun is not None:
-        trainer.load_checkpoint(folder / begun)
+def play_on(scenario: Scenario, ranks: Ranks, folder: Path, resumed: Resumed) -> None:
+    """Go on, two steps; write the checkpoint while training goes on, and the weights that it should hold."""
+    trainer, name = trainer_of(scenario, ranks), resumed.name
+    if resumed.apart and ranks.rank > 0:
+        folder /= "not-there"
+    if resumed.begun is not None:
+        trainer.load_checkpoint(folder / resumed.begun)
     for _ in range(2):
         trainer.train(scenario.batch(trainer.version))
     weights = {name: weight.clone() for name, weight in trainer.full_parameters()}
@@ -148,14 +171,14 @@ def play_all(folder: Path, rank: int, count: int, port: int) -> None:
     ranks = join(reach_store(port, count), rank, count, "cpu")
     for name in PLAYED[count]:
         play(SCENARIOS[name], ranks, folder / f"{count}-{name}-{rank}.pt")
-    for _, begun, name in (one for one in RESUMED if one[0] == count):
-        play_on(SCENARIOS["critic"], ranks, folder, begun, name)
+    for resumed in (one for one in RESUMED if one.ranks == count):
+        play_on(SCENARIOS["critic"], ranks, folder, resumed)
     torch.distributed.destroy_process_group()
 
 
-def play_alone(folder: Path, resumed: Sequence[tuple[int, str | None, str]]) -> None:
-    for _, begun, name in resumed:
-        play_on(SCENARIOS["critic"], ALONE, folder, begun, name)
+def play_alone(folder: Path, several: Sequence[Resumed]) -> None:
+    for resumed in several:
+        play_on(SCENARIOS["critic"], ALONE, folder, resumed)
 
 
 def main(folder: Path) -> None:
@@ -171,7 +194,7 @@ def main(folder: Path) -> None:
             process.join()
             if process.exitcode:
                 sys.exit(f"{count} ranks: one ended with exit code {process.exitcode}")
-    play_alone(folder, RESUMED[-2:])
+    play_alone(folder, [one for one in RESUMED[1:] if one.ranks == 1])
     for name, scenario in SCENARIOS.items():
         play(scenario, ALONE, folder / f"1-{name}-0.pt")
 

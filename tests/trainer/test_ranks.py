@@ -7,6 +7,7 @@ training goes on, and any number of ranks goes on from it.
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import shutil
 import subprocess
@@ -19,11 +20,13 @@ import torch
 
 from stretto.core.errors import StoreError
 from stretto.trainer import checkpoint
+from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.roles.rank_group import RankGroup
+from stretto.trainer.spec import TrainerSpec
 from tests.tolerances import after_adam, assert_close
-from tests.trainer.rank_runs import LOSSES, PLAYED, SCENARIOS, trainer_of
+from tests.trainer.rank_runs import LOSSES, PLAYED, SAMPLING, SCENARIOS, trainer_of
 from tests.trainer.tiny import BACKWARD
 
 ROOT = Path(__file__).parents[2]
@@ -90,18 +93,41 @@ def test_each_rank_holds_its_part_of_the_parameters(folder: Path) -> None:
         assert max(parts) < 1.4 * whole / count  # a row of a matrix is never divided, and 13 rows not evenly
 
 
-@pytest.mark.parametrize("name", ["1-2", "2-4", "2-1"])
+@pytest.mark.parametrize("name", ["1-4", "1-4-apart", "1-4-2", "1-4-2-apart", "1-4-2-1"])
 def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(folder: Path, name: str) -> None:
-    """Optimizer and critic included: `1-1` is one rank that goes on from its own."""
-    straight, other = (torch.load(folder / f"{path}.pt", weights_only=True)["weights"] for path in ("1-1", name))
+    """Optimizer and critic included, whether or not all ranks see the folder: `1-1` is one rank that goes on from its
+    own checkpoint."""
+    steps = 2 * len(re.findall(r"\d", name))
+    straight, other = (
+        torch.load(folder / f"{path}.pt", weights_only=True)["weights"] for path in ("-".join("1" * (steps // 2)), name)
+    )
     for parameter, value in straight.items():
-        torch.testing.assert_close(other[parameter], value, rtol=0, atol=after_adam(4 * 2, BACKWARD), msg=parameter)
+        torch.testing.assert_close(other[parameter], value, rtol=0, atol=after_adam(steps * 2, BACKWARD), msg=parameter)
+
+
+def test_a_checkpoint_that_is_read_by_other_ranks_gives_the_same_weights(folder: Path) -> None:
+    """To the last bit: what is saved is what was trained, however it was divided and sent."""
+    for name in ("1", "1-4", "1-4-apart", "1-4-2", "1-4-2-apart"):
+        trainer = trainer_of(SCENARIOS["critic"], ALONE)
+        trainer.load_checkpoint(folder / name)
+        trained = torch.load(folder / f"{name}.pt", weights_only=True)["weights"]
+        assert all(torch.equal(weight, trained[key]) for key, weight in trainer.full_parameters())
 
 
 def test_each_rank_writes_its_part_of_a_checkpoint(folder: Path) -> None:
-    for name, count in (("1", 1), ("2", 2), ("2-4", 4)):
+    for name, count in (("1", 1), ("1-4", 4), ("1-4-2", 2)):
         assert len(list((folder / name).glob("shard-*.safetensors"))) == count
         assert len(list((folder / name / "critic").glob("shard-*.safetensors"))) == count
+
+
+def test_rank_0_writes_all_where_the_others_do_not_see_the_folder(folder: Path) -> None:
+    for name in ("1-4-apart", "1-4-2-apart"):
+        for part in (folder / name, folder / name / "critic"):
+            assert sorted(path.name.partition("-model")[0] for path in part.iterdir() if path.is_file()) == [
+                "shard-00001",
+                "trainer.json",
+            ]
+    assert not (folder / "not-there").exists()
 
 
 def test_a_snapshot_in_several_files_is_what_training_has_not_changed_since(
@@ -138,19 +164,27 @@ def test_what_the_system_says_of_a_checkpoint_that_it_does_not_take_is_one_line(
 def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: Path) -> None:
     for missing in (1, 2, 3, 4):
         torn = tmp_path / str(missing)
-        shutil.copytree(folder / "2-4", torn)
+        shutil.copytree(folder / "1-4", torn)
         next(torn.glob(f"shard-{missing:05d}-*")).unlink()
         with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*layers"):
             trainer_of(SCENARIOS["paper"], ALONE).load_checkpoint(torn)
 
 
 def test_a_rank_that_cannot_be_watched_is_lost_and_rank_0_does_not_wait_for_it(tmp_path: Path) -> None:
-    group = RankGroup(2, "{}", threads=1, log=tmp_path / "trainer.txt", hung=10.0)
-    near, far = group._wires[1]
-    far.close()  # no process can inherit it
+    config = TrainerConfig(ranks=2)
+    spec = TrainerSpec(
+        model="",
+        mailbox="",
+        mailbox_folder="",
+        trainer=config.model_dump_json(),
+        algorithm="{}",
+        sampling=SAMPLING,
+        threads=1,
+        log=str(tmp_path / "\0"),  # no process can have such a log
+    )
+    group = RankGroup(spec)
     group._ending = True  # else the watch ends this process
-    with near:
-        asyncio.run(group._watch(0, lambda loss: None))
+    asyncio.run(group._watch(0, lambda loss: None))
     lost = group.explain(RuntimeError("a collective failed"))
     assert isinstance(lost, RankLost)
     assert lost.how.startswith("lost rank 1, unwatched: ValueError")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,18 +141,51 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"\x1f\x8b\x08\x00\xff", "a UTF-8 text file is needed"),  # gzip
-        (b"PAR1\x15\x04\x15\xa0\x01\x15\xb8", "a UTF-8 text file is needed"),  # parquet
+        (gzip.compress(GOOD.encode()), "it is compressed by gzip, and its name does not end with .gz"),
+        (b"PAR1\x15\x04\x15\xa0\x01\x15\xb8", "it is a parquet file"),
         (GOOD.encode("utf-16"), "a UTF-8 text file is needed"),
         (GOOD.encode() + b"\n\xff", "a UTF-8 text file is needed"),
         (b"\0" * 100, "broken JSON"),
         (b"[" + GOOD.encode() + b"]", "in place of an object"),
+        (
+            b" [\n" + GOOD.encode() + b",\n" + GOOD.encode() + b"\n]\n",
+            "a JSON array in place of an object a line; e.g.",
+        ),
         (b"prompt,answer\n3+8=,11\n", "broken JSON"),  # a table of another kind
     ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
     assert expected in message(tmp_path / "rows.jsonl")
+
+
+def test_a_file_with_the_name_of_a_gzip_file_is_unpacked_and_named_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{GOOD}\n{{}}\n".encode()))
+    assert message(path).startswith(f"{path}:2: no field 'prompt'")
+    path.write_bytes(gzip.compress(f"{GOOD}\n{GOOD}".encode()))
+    assert [question.place for question in read_rows(path, task(path))] == [f"{path}:1", f"{path}:2"]
+
+
+def test_a_gzip_file_that_is_cut_off_or_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress(f"{GOOD}\n".encode() * 100)
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be unpacked" in message(path)
+    path.write_bytes(whole)
+    monkeypatch.setattr("stretto.core.jsonl.LARGEST_UNPACKED", 100)
+    assert "more than 100 bytes after unpacking" in message(path)
+
+
+def test_rows_of_one_name_are_refused_with_both_places(tmp_path: Path) -> None:
+    rows = [json.dumps({"id": id, "prompt": "3+8=", "answer": "11"}) for id in ("a", 7, "a", True)]
+    told = message(write(tmp_path, *rows), id_field="id").splitlines()
+    assert told == [
+        f'{tmp_path}/rows.jsonl:3: id: "a" is also that of {tmp_path}/rows.jsonl:1; each row needs a name of its own',
+        f"{tmp_path}/rows.jsonl:4: id: true; a text or a whole number is needed",
+    ]
 
 
 def test_the_last_rows_are_held_out(tmp_path: Path) -> None:

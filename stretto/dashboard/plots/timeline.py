@@ -39,6 +39,8 @@ _LOOKS: dict[str, tuple[str, str]] = {  # span name: colour, what the legend cal
     "generate": (SKY, "generate"),
     "recompute": (ORANGE, "recompute the cache"),
     _LOAD: (RED, "load weights: completions are interrupted"),
+    "map": ("#d9a0a0", "check a version"),
+    "pull": ("#a0a0d9", "pull a version"),
     "score": (PINK, "score completions"),
     "proximal": (GREEN, "proximal log-probabilities"),
     _STEP: (BLUE, "update"),

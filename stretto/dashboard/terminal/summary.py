@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 
 _BAR_WIDTH = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -37,13 +37,20 @@ def print_summary(inspection: Inspection, title: str, console: Console | None = 
 
 
 def summary_table(inspection: Inspection, title: str) -> Table:
-    """One row for each value: accuracy and time, work, staleness, busy roles."""
+    """One row for each value: accuracy and time, work, staleness, busy roles, engines and weights."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
     table.add_column(style="dim", justify="right")
     table.add_column()
-    for section in (_accuracy(inspection), _work(inspection), _staleness(inspection), _busy(inspection.busy)):
+    engines, weights = _engines(inspection.engines), _weights(inspection.weights)
+    for section in (
+        _accuracy(inspection),
+        _work(inspection),
+        _staleness(inspection),
+        _busy(inspection.busy),
+        (*engines, *weights),
+    ):
         for name, value in section:
             table.add_row(name, value)
         table.add_row("", "")
@@ -96,6 +103,23 @@ def _staleness(inspection: Inspection) -> Rows:
 def _busy(busy: Mapping[str, float]) -> Rows:
     for role, fraction in busy.items():
         yield f"{role} busy", Text.assemble((bar(fraction), "blue"), f" {fraction:.0%}")
+
+
+def _engines(engines: Iterable[EngineRecord]) -> Rows:
+    for engine in engines:
+        there = f"since step {engine.joined_step}"
+        if engine.left_step is not None:
+            there = f"steps {engine.joined_step} to {engine.left_step}: {engine.reason}"
+        what = f"{engine.kind} on {engine.host}, version {engine.version}"
+        yield engine.name, f"{what}, {engine.generated:,} tokens, {there}"
+
+
+def _weights(weights: WeightsSummary) -> Rows:
+    if weights.bytes is None or weights.seconds_pull_median is None:
+        return
+    pull = f"{weights.bytes / 1e6:,.1f} MB in {1000 * weights.seconds_pull_median:,.1f} ms"
+    pause = weights.seconds_pause_median
+    yield "weights", f"{weights.medium}: {pull}" + (f", pause {1000 * pause:,.1f} ms" if pause is not None else "")
 
 
 def bar(fraction: float, width: int = _BAR_WIDTH) -> str:

@@ -155,6 +155,8 @@ class ExternalEngine:
                 self._counts.recomputed += len(completion.token_ids)
         except EngineLost as lost:  # the conductor gives the rest to another engine
             completion.stream.break_off(lost.how)
+        except RefusedRequest as refused:  # the request is at fault, so the engine goes on
+            completion.stream.refuse(refused)
         except StrettoError as error:  # the server cannot be trusted with another token
             completion.distrust()
             completion.stream.break_off(str(error))
@@ -219,7 +221,10 @@ class ExternalEngine:
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
             if version > self.version or not self._counts.updates:
+                start = time.monotonic()
                 folder = await asyncio.to_thread(self._weights.folder_of, version)
+                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+                self._spans.add("map", start, time.monotonic(), version, size)
                 await self._load(folder, version)
             return self.version
         finally:

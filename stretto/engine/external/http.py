@@ -13,7 +13,8 @@ from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, Wi
 from stretto.engine.http.connections import Connection, Connections
 
 _JSON = "application/json"
-_OK, _BAD_REQUEST, _UNPROCESSABLE, _SERVER_ERROR = 200, 400, 422, 500
+_OK = 200
+_OF_THE_REQUEST = (400, 413, 422)  # statuses
 _SHOWN = 300
 _LOOK_SECONDS = 5.0
 _LARGEST_EVENT = 64 << 20
@@ -109,6 +110,6 @@ def refused(server: str, path: str, status: int, body: bytes) -> WireError:
     with suppress(msgspec.DecodeError, AttributeError, KeyError, TypeError):
         told = msgspec.json.decode(body)
         said = str(told["error"]["message"] if isinstance(told.get("error"), dict) else told.get("message") or told)
-    if status in (_BAD_REQUEST, _UNPROCESSABLE):
+    if status in _OF_THE_REQUEST:
         return RefusedRequest(f"{server}{path}", said[:_SHOWN], f"what the server allows (status {status})")
     return WireError(f"{server} answers {path} with status {status}: {said[:_SHOWN]}")

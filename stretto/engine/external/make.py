@@ -45,7 +45,7 @@ class Served:
     release: str
     model: str
     context_length: int | None
-    vocab_size: int | None = None
+    architecture: str | None = None
 
 
 class Make(Protocol):

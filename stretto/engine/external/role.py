@@ -7,12 +7,14 @@ trainer ─► mailbox ─► this process: verified, staged ─► the server l
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.config import EngineConfig
@@ -21,10 +23,10 @@ from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Make
 from stretto.engine.external.makes import MAKES
 from stretto.engine.external.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
-from stretto.engine.external.staging import StagedWeights
+from stretto.engine.external.staging import FolderAsItIs, StagedWeights
 from stretto.engine.http.server import EngineApp, serve_app
 from stretto.engine.native.stops import StopTexts
-from stretto.engine.spec import EngineSpec
+from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.heartbeat import begin_role
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
-        lambda: asyncio.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
+        lambda: uvloop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
     )
 
 
@@ -63,7 +65,8 @@ async def play(spec: EngineSpec) -> None:
     try:
         await until_ready(server, wire, spec.publication_seconds or _READY_SECONDS)
         engine = await _engine(spec, config, wire)
-        await serve_app(EngineApp(engine, LARGEST_FRAME), spec.address, _Life(engine, server, wire))
+        app = EngineApp(engine, LARGEST_FRAME, os.environ.pop(ENGINE_KEY, ""))
+        await serve_app(app, spec.address, _Life(engine, server, wire), spec.tls)
     finally:
         await server.stop()
 
@@ -72,12 +75,17 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
     folder = inspect_model_folder(Path(spec.model))
     served = await wire.describe()
     limits = Limits(folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length))
+    stop_texts = StopTexts(partial(load_tokenizer, spec.model))
+    if not spec.publication_seconds:  # nothing is published; a server that runs already may have any weights
+        engine = ExternalEngine(
+            spec.name, wire, limits, FolderAsItIs(Path(spec.model).resolve()), stop_texts, config.on_update
+        )
+        await engine.update(engine.version)
+        return engine
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     staged = StagedWeights(subscriber, Path(spec.model), Path(spec.scratch))
-    stop_texts = StopTexts(partial(load_tokenizer, spec.model))
     engine = ExternalEngine(spec.name, wire, limits, staged, stop_texts, config.on_update)
-    if spec.publication_seconds > 0:
-        await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
+    await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
     return engine
 
 

@@ -86,7 +86,9 @@ class SglangServer:
         except (WireError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"{self._http.name} is no server that stretto can train with ({error}); {NEEDED}") from None
         context = listed.get("max_model_len")
-        return Served(f"SGLang {release}", path, None if context is None else context - _LAST_PLACES)
+        (architecture, *_) = model.get("architectures") or [None]
+        context = None if context is None else context - _LAST_PLACES
+        return Served(f"SGLang {release}", path, context, architecture)
 
     async def pause(self, *, keep: bool) -> None:
         await self._http.exchange("POST", "/pause_generation", {"mode": "in_place" if keep else "retract"})

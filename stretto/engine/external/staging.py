@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.weights.shared_memory import SharedMemorySubscriber
 
 _WEIGHTS = "model.safetensors"
 _OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
+
+
+@dataclass(frozen=True)
+class FolderAsItIs:
+    """One folder with the weights of every version (satisfies `engine.external.engine.WeightsFolder`)."""
+
+    folder: Path
+
+    def folder_of(self, version: int, /) -> Path:
+        """The folder."""
+        return self.folder
 
 
 class StagedWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
 _NAMED = 3  # requests that a message names
+_FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
 
 class HttpEngine:
@@ -40,6 +42,8 @@ class HttpEngine:
         answer_seconds: float = 600.0,
         load_seconds: float = 120.0,
         health_seconds: float = 30.0,
+        key: str = "",
+        context: ssl.SSLContext | None = None,
     ) -> None:
         """
         Args:
@@ -47,11 +51,13 @@ class HttpEngine:
             answer_seconds: the longest wait for the next completion of a request.
             load_seconds: the longest wait for a version to be loaded.
             health_seconds: the longest wait for any other reply; the engine replies between two steps.
+            key: what the engine has to be sent; "" for none.
+            context: for TLS; None without.
         """
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
-        self._connections = Connections(name, address)
+        self._connections = Connections(name, address, key, context)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
@@ -59,7 +65,7 @@ class HttpEngine:
         Requests that are sent together begin in the same step.
 
         Raises:
-            RefusedRequest: the engine will not serve one of them, and so none.
+            RefusedRequest: the engine will not serve one of them, and so none; a server behind it may say so later.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
             DeadlineExceeded: no completion ended for `answer_seconds`.
         """
@@ -74,7 +80,7 @@ class HttpEngine:
                         raise refusal(self.name, connection.status, part + await self._rest(connection))
                 for body in unframer.feed(part):
                     missing -= 1
-                    yield decoded(body, Completion)
+                    yield self._completion(body)
                 if not part:
                     break
         if missing:
@@ -111,6 +117,10 @@ class HttpEngine:
         body = await self._exchange("/spans", None, "its spans", self._health_seconds)
         return decoded(body, list[Span])
 
+    def break_off(self) -> None:
+        """Close every connection at once."""
+        self._connections.break_off()
+
     async def close(self) -> None:
         """Close the connections."""
         self._connections.close()
@@ -123,6 +133,15 @@ class HttpEngine:
             if connection.status != _OK:
                 raise refusal(self.name, connection.status, reply)
             return reply
+
+    def _completion(self, body: bytes) -> Completion:
+        try:
+            told = _FRAME.decode(body)
+        except msgspec.DecodeError as error:
+            raise _unknown(body, error) from None
+        if isinstance(told, list):
+            raise _error(told[0])
+        return told
 
     @staticmethod
     async def _rest(connection: Connection) -> bytes:
@@ -141,7 +160,11 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})") from None
+        raise _unknown(body, error) from None
+
+
+def _unknown(body: bytes, error: msgspec.DecodeError) -> WireError:
+    return WireError(f"a reply that no engine of ours sends: {body[:80]!r} ({error})")
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
@@ -151,6 +174,10 @@ def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
     except WireError as error:
         # Its server breaks off what is open with this status when the engine has failed.
         return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
+    return _error(told)
+
+
+def _error(told: Refusal) -> WireError | EngineLost:
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
     if told.error == "EngineLost":

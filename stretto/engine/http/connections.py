@@ -7,6 +7,9 @@ all else that it does (docs/decisions/0007-own-connections.md). The parsing is h
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -18,6 +21,7 @@ from stretto.core.errors import EngineLost, WireError
 from stretto.engine.wire import MSGPACK, split_address
 
 _CONNECT_SECONDS = 10.0
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the road is, or its end
 
 
 class Connection(asyncio.Protocol):
@@ -28,8 +32,9 @@ class Connection(asyncio.Protocol):
         ...
     """
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, key: str = "") -> None:
         self._engine = engine
+        self._authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._transport: asyncio.Transport | None = None
         self._wake = asyncio.Event()
         self._lost = False
@@ -50,7 +55,8 @@ class Connection(asyncio.Protocol):
         """Begin an exchange in bodies of the type `media`."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
-        headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n\r\n"
+        headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
+        headers += f"{self._authorization}\r\n"
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: engine\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
@@ -70,6 +76,11 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close it without waiting for what is not sent yet."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -100,10 +111,11 @@ class Connection(asyncio.Protocol):
 class Connections:
     """The connections to one engine: made when needed, kept for the next exchange."""
 
-    def __init__(self, engine: str, address: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: str, address: str, key: str = "", context: ssl.SSLContext | None = None) -> None:
+        self._engine, self._key, self._context = engine, key, context
         self._path, self._host, self._port = split_address(address)
         self._idle: list[Connection] = []
+        self._used: set[Connection] = set()
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
@@ -116,9 +128,11 @@ class Connections:
         while self._idle and not self._idle[-1].reusable:
             self._idle.pop().close()
         connection = self._idle.pop() if self._idle else await self._connect()
+        self._used.add(connection)
         try:
             yield connection
         finally:
+            self._used.discard(connection)
             if connection.reusable:
                 self._idle.append(connection)
             else:
@@ -129,16 +143,27 @@ class Connections:
         while self._idle:
             self._idle.pop().close()
 
+    def break_off(self) -> None:
+        """Close all of them: an exchange in progress ends with EngineLost."""
+        self.close()
+        for connection in self._used:
+            connection.abort()
+
     async def _connect(self) -> Connection:
-        loop, protocol = asyncio.get_running_loop(), lambda: Connection(self._engine)
+        loop, protocol = asyncio.get_running_loop(), lambda: Connection(self._engine, self._key)
         try:
             async with deadline(f"the client of {self._engine}", "a connection", _CONNECT_SECONDS):
                 if self._path is not None:
                     _, made = await loop.create_unix_connection(protocol, self._path)
                 else:
-                    _, made = await loop.create_connection(protocol, self._host, self._port)
+                    _, made = await loop.create_connection(protocol, self._host, self._port, ssl=self._context)
         except (ConnectionError, FileNotFoundError) as error:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
-        except OSError as error:  # ours, not the engine's: too many open files, for one
+        except ssl.SSLError as error:
+            raise EngineLost(self._engine, f"does not speak our TLS ({error.reason})") from None
+        except OSError as error:
+            if isinstance(error, (socket.gaierror, TimeoutError)) or error.errno in _UNREACHABLE:
+                raise EngineLost(self._engine, f"cannot be reached ({error.strerror or error})") from None
+            # Ours, not the engine's: too many open files, for one.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made

@@ -14,14 +14,18 @@ from starlette.types import ASGIApp
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.engine.native.generation import Generation
+from stretto.processes.tls import server_context
 
 _SHUTDOWN_SECONDS = 1
 _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 
 
-def server_of(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None) -> uvicorn.Server:
-    """A server that a signal ends at once, as signals end a process."""
-    return uvicorn.Server(_config(app, keep_alive_seconds, unix_path))
+def server_of(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "") -> uvicorn.Server:
+    """A server that a signal ends at once, as signals end a process. `tls`: see `processes.tls`."""
+    config = _config(app, keep_alive_seconds, unix_path)
+    config.load()
+    config.ssl = server_context(tls)
+    return uvicorn.Server(config)
 
 
 class GracefulServer(uvicorn.Server):

@@ -11,6 +11,7 @@ update cannot happen inside a step. The wire is described in `stretto.engine.wir
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from stretto.core.events import Span
 from stretto.core.frames import LARGEST_FRAME
 from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
-from stretto.engine.http.asgi import LARGEST_BODY, read_body, reply, when_gone
+from stretto.engine.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
 from stretto.engine.http.lifecycle import Runner, bind, run_app, server_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
@@ -78,9 +79,10 @@ class _Exchange:
 class EngineApp:
     """The ASGI application: a method per endpoint."""
 
-    def __init__(self, backend: Backend, largest: int = LARGEST_BODY) -> None:
-        """`largest`: bytes of a body."""
+    def __init__(self, backend: Backend, largest: int = LARGEST_BODY, key: str = "") -> None:
+        """`largest`: bytes of a body. `key`: what clients have to send; "" for a socket that others cannot reach."""
         self._backend, self._largest = backend, largest
+        self._bearer = f"Bearer {key}".encode() if key else b""
         self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
         routes = [
             Route("/generate", _Streaming(self.stream_completions), methods=["POST"]),
@@ -94,6 +96,9 @@ class EngineApp:
         self._router = Router(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._bearer and not hmac.compare_digest(header(scope, b"authorization") or b"", self._bearer):
+            await _reply(send, 401, Refusal(error="RefusedRequest", field="key", found="is wrong", allowed="the run's"))
+            return
         await self._router(scope, receive, send)
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,30 +145,32 @@ class EngineApp:
         return self._backend.drain_spans()
 
 
-def serve(engine: NativeEngine, subscriber: Subscriber, listen: str) -> None:
+def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
     """Serve until SIGTERM or SIGINT; loads the newest published version first.
 
     Args:
         listen: ``unix:/path/to.sock`` or ``host:port``.
+        key: what clients have to send; "" for none.
+        tls: folder of certificates (`processes.tls`), "" for none.
 
     Raises:
         RecipeError: the port is in use.
         Exception: whatever ended the engine's loop; open requests have been broken off by then.
     """
-    uvloop.run(run_server(engine, subscriber, listen))
+    uvloop.run(run_server(engine, subscriber, listen, key, tls))
 
 
-async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str) -> None:
+async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
     """`serve` in the running event loop; cancelling it stops the server."""
     newest = subscriber.newest()
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine, subscriber)
     # Groups that another engine has lost come with all their tokens, and rounds with all their groups.
-    await serve_app(EngineApp(generation, LARGEST_FRAME), listen, generation)
+    await serve_app(EngineApp(generation, LARGEST_FRAME, key), listen, generation, tls)
 
 
-async def serve_app(app: EngineApp, listen: str, runner: Runner) -> None:
+async def serve_app(app: EngineApp, listen: str, runner: Runner, tls: str = "") -> None:
     """Serve at an address, and run the engine, until either ends.
 
     Raises:
@@ -175,7 +182,7 @@ async def serve_app(app: EngineApp, listen: str, runner: Runner) -> None:
         await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, runner)
     else:
         bound = bind(host, port, "engine.base_port")
-        await run_app(server_of(app, _KEEP_ALIVE_SECONDS), [bound], runner)
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, tls=tls), [bound], runner)
 
 
 async def _reply(send: Send, status: int, message: object) -> None:
@@ -190,7 +197,7 @@ def _too_large(largest: int) -> Refusal:
 def _refusal(error: Exception) -> tuple[int, Refusal]:
     """Status and body by which the client raises the same error again."""
     if isinstance(error, RefusedRequest):
-        return 400, Refusal(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
+        return 400, Refusal.of(error)
     if isinstance(error, EngineLost):
         return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
     if isinstance(error, msgspec.DecodeError):

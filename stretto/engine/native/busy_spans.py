@@ -28,15 +28,15 @@ class BusySpans:
         self._done: deque[Span] = deque(maxlen=MOST_SPANS)
         self._last: Span | None = None
 
-    def add(self, name: str, start: float, end: float, version: int) -> None:
+    def add(self, name: str, start: float, end: float, version: int, bytes: int = 0) -> None:
         """Times are seconds of `time.monotonic`."""
         last = self._last
         if last is not None:
             if (last.name, last.version) == (name, version) and start - last.end < _GAP:
-                start = last.start
+                start, bytes = last.start, last.bytes + bytes
             else:
                 self._done.append(last)
-        self._last = Span(role=self._role, name=name, start=start, end=end, version=version)
+        self._last = Span(role=self._role, name=name, start=start, end=end, version=version, bytes=bytes)
 
     def drain(self) -> list[Span]:
         """All spans since the last call."""

@@ -185,18 +185,19 @@ class NativeEngine:
         )
         return [progress for progress in found if progress.segment.token_ids]
 
-    def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights.
 
         Args:
             version: of the weights; never older than the one in use.
             tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
+            since: when they began to be mapped and checked, by `time.monotonic`; steps went on meanwhile.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
             RefusedRequest: the version is older than the one in use.
         """
-        start = time.monotonic()
+        mapped = time.monotonic()
         if version < self.version:
             raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
         self._parameters.check(version, tensors)
@@ -204,7 +205,9 @@ class NativeEngine:
         self._parameters.load(tensors)
         self.version = version
         self._updates += 1
-        self._spend("load", start)
+        if since is not None:
+            self._spans.add("map", since, mapped, version, sum(tensor.nbytes for tensor in tensors.values()))
+        self._spend("load", mapped)
 
     def health(self) -> EngineHealth:
         """Version, queue and counters."""

@@ -19,6 +19,7 @@ import msgspec
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
+from stretto.launch.assemble.cluster import Cluster, identity_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
@@ -47,10 +48,17 @@ class Roles:
     engines: EnginePool
     trainer: TrainerLink
     rewards: RewardPool
+    cluster: Cluster
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
-        return [*await self.engines.poll(patience), *self.trainer.drain_spans(), *self.rewards.drain_spans()]
+        of_engines = await self.engines.poll(patience)
+        return [
+            *of_engines,
+            *self.trainer.drain_spans(),
+            *self.rewards.drain_spans(),
+            *self.cluster.drain_spans(),
+        ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
         """`poll`; once a stop is requested, it waits a second for an engine that does not reply."""
@@ -64,7 +72,7 @@ class Roles:
         Raises:
             RoleDied: a role has died too often.
         """
-        await gather_or_cancel(self.engines.supervise(), self.trainer.supervise())
+        await gather_or_cancel(self.engines.supervise(), self.trainer.supervise(), self.cluster.supervise())
         raise AssertionError("a watcher never ends by itself")
 
     def progress(self) -> object:
@@ -85,6 +93,7 @@ class Roles:
             stopped=round(self.engines.counted(lambda health: health.wasted)),
             unfinished=round(self.engines.counted(lambda health: health.unfinished)),
             busy=busy,
+            generated_by=self.engines.generated(),
         )
 
 
@@ -109,7 +118,6 @@ async def running_roles(
     with _endpoints(plan, folder, version) as endpoints:
         model, deadlines = folder.policy(0), recipe.deadlines
         recovery = Recovery(folder, recipe.store.keep_checkpoints)
-        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner)
         engines = EnginePool(
             engine_specs(plan, model, endpoints),
             folder.logs,
@@ -118,20 +126,30 @@ async def running_roles(
             load_interval=recipe.engine.load_interval,
             router=ExclusiveRouter() if in_rounds(recipe) else Router(),
             spawner=spawner,
+            lag=recipe.cluster.lag,
+            kind=recipe.engine.kind,
         )
+        cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder))
+        elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
+        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
         rewards = _reward_pool(plan, folder, report)
         trainer.report_to(report)
         engines.report_to(report)
         # Steps that are done again may take longer than an engine waits for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
         serve = partial(engines.start, version)
-        starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
         try:
+            await cluster.open()
+            starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
             await stop.unless(gather_or_cancel(rewards.start(), *starts))
+            if not engines.names:
+                await stop.unless(engines.until_up(recipe.cluster.wait))
             record_facts(folder, rewards.facts)
-            yield Roles(engines, trainer, rewards)
+            yield Roles(engines, trainer, rewards, cluster)
         finally:
+            why, again = ("the run was stopped", True) if stop.requested else ("the run has ended", False)
             await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
+            await end_all(report, cluster.close(why, again))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
+from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
@@ -20,9 +21,9 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
-from stretto.loop.engines.pool import GroupInFlight, InFlight, restore
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.evaluation import Evaluator, PeriodicEvaluation
+from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
@@ -30,21 +31,23 @@ from stretto.loop.records.reporter import Reporter
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
-from stretto.rollout.prompts import PromptStream
+from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals
+from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import SingleTurn, Workflow
+from stretto.worlds.sources.task import DatasetTask
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
     "the completions judged since the step before | length = tokens of a completion | staleness = versions from "
     "sampling to training | in flight, buffered = groups | percentages = how busy each role is"
 )
+_DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
 CONTROLLER = "standing"  #: the fact of the ledger that holds the state of the controller
 
 
@@ -134,10 +137,18 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ) as roles:
             for fact in roles.rewards.facts.values():
                 reporter.say(fact)
+            _keep_roster(context, roles)
             if not stop.requested:
                 recorder = _recorder(context, roles, earlier, since)
                 await run_beside(roles.supervise(), _train(context, roles, recorder))
         return stop.exit_code
+
+
+def _keep_roster(context: RunContext, roles: Roles) -> None:
+    """The engines of this process behind those of earlier ones, in the ledger from now on."""
+    ledger, roster = context.ledger, roles.engines.roster
+    roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
+    ledger.watch(ENGINES, roster.rows)
 
 
 def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: float) -> Recorder:
@@ -150,6 +161,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: 
         max_staleness=recipe.rollout.max_staleness,
         earlier=earlier,
         clock=RunClock(earlier, since),
+        medium=roles.cluster.medium.medium,
         slow_reward=SlowReward(recipe.rewards.function, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,
     )
@@ -183,7 +195,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
         recipe.rollout,
-        PromptStream(context.plan.training, recipe.seed, state.position),
+        _prompts(context.plan, state.position),
         ledger,
         recipe.seed,
         version=context.start.version,
@@ -192,6 +204,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
     restored = restore(controller, state, read_unfinished(context.folder.ledger))
     ledger.watch(CONTROLLER, controller.state)
     in_flight, workflow = _generation(context, roles, controller, restored)
+    roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
     conductor = Conductor(
         controller=controller,
         workflow=workflow,
@@ -200,7 +213,9 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         in_flight=in_flight,
         recorder=recorder,
         checkpointing=_checkpointing(context, roles, controller),
-        evaluation=PeriodicEvaluation(_evaluator(context, roles, recorder), recorder, recipe.evaluation.every),
+        evaluation=evaluations(
+            context.plan, context.folder, _evaluator(context, roles, recorder), recorder, context.reporter.say
+        ),
         poll=roles.poll,
         progress=roles.progress,
         steps=recipe.trainer.steps,
@@ -213,6 +228,13 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         await conductor.evaluation.close()
         await conductor.checkpointing.close()
     recorder.conclude()
+
+
+def _prompts(plan: Plan, position: Position) -> PromptStream:
+    task = plan.recipe.task
+    chosen = task.curriculum if isinstance(task, DatasetTask) else None
+    rests = (lambda rate: not chosen.hard < rate < chosen.easy) if chosen is not None else (lambda rate: False)
+    return PromptStream(plan.training, plan.recipe.seed, position, plan.sources, rests)
 
 
 def _generation(
@@ -252,7 +274,7 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
         generate=roles.engines.generate,
         score=roles.rewards.score_group,
         detokenize=plan.tokenizer.decode,
-        count_tokens=recorder.evaluation_sampled,
+        count=recorder.evaluation_sampled,
         keep=recorder.held_out,
     )
 
@@ -299,6 +321,6 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         await stop.unless(_evaluate_last(roles, evaluation, controller.published))
 
 
-async def _evaluate_last(roles: Roles, evaluation: PeriodicEvaluation, version: int) -> None:
+async def _evaluate_last(roles: Roles, evaluation: Evaluations, version: int) -> None:
     await roles.engines.reach(version)
     await evaluation.evaluate(version)

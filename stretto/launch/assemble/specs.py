@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,13 @@ def engine_role(config: EngineConfig) -> str:
 
 
 def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """The engines of a run; `published` False: they serve the folder as it is."""
-    return [_engine_spec(plan, model, endpoints, number, published) for number in range(plan.recipe.engine.count)]
+    """The engines that a run starts itself; `published` False: they serve the folder as it is."""
+    count = plan.recipe.engine.count if plan.recipe.cluster.placer == "local" else 0
+    return [engine_spec(plan, model, endpoints, number, published) for number in range(count)]
 
 
-def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
+def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
+    """One engine of a run, on the run's own machine."""
     config = plan.recipe.engine
     unix = config.transport == "unix"
     deadlines = plan.recipe.deadlines
@@ -65,7 +68,7 @@ def _engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, pub
         # The trainer starts beside it, and then publishes.
         publication_seconds=deadlines.start + deadlines.save if published else 0.0,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
-        server=config.addresses[number] if config.addresses else None,
+        server=config.addresses[number] if number < len(config.addresses) else None,
         scratch=str(endpoints.sockets / f"engine-{number}"),
     )
 
@@ -83,7 +86,24 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         threads=recipe.trainer.threads,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         published=_published(recipe),
+        rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
     )
+
+
+def _rank_host(recipe: Recipe) -> str:
+    host = recipe.cluster.listen.rpartition(":")[0]
+    return own_address() if host in ("", "0.0.0.0") else host
+
+
+def own_address() -> str:
+    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+        return address
 
 
 def _published(recipe: Recipe) -> str | None:

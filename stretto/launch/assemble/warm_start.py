@@ -12,6 +12,7 @@ import xxhash
 from stretto import __version__
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import cache_folder
+from stretto.engine.config import EngineConfig
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
 from stretto.launch.preflight.base import check_cache, digest
 from stretto.launch.preflight.plan import Plan, make_plan
@@ -98,7 +99,7 @@ def sft(
     if recipe.warm_start is None:
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     refuse_old(out)
-    plan = make_plan(recipe)
+    plan = make_plan(recipe.model_copy(update={"engine": EngineConfig()}))  # nothing is generated
     train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, spawner))
 
 

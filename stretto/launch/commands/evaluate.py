@@ -1,15 +1,20 @@
-"""`stretto eval`: the held-out accuracy of a model folder, with the engine, sampling and reward of a run."""
+"""`stretto eval`: how good a model folder is on held-out questions, with the engine, sampling and reward of a run."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan, make_plan
@@ -17,52 +22,126 @@ from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
-from stretto.loop.records.recorder import Evaluation
+from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.service.pool import RewardPool
+from stretto.store.files import write_atomically
+from stretto.worlds.sources.mappings import MAPPINGS
+from stretto.worlds.sources.readers import is_local
+
+_GYM = "reasoning-gym:"
+_GYM_QUESTIONS = 256
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """Datasets that are asked whole: files, folders, names of the hub, or ``reasoning-gym:TASK``."""
+
+    data: tuple[str, ...]
+    mapping: str | None = None
+    subset: str | None = None
+    split: str = "test"
+
+    def tree(self) -> dict[str, Any]:
+        """The sections of a recipe that asks them.
+
+        Raises:
+            RecipeError: there is no such mapping.
+        """
+        if self.mapping is not None and self.mapping not in MAPPINGS:
+            raise RecipeError([Problem("--mapping", repr(self.mapping), nearest(self.mapping, MAPPINGS))])
+        gym = all(place.startswith(_GYM) for place in self.data)
+        asked = [self._source(place) for place in self.data]
+        reward = "reasoning_gym" if gym else MAPPINGS[self.mapping].reward if self.mapping is not None else None
+        held_out = [] if gym else asked
+        return {
+            "task": {"kind": "dataset", "sources": asked, "held_out_sources": held_out},
+            "trainer": {},
+            "evaluation": {"prompts": sys.maxsize},
+            **({"rewards": {"function": reward}} if reward is not None else {}),
+        }
+
+    def _source(self, place: str) -> dict[str, Any]:
+        if place.startswith(_GYM):
+            name = place.removeprefix(_GYM)
+            return {"kind": "reasoning_gym", "task": name, "size": _GYM_QUESTIONS, "held_out": _GYM_QUESTIONS}
+        chosen = MAPPINGS.get(self.mapping or "")
+        local = is_local(place, Path.cwd())
+        found = {
+            "data": str(Path(place).expanduser().resolve()) if local else place,
+            "split": self.split,
+            "subset": self.subset,
+            "mapping": self.mapping,
+            "chat_template": "none" if chosen is not None and chosen.continued else "auto",
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked beside the recipe: completions of each question (None: as the recipe says), and the file for the
+    results of each question."""
+
+    samples: int | None = None
+    rows: Path | None = None
+    results: list[QuestionResult] = field(default_factory=list)
 
 
 def evaluate(
     model: Path,
-    task: Path,
+    task: Path | DataChoice,
     overrides: Overrides,
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
+    asked: Asked | None = None,
 ) -> Evaluation:
-    """Evaluate the model on the held-out prompts of `task`: a recipe, or a JSONL file with all its rows.
+    """Evaluate the model on the held-out prompts of `task`: a recipe, a JSONL file with all its rows, or datasets.
 
     Raises:
         UserError: the folder, the task or an override is wrong.
         RoleError: an engine or a reward worker failed.
         SystemExit: a signal ended it.
     """
-    plan = make_plan(_recipe(model, task, overrides))
+    asked = asked or Asked()
+    if asked.rows is not None and not asked.rows.absolute().parent.is_dir():
+        raise RecipeError([Problem("--rows", f"{asked.rows}: its folder does not exist", "give a file in a folder")])
+    plan = make_plan(_recipe(model, task, overrides, asked.samples))
     sampling = plan.sampling
     say(
         f"reward {plan.recipe.rewards.function} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "
         f"tokens | {len(plan.held_out):,} prompts | sampling seed {plan.recipe.evaluation.seed}"
     )
-    for note in plan.notes:
+    for note in dict.fromkeys(plan.notes):
         say(f"warning: {note}")
-    return until_cut_short(_evaluate(plan, spawner))
+    found = until_cut_short(_evaluate(plan, spawner, asked.results.extend))
+    if asked.rows is not None:
+        lines = (msgspec.json.encode(result) + b"\n" for result in asked.results)
+        write_atomically(asked.rows, b"".join(lines))
+    return found
 
 
-def _recipe(model: Path, task: Path, overrides: Overrides) -> Recipe:
-    if task.suffix == ".jsonl":
+def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples: int | None) -> Recipe:
+    if isinstance(task, DataChoice):
+        tree, place = task.tree(), "--data"
+        override(tree, overrides)
+    elif task.suffix == ".jsonl":
         rows = {"kind": "jsonl", "file": str(task.resolve()), "held_out_file": str(task.resolve())}
-        tree: dict[str, Any] = {"task": rows, "trainer": {}, "evaluation": {"prompts": sys.maxsize}}
+        tree, place = {"task": rows, "trainer": {}, "evaluation": {"prompts": sys.maxsize}}, str(task)
         override(tree, overrides)
     else:
-        tree = parse_recipe(task, overrides)
+        tree, place = parse_recipe(task, overrides), str(task)
     tree["model"] = {"path": str(model.expanduser())}
     tree.pop("warm_start", None)
     if isinstance(tree.get("trainer"), dict):
         tree["trainer"].pop("device", None)  # nothing is trained
-    return validate(tree, str(task))
+    if isinstance(tree.get("evaluation", {}), dict):
+        chosen = {"samples": samples} if samples is not None else {}
+        tree["evaluation"] = {**tree.get("evaluation", {}), "sets": [], "best_of": "", **chosen}
+    return validate(tree, place)
 
 
-async def _evaluate(plan: Plan, spawner: Spawner) -> Evaluation:
+async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[QuestionResult]], None]) -> Evaluation:
     recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
     specs = engine_specs(plan, plan.base.path, endpoints, published=False)
@@ -78,8 +157,9 @@ async def _evaluate(plan: Plan, spawner: Spawner) -> Evaluation:
             engines.generate,
             rewards.score_group,
             plan.tokenizer.decode,
+            rows=keep,
         )
-        evaluation = await stopped.unless(run_beside(engines.supervise(), evaluate()))
+        evaluation = await stopped.unless(run_beside(engines.supervise(), with_samples(evaluate, plan)()))
         failed = False
     finally:
         await asyncio.gather(engines.stop(1.0), rewards.close())

@@ -20,6 +20,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
 from stretto.engine.openai.app import OpenAIApp
 from stretto.engine.openai.translate import ServedModel
+from stretto.launch.preflight.servers import check_embedded
 from stretto.launch.recipe.recipe import override, validate
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -35,7 +36,7 @@ def engine_config(overrides: Sequence[str]) -> EngineConfig:
     """The `[engine]` section from ``engine.key=value`` words.
 
     Raises:
-        RecipeError: words of another form, or values that are not allowed (all of them).
+        RecipeError: words of another form, values that are not allowed (all of them), or another engine.
     """
     keys = [word.partition("=")[0].strip() for word in overrides]
     problems = [
@@ -52,7 +53,9 @@ def engine_config(overrides: Sequence[str]) -> EngineConfig:
         raise RecipeError(problems)
     tree: dict[str, Any] = {"model": {"path": "."}, "task": {"kind": "arithmetic"}, "trainer": {}}
     override(tree, overrides)
-    return validate(tree, "stretto serve").engine
+    config = validate(tree, "stretto serve").engine
+    check_embedded(config)
+    return config
 
 
 def _say(text: str) -> None:

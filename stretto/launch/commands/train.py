@@ -13,9 +13,11 @@ import torch
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoError, described
 from stretto.launch.assemble.run import StartState, run
+from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
-from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.preflight.paper import is_on_paper, outline
+from stretto.launch.preflight.plan import Outline, Plan, make_plan
 from stretto.launch.preflight.trainable import check_checkpoint
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recipe
@@ -24,7 +26,6 @@ from stretto.loop.records.reporter import Reporter
 from stretto.model.hf.inspection import read_weights
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
-from stretto.store.export import ExportedQuestion
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
@@ -36,11 +37,13 @@ from stretto.trainer.optimizer import learning_rate
 _MAY_CHANGE = (
     "trainer.steps",
     "trainer.ranks",
+    "trainer.remote_ranks",
     "trainer.keep_versions",
     "trainer.checkpoint_every",
     "evaluation",
     "deadlines",
     "store",
+    "cluster",
 )
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
@@ -48,7 +51,8 @@ _HOPELESS = 2.0  # times the available memory
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
-    """`stretto train --dry-run`: read, check and measure everything, start nothing.
+    """`stretto train --dry-run`: read, check and measure everything, start nothing. Of a model whose folder holds no
+    weights, the rest is checked, and what is not is told.
 
     Raises:
         UserError: with every mistake that was found.
@@ -56,11 +60,12 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     if resume:
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
         prepared.folder.release()
-        plan = prepared.plan
+        plan: Outline = prepared.plan
         for sentence in prepared.beginning.sentences():
             print(f"resume      {sentence}")
     else:
-        plan = _fitting(make_plan(load_recipe(recipe_path, overrides)))
+        wanted = load_recipe(recipe_path, overrides)
+        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted))
     recipe = plan.recipe
     group = f"{recipe.rollout.group_size} completions"
     print(f"recipe      {recipe_path}: {recipe.trainer.steps} steps of {recipe.rollout.batch_size} groups of {group}")
@@ -175,9 +180,8 @@ def _new(path: Path, plan: Plan) -> RunFolder:
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
         record_recipe(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
-    file = getattr(plan.recipe.task, "file", None)  # the id of a question from a file is its line
-    asked = [ExportedQuestion(p.id, p.text, p.answer, file and f"{file}:{p.id}") for p in plan.training]
-    folder.write("questions.jsonl", "".join(f"{msgspec.json.encode(question).decode()}\n" for question in asked))
+        ledger.put(DATA, DataRecord.of(plan))
+    write_questions(folder, plan)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
     return folder
@@ -196,8 +200,8 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ..
     if moved and known is not None and known != _model_fingerprint(plan):
         found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
         raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
-    files = () if before.task.kind != "jsonl" else ("task.file", "task.held_out_file")
-    return (*files, "rewards.path", *(("model.path",) if known is not None else ()))
+    files = {"jsonl": ("task.file", "task.held_out_file"), "dataset": ("task.sources", "task.held_out_sources")}
+    return (*files.get(before.task.kind, ()), "rewards.path", *(("model.path",) if known is not None else ()))
 
 
 def _model_fingerprint(plan: Plan) -> str:
@@ -219,7 +223,17 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
             if known is None:  # the run was killed when its ledger was still empty, or an earlier stretto began it
                 ledger.put(key, found)
         if known is not None and known != found:
-            changed = f"the {kind} questions are not those of the run (the data or the tokenizer has changed)"
+            changed = (
+                f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
+                f"is {found}, on record is {known})"
+            )
+            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        order = ledger.get(DATA, DataRecord)
+        if order is None:
+            ledger.put(DATA, DataRecord.of(plan))
+        elif order != DataRecord.of(plan):
+            changed = "the sources, their weights or the curriculum are not those of the run, and decide the order"
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
 
 

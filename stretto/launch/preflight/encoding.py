@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
@@ -38,6 +42,58 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
         problems.append(problem)
     _raise(problems)
     return tuple(prompts)
+
+
+def prompts_as_bytes(questions: Iterable[Question]) -> tuple[Prompt, ...]:
+    """Prompts without a tokenizer: the bytes of their texts stand for tokens."""
+    return tuple(
+        Prompt(id=one.id, token_ids=tuple(_all_text(one).encode()), text=one.text, answer=one.answer)
+        for one in questions
+    )
+
+
+def _all_text(question: Question) -> str:
+    return "".join(message["content"] for message in question.messages) or question.text
+
+
+@dataclass(frozen=True)
+class Within:
+    """The questions whose prompts fit, and their prompts; a note where some did not."""
+
+    questions: tuple[Question, ...]
+    prompts: tuple[Prompt, ...]
+    note: str = ""
+
+
+def encode_within(
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    longest: int,
+    long_prompts: Literal["drop", "truncate"],
+    which: str,
+) -> Within:
+    """`encode_prompts`, where those of more than `longest` tokens are left out, or lose their first ones; `which` they
+    are is for the note.
+
+    Raises:
+        DataError: as for `encode_prompts`; or every prompt is too long.
+    """
+    whole = encode_prompts(questions, tokenizer, sys.maxsize)
+    long = [prompt.id for prompt in whole if len(prompt.token_ids) > longest]
+    if not long:
+        return Within(tuple(questions), whole)
+    first = place_of(next(question for question in questions if question.id == long[0]))
+    note = (
+        f"{len(long):,} of {len(whole):,} prompts ({which}) are longer than {longest:,} tokens; the first is {first}: "
+    )
+    if long_prompts == "truncate":
+        cut = tuple(msgspec.structs.replace(prompt, token_ids=prompt.token_ids[-longest:]) for prompt in whole)
+        return Within(tuple(questions), cut, f"{note}their first tokens are cut off")
+    pairs = [pair for pair in zip(questions, whole, strict=True) if len(pair[1].token_ids) <= longest]
+    if not pairs:
+        raise DataError([Problem("[task]", f"{note}none is left", "allow more tokens, or truncate them")])
+    kept, prompts = zip(*pairs, strict=True)
+    return Within(kept, prompts, f"{note}they are left out")
 
 
 def encode_demonstrations(

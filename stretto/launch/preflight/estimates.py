@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.engine.capabilities import CAPABILITIES
-from stretto.launch.preflight.plan import Plan
+from stretto.launch.preflight.plan import Outline
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
@@ -33,7 +33,7 @@ class MemoryEstimate:
         return f"{shown}; available {self.available / 2**30:.2f} GiB"
 
 
-def estimate_memory(plan: Plan) -> MemoryEstimate:
+def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
     checkpoint is written; reference and critic, if any; for each rank the activations of one micro-batch, and for each
     but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in the
@@ -48,9 +48,11 @@ def estimate_memory(plan: Plan) -> MemoryEstimate:
     one = 4 if adapters else 16 + 12  # adapters add about a hundredth
     second = reference is not None and not (adapters and reference.path is None)
     policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
-    ranks = recipe.trainer.ranks
+    ranks = recipe.trainer.local_ranks
     whole = base.parameters * 4 * (ranks - 1)
-    trainer = base.parameters * policies + whole + ranks * (activations + _PROCESS_BYTES)
+    trainer = (
+        base.parameters * policies * ranks // recipe.trainer.ranks + whole + ranks * (activations + _PROCESS_BYTES)
+    )
     item = width[recipe.engine.dtype]
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
@@ -81,7 +83,7 @@ class DiskEstimate:
         return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
 
 
-def estimate_disk(plan: Plan, folder: Path) -> DiskEstimate:
+def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
     """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
     Policies in float32; checkpoints with Adam's two moments, of a critic too, and one more while it is written."""
     recipe, weights = plan.recipe, plan.base.parameters * 4
@@ -106,12 +108,12 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def warnings(plan: Plan) -> Sequence[str]:
+def warnings(plan: Outline) -> Sequence[str]:
     """Sentences about settings that work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
     served = 0 if recipe.engine.addresses else recipe.engine.count
-    threads = served * recipe.engine.threads + recipe.trainer.ranks * recipe.trainer.threads
+    threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     longest = plan.longest_prompt + plan.sampling.max_tokens

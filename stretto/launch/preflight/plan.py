@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,39 +22,54 @@ from stretto.launch.preflight.checks import (
     longest_prompt_allowed,
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
-from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts
+from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
 from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.lookalikes import strange_digits
 from stretto.launch.preflight.repeats import repeated
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward
 from stretto.launch.recipe.recipe import Recipe
+from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
+from stretto.rollout.mixture import PromptSource
 from stretto.trainer.messages import Demonstration
-from stretto.worlds.data.task import Question
+from stretto.worlds.data.task import Question, Questions
+from stretto.worlds.sources.task import DatasetTask
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A recipe whose parts have been found, read and measured."""
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a recipe asks for: the shape of the model, the questions, their longest prompt."""
 
     recipe: Recipe
     base: ModelFolder
-    tokenizer: Tokenizer
     sampling: Sampling
     training: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
-    demonstrations: tuple[Demonstration, ...]
+    demonstrations: Sequence[object]
     notes: tuple[str, ...] = ()  # warnings about the data and the reward
-    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
+    sources: tuple[PromptSource, ...] = ()  # of the training prompts, in their order
+    origins: tuple[tuple[str, str], ...] = ()  # place and source of each training prompt
+    sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further evaluations
     kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
-    kept_apart_digest: str = ""  # of their texts and gold answers
 
     @property
     def longest_prompt(self) -> int:
-        return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out))
+        further = (prompt for _, prompts in self.sets for prompt in prompts)
+        return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out, *further))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Outline):
+    """A recipe whose parts have been found, read and measured."""
+
+    tokenizer: Tokenizer
+    demonstrations: tuple[Demonstration, ...]
+    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
+    kept_apart_digest: str = ""  # of their texts and gold answers
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
@@ -90,32 +106,81 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
     questions = sifted.questions
-    held_out = list(questions.held_out)[: recipe.evaluation.prompts]
     warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     shown = questions.demonstrations if warms_up else ()
-    prompts = encode_prompts([*questions.training, *held_out], tokenizer, longest)
-    check_servers(recipe, base, tokenizer, prompts)
+    training, held_out = _encoded(recipe, questions, tokenizer, longest)
+    sets, asked = _sets(recipe, tokenizer, longest)
+    check_servers(recipe, base, tokenizer, (*training.prompts, *held_out.prompts))
     return Plan(
         recipe=recipe,
         base=base,
         tokenizer=tokenizer,
         sampling=recipe.sampling.record(tokenizer.eos_token_ids),
-        training=prompts[: len(questions.training)],
-        held_out=prompts[len(questions.training) :],
+        training=training.prompts,
+        held_out=held_out.prompts,
+        origins=tuple((question.place, question.source) for question in training.questions),
+        sources=_sources(training.questions, questions.weights),
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        rows=_further_fields(recipe, (*questions.training, *held_out)),
+        rows=_further_fields(recipe, (*training.questions, *held_out.questions, *asked)),
+        sets=sets,
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
+            *questions.notes,
+            *filter(None, (training.note, held_out.note)),
             *_unused_template(questions.training, tokenizer),
             *sifted.warnings,
+            *strange_digits(questions),
             *repeated(questions),
             *try_reward(recipe.rewards, questions.training),
         ),
     )
+
+
+def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int) -> tuple[Within, Within]:
+    """The prompts for training and those that are held out, by the task's policy for long ones."""
+    task = recipe.task
+    limit, policy = (task.max_prompt_tokens, task.long_prompts) if isinstance(task, DatasetTask) else (None, "refuse")
+    longest = min(longest, limit or longest)
+    asked = list(questions.held_out)[: recipe.evaluation.prompts]
+    if policy == "refuse":  # with the mistakes of both
+        whole = encode_prompts([*questions.training, *asked], tokenizer, longest)
+        count = len(questions.training)
+        return Within(tuple(questions.training), whole[:count]), Within(tuple(asked), whole[count:])
+    return (
+        encode_within(questions.training, tokenizer, longest, policy, "for training"),
+        encode_within(asked, tokenizer, longest, policy, "held out"),
+    )
+
+
+def _sets(
+    recipe: Recipe, tokenizer: Tokenizer, longest: int
+) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
+    """The prompts of the further evaluations, and all their questions, whose gold answers can be read."""
+    found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
+    asked: list[Question] = []
+    for one in recipe.evaluation.sets:
+        first, last, _ = one.source.questions(recipe.seed)
+        kept = sift(recipe.rewards, Questions([*first, *last][: one.prompts], [])).questions.training
+        found.append((one, encode_prompts(kept, tokenizer, longest)))
+        asked += kept
+    return tuple(found), asked
+
+
+def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
+    """The sources of the questions that are left.
+
+    Raises:
+        DataError: none is left of a source with a weight.
+    """
+    counted = Counter(question.source for question in questions)
+    if empty := [name for name in weights if not counted[name]]:
+        found = f"no question of source {empty[0]!r} is left, which has a weight"
+        raise DataError([Problem("[task]", found, "look at the notes, or remove the source")])
+    return tuple(PromptSource(name, count, weights.get(name)) for name, count in counted.items())
 
 
 def _further_fields(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], str]:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.core.records import Prompt
@@ -17,14 +18,18 @@ from stretto.engine.external.make import Served, on_cpu
 from stretto.engine.external.makes import MAKES
 from stretto.launch.preflight.base import digest
 from stretto.launch.recipe.recipe import Recipe
-from stretto.model.hf.folder import ModelFolder
+from stretto.model.hf.inspection import ModelFolder, read_config
 from stretto.model.hf.tokenizer import Tokenizer
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 _LARGEST_PORT = 65_535
 _ASK_SECONDS = 30.0  # an interpreter that starts
 _ANSWER_SECONDS = 5.0
+_ITS_OWN = "start it with the policy's own folder"
 _PROBES = 32  # texts whose tokens are compared
+#: Keys of config.json that say nothing of the model's tensors.
+_OF_THE_FILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
+_OF_THE_FILE |= {"bos_token_id", "pad_token_id"}
 _VERSION = """
 import importlib.metadata, sys
 for name in sys.argv[1:]:
@@ -36,15 +41,31 @@ for name in sys.argv[1:]:
 """
 
 
-def check_engine_keys(recipe: Recipe) -> None:
-    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it."""
+def check_embedded(config: EngineConfig) -> None:
+    """Raises RecipeError: the settings are of a server, where this process generates with the embedded engine."""
+    found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
+    problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in _given(config)]
+    remedy = 'allowed: "native"; vLLM and SGLang are servers themselves'
+    if config.kind != "native":
+        problems.insert(0, Problem("engine.kind", f'"{config.kind}", {found}', remedy))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _given(config: EngineConfig) -> list[str]:
+    return [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
+
+
+def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
+    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it, unless
+    it is not to be looked for `here`."""
     config = recipe.engine
     if config.kind == "native":
-        unused = [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
         remedy = 'only engine.kind = "vllm" or "sglang" has it'
-        problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in unused]
+        problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in _given(config)]
     else:
-        problems = [*_keys(recipe, CAPABILITIES[config.kind]), *_interpreter(config, CAPABILITIES[config.kind])]
+        make = CAPABILITIES[config.kind]
+        problems = [*_keys(recipe, make), *(_interpreter(config, make) if here else ())]
     if problems:
         raise RecipeError(problems)
 
@@ -137,16 +158,18 @@ def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, promp
         needed = min(base.context_length, max(len(row.token_ids) for row in prompts) + recipe.sampling.max_tokens)
         texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts[:_PROBES]]
         probe = {text: list(tokenizer.encode(text)) for text in texts}
-        if problems := asyncio.run(_asked(recipe.engine, needed, probe)):
+        if problems := asyncio.run(_asked(recipe.engine, base, needed, probe)):
             raise RecipeError(problems)
 
 
-async def _asked(config: EngineConfig, needed: int, probe: dict[str, list[int]]) -> list[Problem]:
-    found = await asyncio.gather(*(_ask(config, address, needed, probe) for address in config.addresses))
+async def _asked(config: EngineConfig, base: ModelFolder, needed: int, probe: dict[str, list[int]]) -> list[Problem]:
+    found = await asyncio.gather(*(_ask(config, address, base, needed, probe) for address in config.addresses))
     return [problem for problem in found if problem is not None]
 
 
-async def _ask(config: EngineConfig, address: str, needed: int, probe: dict[str, list[int]]) -> Problem | None:
+async def _ask(
+    config: EngineConfig, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+) -> Problem | None:
     http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
     wire = MAKES[config.kind].server(http, _ANSWER_SECONDS)
     try:
@@ -156,6 +179,8 @@ async def _ask(config: EngineConfig, address: str, needed: int, probe: dict[str,
         return Problem("engine.addresses", str(error), f"a server that runs: {CAPABILITIES[config.kind].needed}")
     finally:
         await wire.close()
+    if (different := _difference(served, base)) is not None:
+        return Problem("engine.addresses", f"{address} serves {different}", _ITS_OWN)
     if served.context_length is not None and served.context_length < needed:
         found = f"{address} serves {served.model} with a context of {served.context_length} tokens"
         return Problem("engine.addresses", found, f"prompt and completion need {needed}")
@@ -163,8 +188,22 @@ async def _ask(config: EngineConfig, address: str, needed: int, probe: dict[str,
         text = next(text for text in probe if theirs[text] != probe[text])
         found = f"{address} serves {served.model}, whose tokenizer (digest {digest(*theirs.values())}) makes "
         found += f"{theirs[text]} of {text!r}; the policy's (digest {digest(*probe.values())}) makes {probe[text]}"
-        return Problem("engine.addresses", found, "start it with the policy's own folder")
+        return Problem("engine.addresses", found, _ITS_OWN)
     return None
+
+
+def _difference(served: Served, base: ModelFolder) -> str | None:
+    """What the server's model has otherwise than the policy: by its config, where that is a file of this machine, else
+    by its architecture, where the server says it. Weights of another shape would fail at the first load."""
+    ours, theirs = read_config(base.path), read_config(Path(served.model))
+    if served.architecture is not None:
+        theirs.setdefault("architectures", [served.architecture])
+    keys = sorted((ours.keys() & theirs.keys()) - _OF_THE_FILE)
+    if not (other := [key for key in keys if ours[key] != theirs[key]]):
+        return None
+    digests = [digest(*(f"{key}={config[key]}" for key in keys)) for config in (theirs, ours)]
+    found = ", ".join(f"{key} {theirs[key]} in place of {ours[key]}" for key in other)
+    return f"{served.model} (digest {digests[0]}), which is not the policy {base.path} (digest {digests[1]}): {found}"
 
 
 async def _tokens(http: JsonServer, served: Served, text: str) -> object:

@@ -14,8 +14,9 @@ from stretto.trainer.parallel.lora import adapt
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     """Raises RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks."""
-    if config.device != "cpu" and 0 < gpus < config.ranks:
-        found = f"{config.ranks}, and the machine has {gpus} GPUs, one for each rank"
+    if config.device != "cpu" and 0 < gpus < config.local_ranks:
+        here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
+        found = f"{config.ranks}{here}, and the machine has {gpus} GPUs, one for each rank"
         raise RecipeError([Problem("trainer.ranks", found, f'at most {gpus}, or trainer.device = "cpu"')])
     if config.lora is None or not config.lora.target_modules:
         return

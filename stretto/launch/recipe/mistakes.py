@@ -77,6 +77,8 @@ def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[
             models = labelled
         elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
             keys.append(part)
+            if part.isdecimal():  # in a list of sections, which stay the candidates
+                continue
             beside = list(models[0].model_fields) if models else beside
             fields = [model.model_fields[part] for model in models if part in model.model_fields]
             models = _models(fields[0].annotation) if fields else []
@@ -84,7 +86,7 @@ def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    if get_origin(annotation) in (Union, UnionType, Annotated):
+    if get_origin(annotation) in (Union, UnionType, Annotated, tuple, list):
         return [model for part in get_args(annotation) for model in _models(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from stretto.cluster.config import ClusterConfig
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.functions import with_named_reward
@@ -30,7 +31,10 @@ from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.weights.config import WeightsConfig
 from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.readers import is_local
+from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
 
@@ -44,6 +48,7 @@ _PATHS = (
     "algorithm.reference.path",
     "preferences.file",
     "preferences.reference",
+    "cluster.tls",
 )
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -68,7 +73,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     model: ModelConfig
-    task: Annotated[ArithmeticTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
+    task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -79,6 +84,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    weights: WeightsConfig = WeightsConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -249,6 +256,20 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             part = part.get(section) if isinstance(part, dict) else None
         if isinstance(part, dict) and isinstance(part.get(key), str):
             part[key] = str(_absolute(part[key], folder, place))
+    for source in _sources(tree):
+        if isinstance(data := source.get("data"), str) and is_local(data, folder):
+            source["data"] = str(_absolute(data, folder, "data"))
+
+
+def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sources of the task and of further evaluations, as far as they are tables."""
+    found: list[Any] = []
+    for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
+        part = tree.get(section)
+        listed = part.get(key) if isinstance(part, dict) else None
+        found += listed if isinstance(listed, list) else []
+    inner = [one.get("source", one) for one in found if isinstance(one, dict)]
+    return [source for source in inner if isinstance(source, dict)]
 
 
 def _absolute(text: str, folder: Path, place: str) -> Path:

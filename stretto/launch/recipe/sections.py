@@ -6,9 +6,11 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from stretto.core.errors import nearest
 from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, Sampling
 from stretto.model.hf.config import BuildConfig
 from stretto.trainer.config import as_tuple
+from stretto.worlds.sources.task import Source
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
@@ -51,9 +53,42 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
         return Sampling(stop_token_ids=stop_token_ids, **self.model_dump())
 
 
-class EvaluationConfig(BaseModel, extra="forbid", frozen=True):
+class EvaluationSet(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """A further set of questions, evaluated as the held-out ones are."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="in the log and in metrics.jsonl")
+    source: Source = Field(
+        description='as one of `[[task.sources]]`, such as { data = "aime.jsonl", mapping = "aime" }'
+    )
+    prompts: int = Field(512, ge=1, description="the first so many questions of it")
+    samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
+    every: int = Field(0, ge=0, description="training steps between evaluations")
+    minutes: float = Field(0.0, ge=0, description="minutes between evaluations")
+
+
+class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Held-out accuracy, sampled as in training but with a fixed seed: at the start, at the end and between."""
 
     prompts: int = Field(512, ge=1, description="held-out prompts of each evaluation")
+    samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
     every: int = Field(0, ge=0, description="training steps between evaluations; 0: at the start and the end only")
+    minutes: float = Field(0.0, ge=0, description="minutes between evaluations, beside `every`; 0: by steps alone")
+    sets: Annotated[tuple[EvaluationSet, ...], BeforeValidator(as_tuple)] = Field(
+        (), description="further sets of questions, tables of `[[evaluation.sets]]`"
+    )
+    keep_best: bool = Field(False, description="keep the policy of the best evaluation in policy/best")
+    patience: int = Field(
+        0, ge=0, description="evaluations in a row without a better accuracy after which the run ends; 0: it does not"
+    )
+    least_gain: float = Field(0.0, ge=0, lt=1, description="by which an accuracy must be better")
+    best_of: str = Field("", description="the set that keep_best and patience go by; empty: the held-out questions")
     seed: int = Field(20_250_530, ge=0, description="seed of the sampling, the same for all evaluations")
+
+    @model_validator(mode="after")
+    def _sets_fit(self) -> Self:
+        names = [one.name for one in self.sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sets have one name: {', '.join(sorted(names))}")
+        if self.best_of and self.best_of not in names:
+            raise ValueError(f"best_of = {self.best_of!r} is no set; {nearest(self.best_of, names)}")
+        return self

@@ -47,11 +47,16 @@ def _pages(schema: Schema) -> Iterator[str]:
 def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
     """The keys of one section that hold values, then the sections within it."""
     within: list[tuple[str, Schema]] = []
+    listed: list[Schema] = []  # several lists may have the same tables
     rows: list[str] = []
     for key, value in schema["properties"].items():
         tables = [definitions[name] for name in _references(value)]
         inner = [table for table in tables if "properties" in table]
+        tables = [definitions[name] for name in _references(value.get("items", {}))]
+        items = [table for table in tables if "properties" in table and table not in listed]
+        listed += items
         within += [(f"{place}.{key}".lstrip("."), table) for table in inner]
+        within += [(f"[{place}.{key}]".lstrip("."), table) for table in items]
         if not inner or "description" in value:
             rows.append(_row(key, value, definitions, required=key in schema.get("required", ())))
     if rows:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
+import platform
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,13 +17,14 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine, EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLost, RoleDied, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.records import Partials
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.process import EngineProcess
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.spawn import Spawner
 
@@ -38,6 +40,7 @@ class EngineState(Enum):
     STARTING = auto()  # it loads its model, and what was published meanwhile
     UP = auto()  # it gets requests
     SUSPECTED = auto()  # a request broke off: it gets no more until it replies, or is replaced
+    LEAVING = auto()  # it gets no requests, and what it has is given up
 
 
 @dataclass
@@ -47,23 +50,30 @@ class EngineHandle:
     Attributes:
         state: changed by its own methods alone.
         version: what it serves; None while it is down or starting.
+        host: the name of its machine.
+        how: its last process ended, if one has.
         published: the newest version in the mailbox, which it loads as soon as it can.
         open: the requests that it has.
         changed: called when `state` or `version` has changed.
     """
 
     spec: EngineSpec
-    process: RoleProcess
+    process: EngineProcess
     client: Engine
     deadlines: DeadlinesConfig
     restarts: RestartBudget
     changed: Callable[[EngineHandle], None]
     load_interval: float = 0.0
+    host: str = field(default_factory=platform.node)
     state: EngineState = EngineState.DOWN
     version: int | None = None
+    how: str = ""
     published: int = -1
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
+    leaving: bool = False  # it is about to leave the run, or has
+    lags: bool = False  # for too long behind a version: it gets no requests until it has caught up
+    _missing: deque[tuple[int, float]] = field(default_factory=deque)  # versions to load; when they came
     _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,9 +115,48 @@ class EngineHandle:
         """It has a version, and can load another one."""
         return self.state in (EngineState.UP, EngineState.SUSPECTED)
 
+    @property
+    def counts(self) -> bool:
+        """Its version bounds the live one."""
+        return self.serves and not self.lags
+
+    @property
+    def takes(self) -> bool:
+        """It gets requests."""
+        return self.state is EngineState.UP and not self.lags
+
     def _becomes(self, state: EngineState, version: int | None) -> None:
+        if self.leaving and state is not EngineState.DOWN:
+            state = EngineState.LEAVING
         self.state, self.version = state, version
+        while self._missing and (version is None or self._missing[0][0] <= version):
+            self._missing.popleft()
+        self.lags = self.lags and bool(self._missing)
         self.changed(self)
+
+    def leaves(self) -> None:
+        """It gets no requests from now on."""
+        self.leaving = True
+        self._becomes(EngineState.LEAVING, self.version)
+
+    def is_gone(self, why: str) -> None:
+        """It has left: its requests break off, and its counters stay."""
+        self.leaving, self.how = True, why
+        self._retire_counters()
+        self._becomes(EngineState.DOWN, None)
+        self.client.break_off()
+
+    def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
+        """An engine that does not load a version within `seconds` does not hold up admission."""
+        late = (
+            bool(self._missing)
+            and asyncio.get_running_loop().time() - self._missing[0][1] > seconds + self.load_interval
+        )
+        if late and self.counts:
+            self.lags = True
+            awaited = self._missing[0][0]
+            say(f"{self.name} has not loaded version {awaited} in {seconds:g} s: no groups until it has caught up")
+            self.changed(self)
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
@@ -166,13 +215,19 @@ class EngineHandle:
             RoleDied: it has died too often.
         """
         self._restarts += 1
+        self.how = how
+        self._retire_counters()
+        self._becomes(EngineState.DOWN, None)
+        self.client.break_off()  # to another machine a connection stays open until its end is noticed
+        if self.restarts.exceeded_by_one_more():
+            raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
+
+    def _retire_counters(self) -> None:
+        """Those of a process that has ended; what it had not finished is wasted."""
         if (health := self._health) is not None:
             wasted = health.wasted + health.unfinished
             self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
         self._health = None
-        self._becomes(EngineState.DOWN, None)
-        if self.restarts.exceeded_by_one_more():
-            raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
 
     async def _reinstate(self) -> NoReturn:
         """A suspected engine that replies gets requests again; one that does not for `deadlines.hung` seconds is
@@ -180,11 +235,11 @@ class EngineHandle:
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
-            try:
-                async with asyncio.timeout(self.deadlines.hung):
-                    await self._until_it_replies()
-            except TimeoutError:
-                if self.state is EngineState.SUSPECTED:
+            while self.state is EngineState.SUSPECTED:
+                try:
+                    async with asyncio.timeout(self.deadlines.hung):
+                        await self._until_it_replies()
+                except TimeoutError:
                     self.process.kill()
 
     async def _until_it_replies(self) -> None:
@@ -208,6 +263,8 @@ class EngineHandle:
     def publish(self, version: int) -> None:
         """`version` is in the mailbox."""
         self.published = version
+        if self.version is not None and self.version < version:
+            self._missing.append((version, asyncio.get_running_loop().time()))
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
@@ -229,14 +286,14 @@ class EngineHandle:
 
     async def _load(self, version: int) -> None:
         version = await self.client.update(version)
-        self._loaded = time.monotonic()
+        self._loaded = asyncio.get_running_loop().time()
         if self.serves:  # else it has been replaced meanwhile
             self._becomes(self.state, version)
 
     async def _until_due(self) -> None:
         """`load_interval` seconds after the last load; at once if it has no requests."""
         due = self._loaded + self.load_interval
-        while self.open and (early := due - time.monotonic()) > 0:
+        while self.open and (early := due - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(early, _POLL_SECONDS))
 
     async def _newest(self) -> int:
@@ -263,7 +320,7 @@ class EngineHandle:
     async def reach(self, version: int) -> None:
         """Return when it serves `version` or a newer one; loads it where needed."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
-            while self.version is None or self.version < version:
+            while (self.version is None or self.version < version) and not self.leaving:
                 with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
                     if self.serves:
                         await self._load(version)
@@ -274,6 +331,8 @@ class EngineHandle:
         """Return when it serves `version` or a newer one."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while self.version is None or self.version < version:
+                if self.leaving or self.lags:
+                    raise EngineLeft(self.name, "has left the run" if self.leaving else "lags")
                 await asyncio.sleep(RETRY_SECONDS)
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────
@@ -311,7 +370,7 @@ class EngineHandle:
             health = await self.client.health()
             if asked == self._restarts:
                 self._health = health
-            spans = await self.client.spans()
+            spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
             self._spans += spans  # after the wait, in which they may have been drained
 
     def drain_spans(self) -> list[Span]:

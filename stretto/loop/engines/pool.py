@@ -1,56 +1,41 @@
-"""The engines of a run as one, and the completions that they have in flight.
+"""The engines of a run as one. Engines may join and leave while it goes on.
 
-InFlight.generate(request)   a group; its tokens are journaled, and another engine continues those of a lost one
 EnginePool.generate(...)     requests to the engine with the fewest completions in flight
 EnginePool.publish(version)  every engine loads it as soon as it can; `live` is the oldest version that one serves
 EnginePool.supervise()       an engine that dies is replaced, loads the newest version, and gets requests again
+EnginePool.join, drain       an engine comes; one leaves, and its completions are continued by others
 
-engine ─► completions that have ended ─┐
-engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
+An engine of the run's own ends it when it cannot be replaced. A *guest*, which has joined, leaves then, and the run
+goes on without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
-
-import msgspec
+from typing import Any, NoReturn
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLost, RoleDied
+from stretto.core.errors import EngineLeft, EngineLost, RoleDied, RoleError, WireError
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
-from stretto.core.tasks import gather_or_cancel, gather_to_the_end
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment
+from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle, EngineState
+from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.rollout.controller import Controller, ControllerState
-from stretto.store.ledger.reading import UnfinishedGroup
 
 ENGINE_ROLE = "stretto.engine.role"
-#: Engines that requests may lose before they are given up: the requests may be what the engines die of.
-LOSSES = 3
+_FIRST_PULL_SECONDS = 900.0  # weights may come over a slow network; what stops on the way is noticed before
+_LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL of an engine that leaves
 
 
-def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
-    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised.
-
-    Example::
-
-        for attempt in attempts():
-            with attempt:
-                return await generated()
-    """
-    for _ in range(LOSSES):
-        yield contextlib.suppress(EngineLost)
-    yield contextlib.nullcontext()
+async def _nothing() -> None: ...
 
 
 class EnginePool:
@@ -65,39 +50,80 @@ class EnginePool:
         load_interval: float = 0.0,
         router: Router | None = None,
         spawner: Spawner = FRESH,
+        lag: float = math.inf,
+        kind: str = "native",
     ) -> None:
-        """`role` is the module of an engine's process. `load_interval` is that of the engine's configuration, in
-        seconds; `router` chooses among the engines that are up (default: the least loaded)."""
+        """`role` is the module of an engine's process, `kind` the make. `load_interval` is that of the engine's
+        configuration, in seconds; `router` chooses among the engines that are up (default: the least loaded). `lag`:
+        seconds behind the newest version after which an engine does not count as live, and gets no groups, until it has
+        caught up."""
         self._engines = {
             spec.name: EngineHandle.to(spec, logs, deadlines, role, spawner, self._changed, load_interval)
             for spec in specs
         }
-        self._deadlines = deadlines
+        self._own = frozenset(self._engines)
+        self._left: dict[str, EngineHandle] = {}  # for their counters
+        self._deadlines, self._lag = deadlines, lag
+        self._published = -1
         self._on_load: Callable[[int], None] = lambda version: None
+        self._keep: Callable[[], Awaitable[None]] = _nothing
+        self._announce: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
         self._router = router or Router()
+        self._kind, self.roster = kind, Roster()
         self._free = asyncio.Event()
+        self._supervised, self._loading = NamedTasks(), NamedTasks()
+        self._loads = self._stopped = False  # `keep_loaded` runs; all have ended
 
     def listen(self, on_load: Callable[[int], None]) -> None:
         """`on_load` gets the live version whenever it may have changed, and -1 while no engine serves one."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:
-        """`say` gets a sentence for every engine that is replaced."""
+        """`say` gets a sentence for every engine that is replaced, joins or leaves."""
         self._say = say
+
+    def keep_with(self, keep: Callable[[], Awaitable[None]]) -> None:
+        """`keep` journals the tokens in flight; an engine that leaves is asked for them first."""
+        self._keep = keep
+
+    def announce_with(self, announce: Callable[[int], None]) -> None:
+        """`announce` tells other machines of a version that is published."""
+        self._announce = announce
+
+    @property
+    def published(self) -> int:
+        """The newest version in the mailbox."""
+        return self._published
+
+    @property
+    def changed(self) -> Callable[[EngineHandle], None]:
+        """What an engine that will join calls when its state has changed."""
+        return self._changed
+
+    @property
+    def names(self) -> list[str]:
+        """The engines of the pool, those that start included, in the order in which they came."""
+        return list(self._engines)
 
     @property
     def live(self) -> int:
-        """The oldest version that any engine serves. One that is being replaced serves none, and has the newest one
-        before it serves again."""
-        return min((engine.version for engine in self._engines.values() if engine.version is not None), default=-1)
+        """The oldest version that any engine serves. One that is being replaced, lags or leaves does not count: it has
+        the newest version before it gets groups again."""
+        return min((e.version for e in self._engines.values() if e.counts and e.version is not None), default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
-        up = engine.state is EngineState.UP
+        up = engine.takes
         if up != (engine.name in self._router.up):
             (self._router.join if up else self._router.leave)(engine.name)
+        if engine.version is not None:
+            self.roster.serves(engine.name, self._kind, engine.host, engine.version)
+        elif engine.state is EngineState.DOWN:
+            self.roster.left(engine.name, engine.how)
         self._free.set()
         self._on_load(self.live)  # grows also when the one that served the oldest version dies
+
+    # ── start, joins, ends ───────────────────────────────────────────────────────────────────────
 
     async def start(self, version: int) -> None:
         """Start all engines; each loads the newest publication, `version` or later, before it serves.
@@ -116,20 +142,88 @@ class EnginePool:
                 raise
             await engine.replace(death.how, self._say, engine.spec.publication_seconds)
 
+    async def until_up(self, seconds: float) -> None:
+        """Return when an engine gets requests."""
+        async with deadline("conductor", "an engine to join", seconds):
+            while not self._router.up:
+                self._free.clear()
+                await self._free.wait()
+
+    def join(self, engine: EngineHandle) -> None:
+        """A guest: it is started, kept loaded and supervised until it leaves."""
+        engine.published = self._published
+        self._engines[engine.name] = engine
+        self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
+
+    async def _host(self, engine: EngineHandle) -> None:
+        await engine.start(_FIRST_PULL_SECONDS)
+        self._say(f"{engine.name} has joined, at version {engine.version}")
+        if self._loads and engine.name not in self._loading.names:
+            self._loading.add(engine.name, self._guarded(engine, engine.keep_loaded()))
+        await engine.supervise(self._say)
+
+    async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
+        """What a guest fails of ends its stay and not the run."""
+        try:
+            await work
+        except (RoleError, WireError) as loss:
+            if engine.name in self._own:
+                raise
+            await self.leave(engine.name, str(loss))
+
+    async def drain(self, name: str, why: str) -> None:
+        """Take an engine out of the run: it gets no more groups, its tokens are journaled, and other engines continue
+        them; returns when it has ended."""
+        if (engine := self._engines.get(name)) is None:
+            return  # it has gone by itself
+        engine.leaves()
+        await self._keep()
+        await engine.give_up()
+        await self.leave(name, why)
+
+    async def leave(self, name: str, why: str) -> None:
+        """An engine is gone, or as good as gone: what it has is continued by others from the last journaled token."""
+        if self._stopped or (engine := self._engines.pop(name, None)) is None:
+            return
+        self._left[name] = engine
+        engine.is_gone(why)
+        self._say(f"{name} has left: {why}")
+        for tasks in (self._supervised, self._loading):
+            tasks.drop(name)
+        await engine.stop(_LEAVE_SECONDS)
+
+    async def supervise(self) -> NoReturn:
+        """Replace engines that die.
+
+        Raises:
+            RoleDied: one engine of the run's own died more often than `deadlines.engine_restarts`.
+        """
+        for name in self._engines.keys() - self._supervised.names:
+            self._supervised.add(name, self._engines[name].supervise(self._say))
+        try:
+            await self._supervised.watch()
+        finally:
+            await self._supervised.close()
+
+    async def stop(self, grace: float) -> None:
+        """End all engines; returns when they are gone."""
+        self._stopped = True
+        await self._supervised.close()
+        await gather_to_the_end(*(engine.stop(grace) for engine in self._engines.values()))
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions from the least-loaded engine; requests that are given together begin there in the same step.
 
         Raises:
             EngineLost: the engine broke off. It is suspected then, unless it was told to give the requests up.
+            EngineLeft: it has left the run.
             RefusedRequest: the engine will not serve them.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
-        while (name := self._router.start(completions)) is None:
-            self._free.clear()  # below: a replacement that is not ready in time has another one by then
-            up, limits = bool(self._router.up), self._deadlines
-            awaited, seconds = ("free", limits.answer) if up else ("up", 2 * limits.start)
-            async with deadline("conductor", f"an engine to be {awaited}", seconds):
-                await self._free.wait()
+        prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
+        name = await self._free_engine(completions)
         engine = self._engines[name]
         try:
             # An engine that continues completions has to serve what sampled their last token: versions never fall.
@@ -138,8 +232,14 @@ class EnginePool:
             engine.open |= ids
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
-                yield completion
-        except EngineLost:
+                yield completion.written_by(name, prefixes[completion.request][completion.member])
+        except EngineLeft:
+            if not engine.lags:
+                engine.suspect()  # with its machine, which is silent or gone
+            raise
+        except EngineLost as loss:
+            if engine.leaving:
+                raise EngineLeft(name, loss.how) from None
             if not ids & engine.given_up:
                 engine.suspect()
             raise
@@ -148,6 +248,15 @@ class EnginePool:
             engine.given_up -= ids
             self._router.finish(name, completions)
             self._free.set()
+
+    async def _free_engine(self, completions: int) -> str:
+        while (name := self._router.start(completions)) is None:
+            self._free.clear()  # below: a replacement that is not ready in time has another one by then
+            up, limits = bool(self._router.up), self._deadlines
+            awaited, seconds = ("free", limits.answer) if up else ("up", 2 * limits.start)
+            async with deadline("conductor", f"an engine to be {awaited}", seconds):
+                await self._free.wait()
+        return name
 
     @property
     def open(self) -> frozenset[str]:
@@ -162,197 +271,66 @@ class EnginePool:
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What the completions in flight have beyond their known tokens; without an engine that does not reply within
         `patience` seconds (None: `deadlines.answer`)."""
-        found = await asyncio.gather(*(engine.partials(known, patience) for engine in self._engines.values()))
-        return {request: members for theirs in found for request, members in theirs.items()}
+        engines = list(self._engines.values())
+        found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
+        return {
+            request: {member: piece.written_by(engine.name) for member, piece in members.items()}
+            for engine, theirs in zip(engines, found, strict=True)
+            for request, members in theirs.items()
+        }
+
+    # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
         """A version is in the mailbox: every engine loads it."""
+        self._published = self.roster.step = version
+        self._announce(version)
         for engine in self._engines.values():
             engine.publish(version)
 
     async def keep_loaded(self) -> NoReturn:
         """Keep every engine at the newest published version."""
-        await gather_or_cancel(*(engine.keep_loaded() for engine in self._engines.values()))
-        raise AssertionError("a loader never ends by itself")
+        self._loads = True
+        try:
+            for name, engine in self._engines.items():
+                self._loading.add(name, self._guarded(engine, engine.keep_loaded()))
+            await self._loading.watch()
+        finally:
+            self._loads = False
+            await self._loading.close()
 
     async def reach(self, version: int) -> None:
         """Return when every engine serves `version` or a newer one; loads it where needed."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
-        for engine in self._engines.values():
-            await engine.reach(version)
+        for name, engine in [*self._engines.items()]:
+            if engine.serves or name in self._own:  # one that joins has the newest version before it gets requests
+                await self._guarded(engine, engine.reach(version))
 
-    async def supervise(self) -> NoReturn:
-        """Replace engines that die.
-
-        Raises:
-            RoleDied: one engine died more often than `deadlines.engine_restarts`.
-        """
-        await gather_or_cancel(*(engine.supervise(self._say) for engine in self._engines.values()))
-        raise AssertionError("a watcher never ends by itself")
+    # ── counters ─────────────────────────────────────────────────────────────────────────────────
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Ask every engine for its health (for `counted`) and its spans, which are returned. An engine that does not
         reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters for now."""
+        for engine in self._engines.values():
+            engine.notice_lag(self._lag, self._say)
         polls = [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]
         if polls:
             await asyncio.wait(polls, timeout=patience)
-        return [span for engine in self._engines.values() for span in engine.drain_spans()]
+        return [span for engine in self._all for span in engine.drain_spans()]
+
+    @property
+    def _all(self) -> list[EngineHandle]:
+        return [*self._left.values(), *self._engines.values()]
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """A counter summed over all engines, those that died included, up to their last poll."""
-        return sum(engine.counted(counter) for engine in self._engines.values())
+        """A counter summed over all engines, those that died or left included, up to their last poll."""
+        return sum(engine.counted(counter) for engine in self._all)
 
     def busy(self) -> dict[str, float]:
         """Seconds of work by engine, that of those which it replaced included."""
-        return {name: engine.counted(lambda health: health.busy_seconds) for name, engine in self._engines.items()}
+        return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._all}
 
-    async def stop(self, grace: float) -> None:
-        """End all engines; returns when they are gone."""
-        await gather_to_the_end(*(engine.stop(grace) for engine in self._engines.values()))
-
-
-class Engines(Protocol):
-    """Satisfied by `loop.engines.pool.EnginePool`."""
-
-    def generate(self, request: GenerateRequest, /) -> AsyncIterator[Completion]: ...
-
-    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
-
-
-class SegmentJournal(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
-
-    def journal(self, id: str, piece: Segment) -> None: ...
-
-
-@dataclass
-class GroupInFlight:
-    """What a group in flight has so far, by member."""
-
-    ended: dict[int, Completion] = field(default_factory=dict)
-    prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
-    journaled: set[int] = field(default_factory=set)  # members whose end is journaled
-    members: tuple[int, ...] = ()  # that the open request asks for, in its order
-    judging: bool = False  # its last completion has come
-    turn: int = 0  # counts requests: what an earlier one brings late is refused
-
-    def request(self, of: GenerateRequest) -> GenerateRequest:
-        """What is missing of the group's request."""
-        self.turn += 1
-        self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
-        prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
-        seeds = tuple(of.seeds[member] for member in self.members)
-        resumed = any(prefix.token_ids for prefix in prefixes)
-        return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
-
-    def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
-        """Add new tokens to what the open request has, by its order; gives those of each member."""
-        for place, piece in pieces.items():
-            member = self.members[place]
-            if member not in self.ended:  # else its last tokens have arrived meanwhile
-                self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
-                yield member, piece
-
-    def known(self, member: int) -> int:
-        """How many tokens of a member are journaled."""
-        return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
-
-
-class InFlight:
-    """Generates for the workflow (satisfies `core.engine.Generate`)."""
-
-    def __init__(
-        self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
-    ) -> None:
-        """`journal` None: nothing is kept, and a group that was lost starts again from its first token. `restored`: the
-        groups that an earlier process of the run had in flight."""
-        self._engines, self._journal = engines, journal
-        self._groups: dict[str, GroupInFlight] = dict(restored or {})
-        self._ending = False
-        self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """All completions of the group, when the last of them has ended, in the order of the members.
-
-        Raises:
-            EngineLost: several engines in a row were lost with this group, so it may be the cause.
-            RefusedRequest: an engine will not serve it.
-        """
-        group = self._groups.setdefault(request.id, GroupInFlight())
-        try:
-            for attempt in attempts():
-                with attempt:
-                    missing = group.request(request)
-                    if not missing.seeds:
-                        break
-                    try:
-                        async for completion in self._engines.generate(missing):
-                            member = group.members[completion.member]
-                            group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
-                        if count := len(request.seeds) - len(group.ended):
-                            raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
-                    except EngineLost:
-                        if self._ending:
-                            await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
-                        if self._journal is None:
-                            group.ended.clear()
-                        raise  # another engine continues what is known
-                    break
-        finally:
-            group.judging = len(group.ended) == len(request.seeds)
-        for _, completion in sorted(group.ended.items()):
-            yield completion
-
-    def end(self) -> None:
-        """The run ends: engines are about to be told to give completions up."""
-        self._ending = True
-
-    def forget(self, id: str) -> None:
-        """The group is judged or given up, and no longer in flight."""
-        self._groups.pop(id, None)
-
-    @property
-    def unjudged(self) -> int:
-        """Tokens of groups whose completions have all ended and that are not judged yet."""
-        whole = (group for group in self._groups.values() if group.judging)
-        return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
-
-    async def keep(self, patience: float | None = None) -> None:
-        """Journal the new tokens of the groups in flight; a crash costs those that came since the last call.
-
-        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
-        """
-        if (journal := self._journal) is None:
-            return
-        async with self._keeping:
-            for id, group in self._groups.items():
-                for member in group.ended.keys() - group.journaled:
-                    piece = group.ended[member].segment.after(group.known(member))
-                    journal.journal(trajectory_id(id, member), piece)
-                    group.journaled.add(member)
-            turns = {id: group.turn for id, group in self._groups.items()}
-            known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
-            for id, pieces in (await self._engines.partials(known, patience)).items():
-                group_now = self._groups.get(id)
-                if group_now is not None and group_now.turn == turns.get(id):
-                    for member, piece in group_now.extend(pieces):
-                        journal.journal(trajectory_id(id, member), piece)
-
-
-def restore(
-    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
-) -> dict[str, GroupInFlight]:
-    """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
-    for group in unfinished:
-        failures = state.failures.get(group.id, 0)
-        controller.restore(group.id, group.admitted_version, group.trajectories, failures)
-    return {
-        group.id: GroupInFlight(
-            ended={completion.member: completion for completion in group.completions},
-            prefixes=dict(group.prefixes),
-            journaled={completion.member for completion in group.completions},
-        )
-        for group in unfinished
-        if not group.trajectories
-    }
+    def generated(self) -> dict[str, int]:
+        """Tokens by engine, those of the ones that it replaced included, up to the last poll."""
+        return {engine.name: round(engine.counted(lambda health: health.generated)) for engine in self._all}

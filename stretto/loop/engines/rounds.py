@@ -8,7 +8,7 @@ weights: a round is every group that may start when none is in flight (`rollout.
 are dealt by the place in it, and a portion goes to an engine as a whole and is alone there. Which engine that is, and
 when, makes no difference. Groups leave a round in its order and in one go, so that the ledger, whenever the run is
 killed, knows the round as in flight or as over: the run that goes on asks all of it again, from its first tokens. So
-does one that has lost an engine (`loop.engines.pool.InFlight` without a journal).
+does one that has lost an engine (`loop.engines.in_flight.InFlight` without a journal).
 (docs/decisions/0010-rounds.md)
 """
 

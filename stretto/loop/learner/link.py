@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ from stretto.trainer.messages import (
     Publish,
     Published,
     RankLost,
+    RanksAwaited,
     Ready,
     SaveCheckpoint,
     SavePolicy,
@@ -46,7 +47,20 @@ from stretto.trainer.spec import TrainerSpec
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
 _LAST_ANSWER_SECONDS = 1.0
 
-Answer = TypeVar("Answer", Ready, Published, Trained, Copied, PolicySaved)
+Answer = TypeVar("Answer", RanksAwaited, Ready, Published, Trained, Copied, PolicySaved)
+
+
+class RankStarter(Protocol):
+    """Starts the trainer's ranks on other machines."""
+
+    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
+        """Have them started (`RanksAwaited.spec`) for the trainer of this spec. Ranks of an earlier trainer end by
+        themselves; they are gone, or killed, when this returns.
+
+        Raises:
+            RoleDied: no machine takes one of them; names it.
+        """
+        ...
 
 
 class TrainerLink:
@@ -59,10 +73,12 @@ class TrainerLink:
         recovery: Recovery | None = None,
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
+        elsewhere: RankStarter | None = None,
     ) -> None:
-        """`recovery` None: a trainer that dies is not replaced. `role` is the module that plays one."""
+        """`recovery` None: a trainer that dies is not replaced. `role` is the module that plays one; `elsewhere` starts
+        its ranks on other machines, if it has such."""
         self._log, self._role, self._spawner = log, role, spawner
-        self._deadlines, self._recovery = deadlines, recovery
+        self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained and answered for
         self._restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
@@ -114,13 +130,21 @@ class TrainerLink:
             folder = str(newest.path)
         descriptor = self._channel.far.fileno()
         spec = msgspec.structs.replace(
-            self._spec, descriptor=descriptor, checkpoint=folder, log=str(self._log), hung=self._deadlines.hung
+            self._spec,
+            descriptor=descriptor,
+            checkpoint=folder,
+            log=str(self._log),
+            hung=self._deadlines.hung,
+            assembly=self._deadlines.start / 2,  # the ranks that did not come are named before the trainer is given up
         )
         if self._retired:
             raise RoleDied("trainer", "is not started again: the run ends")
         await self.process.start(spec, spec.threads, (descriptor,))
         await self._channel.open()
         self._listener = TrainerReplies(self._channel)
+        if self._elsewhere is not None:
+            awaited = await self._receive(RanksAwaited, "to say where its ranks join", self._deadlines.start)
+            await self._elsewhere.start(awaited, spec)
         ready = await self._receive(Ready, "to be ready", self._deadlines.start)
         updates: list[Update] = []
         if recovery is None:

@@ -7,50 +7,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from stretto.core.events import Span
-from stretto.core.records import Batch, Outcome, Prompt, Record, Trajectory, Update
+from stretto.core.records import Batch, Completion, Outcome, Prompt, Record, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
+from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.reporter import Reporter
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals
+from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
 
-
-class Evaluation(Record, frozen=True):
-    """Held-out accuracy. Undecided completions count as not right, and are counted apart.
-
-    `version` is the newest version that sampled any of the tokens; `tokens` counts those of all completions.
-
-    Example::
-
-        evaluation = stretto.Evaluation(version=3, prompts=8, right=6, undecided=1, tokens=120)
-        print(evaluation, evaluation.accuracy)  # accuracy 0.7500: 6 of 8 right, 1 undecided 0.75
-    """
-
-    version: int
-    prompts: int
-    right: int
-    undecided: int
-    tokens: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.prompts
-
-    def __str__(self) -> str:
-        note = f", {self.undecided} undecided" if self.undecided else ""
-        return f"accuracy {self.accuracy:.4f}: {self.right} of {self.prompts} right{note}"
-
-    def as_json(self) -> str:
-        """One object with every field and the accuracy."""
-        return msgspec.json.encode(msgspec.structs.asdict(self) | {"accuracy": self.accuracy}).decode()
+Count = TypeVar("Count", int, float)
 
 
 class EarlierTotals(Record, frozen=True):
@@ -63,6 +37,8 @@ class EarlierTotals(Record, frozen=True):
     stopped: int = 0
     busy: Mapping[str, float] = {}
     initial_accuracy: float | None = None
+    generated_by: Mapping[str, int] = {}
+    carried: Carried | None = None
 
     @classmethod
     def of(cls, totals: Totals) -> EarlierTotals:
@@ -79,7 +55,8 @@ class Work:
     recomputed: int = 0
     stopped: int = 0
     unfinished: int = 0  # of requests that are open
-    busy: Mapping[str, float] | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
+    generated_by: Mapping[str, int] = field(default_factory=dict)  # engine: its part of `generated`
 
 
 class RunClock:
@@ -122,6 +99,7 @@ class Recorder:
         max_staleness: float,
         earlier: EarlierTotals,
         clock: RunClock,
+        medium: str = "shared_memory",
         slow_reward: SlowReward | None = None,
         sample_seconds: float = 0.0,
     ) -> None:
@@ -133,6 +111,8 @@ class Recorder:
         self.final_accuracy: float | None = None
         self._ledger, self._reporter, self._work = ledger, reporter, work
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
+        before = earlier.carried
+        self._carried = before if before is not None and before.medium == medium else Carried(medium)
         self._max_staleness, self._earlier = max_staleness, earlier
         self.latest = Totals(
             max_staleness=max_staleness,
@@ -142,9 +122,12 @@ class Recorder:
             busy=earlier.busy,
             rl_seconds=earlier.rl_seconds,
             initial_accuracy=earlier.initial_accuracy,
+            generated_by=earlier.generated_by,
+            carried=earlier.carried,
         )
         self._before = Work()
-        self._evaluation_tokens = self._not_trained_for = 0  # of evaluations: now, and at the last poll
+        # Tokens of evaluations by engine: now, and at the last poll.
+        self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         self._sampled: Counter[Outcome] = Counter()
         self._accuracy = 0.0
         self._queues: Mapping[str, float] = {}
@@ -155,21 +138,23 @@ class Recorder:
     def rl_begins(self) -> None:
         """The first prompt is about to be admitted; what was done before (the first evaluation) does not count."""
         self._before = self._work()
-        self._busy_before, self._polled = self._before.busy or {}, time.monotonic()
-        self._evaluation_tokens = self._not_trained_for = 0
+        self._busy_before, self._polled = self._before.busy, time.monotonic()
+        self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
         self.clock.rl_begins()
 
     def rl_ends(self, unjudged: int = 0) -> None:
         """After the last poll: its counters are those of the run, whose clock stands at the last update. `unjudged`
         tokens are of completions that had ended and were not judged.
         """
-        self._not_trained_for = self._evaluation_tokens
+        self._not_trained_for = self._evaluation_tokens.copy()
         totals = self.totals()
         self.latest = msgspec.structs.replace(
             self.latest,
             generated=totals.generated,
             recomputed=totals.recomputed,
             stopped=totals.stopped,
+            generated_by=totals.generated_by,
+            carried=totals.carried,
             unfinished=self._work().unfinished + unjudged,
         )
 
@@ -230,14 +215,14 @@ class Recorder:
 
     def polled(self) -> None:
         """The engines' counters are new: compute how busy the roles were since the last poll, and flush the ledger."""
-        now, busy = time.monotonic(), self._work().busy or {}
+        now, busy = time.monotonic(), self._work().busy
         elapsed = now - self._polled
         self._busy = {
             # Work is counted a little after it is done, so the share of a second may seem more than all of it.
             role: min(1.0, max(0.0, (seconds - self._busy_before.get(role, 0.0)) / elapsed))
             for role, seconds in busy.items()
         }
-        self._polled, self._busy_before, self._not_trained_for = now, busy, self._evaluation_tokens
+        self._polled, self._busy_before, self._not_trained_for = now, busy, self._evaluation_tokens.copy()
         if self._slow_reward is not None and (sentence := self._slow_reward.poll(now, busy)) is not None:
             self._reporter.say(sentence)
         self._ledger.flush()
@@ -246,17 +231,28 @@ class Recorder:
         """`groups` were filtered since the last batch: a run that may never have a batch must say so."""
         self._reporter.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
-    def evaluation_sampled(self, tokens: int) -> None:
+    def evaluation_sampled(self, completion: Completion) -> None:
         """A completion of an evaluation has ended; its tokens are not for training."""
-        self._evaluation_tokens += tokens
+        for engine, tokens in completion.segment.writers:
+            self._evaluation_tokens[engine] += tokens
 
-    def evaluated(self, evaluation: Evaluation, step: int) -> None:
-        """Held-out accuracy was measured; the first is the initial one, the last the final one."""
+    def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
+        """Held-out accuracy was measured; the first is the initial one, the last the final one. That of a further set
+        has a `name`."""
+        line = self._evaluation_line(evaluation, step)
+        if name:
+            self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
+            self._reporter.say(f"{name} at step {step}, version {evaluation.version}: {evaluation}")
+            return
         if self.initial_accuracy is None:
             self.initial_accuracy = evaluation.accuracy
         if step > 0:
             self.final_accuracy = evaluation.accuracy
-        line = EvaluationLine(
+        self._metrics.append(line)
+        self._reporter.evaluated(line)
+
+    def _evaluation_line(self, evaluation: Evaluation, step: int) -> EvaluationLine:
+        return EvaluationLine(
             step=step,
             version=evaluation.version,
             wall_seconds=self.clock.wall_seconds,
@@ -264,26 +260,34 @@ class Recorder:
             accuracy=evaluation.accuracy,
             prompts=evaluation.prompts,
             undecided=evaluation.undecided,
+            samples=evaluation.samples,
+            truncated=evaluation.truncated,
+            length_mean=evaluation.length_mean,
+            pass_at=evaluation.pass_at,
+            maj=evaluation.maj,
+            ci95=evaluation.ci95,
         )
-        self._metrics.append(line)
-        self._reporter.evaluated(line)
 
-    def spans(self, spans: Iterable[Span]) -> None:
+    def say(self, sentence: str) -> None:
+        """A sentence about the run, for those who watch it."""
+        self._reporter.say(sentence)
+
+    def spans(self, spans: Sequence[Span]) -> None:
         self._spans.append(spans)
+        self._carried = with_transfers(self._carried, spans)
 
     def totals(self) -> Totals:
         """Everything up to now; the clock of reinforcement learning stands at the last update."""
         work, before, earlier = self._work(), self._before, self._earlier
-        busy = {
-            role: seconds - (before.busy or {}).get(role, 0.0) + earlier.busy.get(role, 0.0)
-            for role, seconds in (work.busy or {}).items()
-        }
+        sampled = _since(work.generated_by, before.generated_by, earlier.generated_by)
         return Totals(
             max_staleness=self._max_staleness,
-            generated=work.generated - before.generated + earlier.generated - self._not_trained_for,
+            generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
             recomputed=work.recomputed - before.recomputed + earlier.recomputed,
             stopped=work.stopped - before.stopped + earlier.stopped,
-            busy=busy,
+            busy=_since(work.busy, before.busy, earlier.busy),
+            generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
+            carried=self._carried,
             wall_seconds=self.clock.wall_seconds,
             rl_seconds=self.clock.rl_seconds,
             initial_accuracy=self.initial_accuracy,
@@ -299,3 +303,22 @@ class Recorder:
             final_accuracy=self.final_accuracy,
         )
         self._ledger.put(TOTALS, totals)
+
+
+def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
+    """With what the spans tell of versions on their way: over a network the mirror of a machine pulls them; in shared
+    memory an engine maps and checks what the trainer has written. Generation pauses for the load."""
+    transfer = "map" if carried.medium == "shared_memory" else "pull"
+    pulls = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == transfer]
+    pauses = [round(span.end - span.start, 6) for span in spans if span.name == "load"]
+    return msgspec.structs.replace(
+        carried,
+        pulls=(*carried.pulls, *pulls)[-NEWEST_TRANSFERS:],
+        pauses=(*carried.pauses, *pauses)[-NEWEST_TRANSFERS:],
+    )
+
+
+def _since(now: Mapping[str, Count], before: Mapping[str, Count], earlier: Mapping[str, Count]) -> dict[str, Count]:
+    """Counters of this process since `before`, and those of earlier processes of the run."""
+    names = dict.fromkeys([*earlier, *now])
+    return {name: now.get(name, 0) - before.get(name, 0) + earlier.get(name, 0) for name in names}

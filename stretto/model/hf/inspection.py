@@ -13,6 +13,7 @@ from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.headers import BrokenHeader, TensorHeader, read_headers
 
 _ADAPTER = "adapter_model.safetensors"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -51,7 +52,7 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
         found = "is a file" if folder.exists() else "no such folder"
         raise ModelFolderError([Problem(str(folder), found, "a Hugging Face model folder is needed")])
     problems: list[Problem] = []
-    shape = _shape(folder, problems)
+    shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)
     if shape is not None:
         _check_vocabulary(folder, shape["vocab_size"], tensors, problems)
@@ -97,7 +98,7 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
     return {}
 
 
-def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
+def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """The fields of `ModelFolder` from the config; None, with problems, if it lacks them."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
@@ -138,6 +139,16 @@ def _shape(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
     elif names:
         problems.append(Problem(f"{file}: {names[0]}", "None", "a positive whole number is needed"))
     return shape if len(problems) == before else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a model folder; empty where it cannot be read."""
+    return _read_json(folder / "config.json", [])
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights of any format, or an adapter."""
+    return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
 def read_weights(folder: Path) -> dict[str, TensorHeader]:

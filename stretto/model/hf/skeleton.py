@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.folder import quiet_transformers
+from stretto.model.hf.inspection import ModelFolder, eos_token_ids, shape_of
 
 
 def skeleton(path: Path | str) -> PreTrainedModel:
@@ -25,3 +26,25 @@ def skeleton(path: Path | str) -> PreTrainedModel:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise ModelFolderError([Problem(str(path), f"cannot be loaded: {found}", "repair config.json")]) from error
     return model
+
+
+def outlined(folder: Path) -> tuple[ModelFolder, PreTrainedConfig]:
+    """What config.json alone says of a model, whose weights are elsewhere.
+
+    Raises:
+        ModelFolderError: it is broken, or lacks a number; transformers cannot make the model.
+    """
+    problems: list[Problem] = []
+    shape = shape_of(folder, problems)
+    if shape is None:
+        raise ModelFolderError(problems)
+    model = skeleton(folder)
+    facts = ModelFolder(
+        path=folder,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        bytes=0,
+        eos_token_ids=eos_token_ids(folder),
+        dtype=str(model.config.dtype or "float32").removeprefix("torch."),
+        **shape,
+    )
+    return facts, model.config

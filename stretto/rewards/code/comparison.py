@@ -1,24 +1,30 @@
 """Is it what was expected? Compared by the grader, in whose memory alone the expected outputs are.
 
-Text is compared line by line without the spaces at the ends of lines and the empty lines at the end. Where a line
-differs, it still counts when its words do not, numbers taken by value. Values of calls must be of the same kind: a
-number is no text and True is not 1.
+Text is compared line by line without the spaces at the ends of lines and the empty lines at the end, words apart, and
+numbers by value. What the expected text shows counts: the zeros in front of a number, an indentation, several spaces in
+a row. A line without a letter or a digit is a drawing, and is compared as it is. Values of calls must be of the same
+kind: a number is no text and True is not 1.
 
 A number that is expected as an integer must be that integer. One that is expected with a fraction may differ by one
-part in a million, or by 1e-9.
+part in a million, but not by half of its last place that is shown, of the first six; or by 1e-9.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from stretto.sandbox.values import TUPLE
 
-_RELATIVE, _ABSOLUTE = 1e-6, 1e-9
+_RELATIVE, _ABSOLUTE = Fraction(1, 10**6), Fraction(1, 10**9)
+_PLACES = 6  # that computed numbers are good for
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)", re.ASCII)
+_PADDED = re.compile(r"[+-]?0[0-9]", re.ASCII)
+_SHOWN = re.compile(r"[^\W_]")
 _LONGEST_NUMBER = 400
 
 
@@ -29,34 +35,50 @@ def same_text(expected: str, printed: str) -> bool:
     (True, False, False)
     """
     wanted, found = _lines(expected), _lines(printed)
-    return len(wanted) == len(found) and all(map(_same_line, wanted, found))
+    return wanted == found or (len(wanted) == len(found) and all(map(_same_line, wanted, found)))
 
 
 def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    """The lines without the indentation that they all have."""
+    text = text.rstrip().replace("\r\n", "\n")
+    lines = [line.rstrip() for line in text.split("\n")] if text else []
+    margin = min((len(line) - len(line.lstrip()) for line in lines if line), default=0)
+    return [line[margin:] for line in lines] if margin else lines
 
 
 def _same_line(expected: str, printed: str) -> bool:
     if expected == printed:
         return True
     wanted, found = expected.split(), printed.split()
-    return len(wanted) == len(found) and all(map(_same_word, wanted, found))
+    if len(wanted) != len(found) or not all(map(_same_word, wanted, found)):
+        return False
+    if _SHOWN.search(expected) is None:
+        return False
+    if len(expected) > len(expected.lstrip()) and _gaps(expected)[0] != _gaps(printed)[0]:
+        return False
+    if all(_NUMBER.fullmatch(word) for word in wanted):
+        return True  # columns of numbers
+    return all(
+        len(gap) == 1 or gap == other for gap, other in zip(_gaps(expected)[1:], _gaps(printed)[1:], strict=True)
+    )
+
+
+def _gaps(line: str) -> list[str]:
+    """The spaces in front of each word."""
+    return re.split(r"\S+", line)[:-1]
 
 
 def _same_word(expected: str, printed: str) -> bool:
     if expected == printed:
         return True
-    if max(len(expected), len(printed)) > _LONGEST_NUMBER:
+    if max(len(expected), len(printed)) > _LONGEST_NUMBER or _PADDED.match(expected) is not None:
         return False
     if (wanted := _INTEGER.fullmatch(expected)) is not None:
         found = _INTEGER.fullmatch(printed)
         return found is not None and (wanted[1] == "-", wanted[2]) == (found[1] == "-", found[2])
     if _NUMBER.fullmatch(expected) is None or _NUMBER.fullmatch(printed) is None:
         return False
-    return _close(float(expected), float(printed))
+    return _close(expected, Fraction(printed))
 
 
 def same_value(expected: Any, found: Any) -> bool:
@@ -72,7 +94,7 @@ def same_value(expected: Any, found: Any) -> bool:
         case int(), float():
             return bool(expected == found)
         case float(), int() | float():
-            return _close(expected, found)
+            return _close_value(expected, found)
         case list(), {**pairs} if pairs.keys() == {TUPLE}:
             return same_value(expected, pairs[TUPLE])
         case list(), list():
@@ -96,10 +118,14 @@ def near(expected: float, found: Any, within: float) -> bool:
         return False
 
 
-def _close(expected: float, found: float) -> bool:
-    if math.isnan(expected):
-        return math.isnan(found)
-    try:
-        return math.isclose(expected, found, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
-    except OverflowError:  # an integer beyond any float
-        return False
+def _close_value(expected: float, found: float) -> bool:
+    if not all(isinstance(number, int) or math.isfinite(number) for number in (expected, found)):
+        return expected == found or (math.isnan(expected) and found != found)
+    return _close(repr(expected), Fraction(found))
+
+
+def _close(expected: str, found: Fraction) -> bool:
+    """Is a number what is shown of another one?"""
+    wanted, shown = Fraction(expected), -int(Decimal(expected).as_tuple().exponent)
+    last = Fraction(1, 2) / Fraction(10) ** shown if shown < _PLACES else Fraction(1, 10**_PLACES)
+    return abs(found - wanted) <= max(min(_RELATIVE * abs(wanted), last), _ABSOLUTE)

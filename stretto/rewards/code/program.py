@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 _FENCE = re.compile(
     r"^(?P<margin>[ \t]*(?P<bullet>(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)"
-    r"(?P<ticks>`{3,}|~{3,})[ \t]*(?P<label>[\w+.#-]*)[^\n`]*$",
+    r"(?P<ticks>`{3,}+|~{3,}+)[ \t]*+(?P<label>[\w+.#-]*+)[^\n`]*+$",
     re.MULTILINE,
 )
 _PYTHON = frozenset({"python", "python3", "py", "py3", "python2", "pypy3"})
+_MOST_CLOSING = 8  # fences that are tried as the end of a block
 _THOUGHTS_END = "</think>"
 
 
@@ -111,19 +113,41 @@ def _blocks(text: str) -> tuple[list[str], bool]:
     """The finished blocks of Python, or of no language where there are none, and whether any block was begun."""
     labelled: list[str] = []
     unlabelled: list[str] = []
-    opening: re.Match[str] | None = None
-    fenced = False
-    for fence in _FENCE.finditer(text):
-        if opening is None:
-            opening, fenced = fence, True
-        elif fence["ticks"].startswith(opening["ticks"]) and not fence["label"] and not fence["bullet"]:
-            block = _without_margin(text[opening.end() + 1 : fence.start()], len(opening["margin"]))
-            if opening["label"].lower() in _PYTHON:
-                labelled.append(block)
-            elif not opening["label"]:
-                unlabelled.append(block)
-            opening = None
-    return labelled or unlabelled, fenced
+    fences = list(_FENCE.finditer(text))
+    at = 0
+    while at < len(fences):
+        opening, at = fences[at], at + 1
+        closing = [
+            (number, _without_margin(text[opening.end() + 1 : fences[number].start()], len(opening["margin"])))
+            for number in islice(_closing(fences, at, opening["ticks"]), _MOST_CLOSING)
+        ]
+        if not closing:
+            break
+        is_python = opening["label"].lower() in _PYTHON
+        # A fence in a text of the program closes nothing: the first that leaves a whole program does, else the first.
+        end, block = next((found for found in closing if is_python and _is_program(found[1])), closing[0])
+        at = end + 1
+        if is_python:
+            labelled.append(block)
+        elif not opening["label"]:
+            unlabelled.append(block)
+    return labelled or unlabelled, bool(fences)
+
+
+def _closing(fences: Sequence[re.Match[str]], start: int, ticks: str) -> Iterator[int]:
+    """The fences from `start` that may close a block."""
+    for number in range(start, len(fences)):
+        fence = fences[number]
+        if fence["ticks"].startswith(ticks) and not fence["label"] and not fence["bullet"]:
+            yield number
+
+
+def _is_program(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _without_margin(block: str, width: int) -> str:

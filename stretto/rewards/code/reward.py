@@ -3,15 +3,19 @@
     completion ──► program ──► sandbox: one process per input ──► outputs ──► compared here with what was expected
 
 Right: every test passed. Wrong: a test did not, whatever the program did about it. Undecided: the sandbox or the tests
-are at fault, and nothing is known about the program.
+are at fault, or the tests together take longer than is allowed, and nothing is known about the program.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from stretto.rewards.code.comparison import near, same_text, same_value
 from stretto.rewards.code.formats import parse_tests
@@ -23,15 +27,18 @@ from stretto.sandbox.probe import Report, probe
 from stretto.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto.sandbox.walls import Walls
 
-_TRIES = 2  # a sandbox that fails is started again once before the completion is undecided
+_TRIES = 2  # a sandbox that fails is started again once
+_OUT_OF_TIME = "time limit of all tests"
 
 
 class Judgement(NamedTuple):
-    """How many tests passed, of how many, and what came first of those that did not."""
+    """How many tests passed, of how many, and what came first of those that did not; `unknown`: nothing was wrong when
+    the time of all tests was over."""
 
     passed: int
     total: int
     problem: str = ""
+    unknown: bool = False
 
     @property
     def right(self) -> bool:
@@ -72,7 +79,10 @@ class CodeReward:
             Undecided: the tests cannot be read, or the sandbox could not run them.
         """
         try:
-            return self.judge(completion, parse_tests(answer), to_the_end=False).right
+            found = self.judge(completion, parse_tests(answer), to_the_end=False)
+            if found.unknown:
+                raise Undecided(found.problem)
+            return found.right
         except SandboxFailed as failure:
             raise Undecided(str(failure)) from failure
 
@@ -98,7 +108,7 @@ class CodeReward:
             found = self._judge_input(program, test, clock)
             problem = problem or (f"test {number}: {found}" if found else "")
             passed += not found
-        return Judgement(passed, tests.count, problem)
+        return Judgement(passed, tests.count, problem, unknown=problem.endswith(_OUT_OF_TIME))
 
     def close(self) -> None:
         self._sandbox.close()
@@ -106,9 +116,12 @@ class CodeReward:
     def _judge_input(self, program: Program, test: StdinTest, clock: _Clock) -> str:
         """What is wrong with the program on one input; empty: nothing."""
         if clock.left <= 0:
-            return "time limit of all tests"
-        ended = self._run(program._asdict(), test.stdin.encode(errors="surrogateescape"), clock.allow(1))
+            return _OUT_OF_TIME
+        seconds = clock.allow(1)
+        ended = self._run(program._asdict(), test.stdin.encode(errors="surrogateescape"), seconds)
         clock.spent += ended.seconds
+        if ended.timed_out and seconds < self._config.seconds:
+            return _OUT_OF_TIME  # the tests before took what this one might have had
         if not ended.well:
             return ended.how
         return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
@@ -118,13 +131,16 @@ class CodeReward:
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", clock.allow(len(tests)))
         clock.spent += ended.seconds
-        results = [_result(line) for line in ended.output.split(b"\n")]
-        if ended.well and (len(results) != len(tests) + 1 or ended.output[-1:] != b"\n"):
+        lines = ended.output.count(b"\n")
+        if lines > len(tests) or (ended.well and (lines < len(tests) or ended.output[-1:] != b"\n")):
             return 0, "it wrote among the results of its calls"
+        results = [_result(line) for line in ended.output.split(b"\n")[:lines]]
         right = [
             "value" in result and _is_accepted(test, result["value"])
             for test, result in zip(tests, results, strict=False)
         ]
+        if ended.timed_out and all(right) and ended.silent < self._config.seconds:
+            return sum(right), _OUT_OF_TIME  # no call took too long, all of them together did
         if not ended.well:
             return sum(right), ended.how
         problems = (
@@ -135,13 +151,16 @@ class CodeReward:
         return sum(right), next(problems, "")
 
     def _run(self, task: dict[str, Any], given: bytes, seconds: float) -> ProgramEnd:
-        for tries_left in reversed(range(_TRIES)):
-            try:
+        """The end of a program; of one that ends its sandbox each time, while others do not, that it did so.
+
+        Raises:
+            SandboxFailed: the sandbox fails by itself.
+        """
+        for _ in range(_TRIES):
+            with suppress(SandboxFailed):
                 return self._sandbox.run(task, given, seconds)
-            except SandboxFailed:
-                if not tries_left:
-                    raise
-        raise AssertionError("the last try returns or raises")
+        ended = self._sandbox.run({"source": ""}, b"", seconds)
+        return msgspec.structs.replace(ended, status=-signal.SIGKILL, errors=b"")
 
 
 def program_of(completion: str, tests: ProgramTests) -> Program | None:

@@ -108,7 +108,7 @@ class _Judges:
         start = time.monotonic()
         try:
             judgement = self._judge().judge(completion, tests)
-            verdict = "right" if judgement.right else "wrong"
+            verdict = "undecided" if judgement.unknown else "right" if judgement.right else "wrong"
         except SandboxFailed as failure:
             judgement, verdict = Judgement(0, tests.count, str(failure)), "undecided"
         return Scored(verdict, judgement, time.monotonic() - start)

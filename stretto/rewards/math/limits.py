@@ -8,6 +8,10 @@ first, and every evaluation stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from stretto.rewards.functions import Undecided
@@ -23,6 +27,9 @@ LARGEST_EXPONENT: Final = 1 << 34  # bits of a number's magnitude while it is ap
 LARGEST_INTEGER: Final = 1 << 17  # bits of a number that is computed exactly
 _LARGEST_POWER: Final = 64  # largest exponent that the symbolic fallback may expand
 
+SECONDS: Final = 0.5  # of processor time for one comparison; most take a hundredth of it
+_AGAIN: Final = 0.05  # seconds after which a signal is sent again that a library has swallowed
+
 _DIGITS = re.compile(rf"[0-9]{{{LONGEST_NUMBER + 1}}}")
 _LETTERS = re.compile(rf"[a-zA-Z]{{{LONGEST_WORD + 1}}}")
 _OPERATION = re.compile(r"[-+*/|^!]|\\[a-zA-Z]+")
@@ -34,6 +41,33 @@ _UNBOUNDED = re.compile(
 _COMPUTED = re.compile(r"\\(?:[dt]?binom|det|gcd|lcm|text\s*\{\s*(?:gcd|lcm|det|rank)|operatorname)(?![a-z])")
 _MANY = re.compile(r"[0-9]{6}|\^|&.*&.*&.*&.*&.*&.*&.*&.*&", re.DOTALL)
 _POWER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)")
+
+
+class TooLong(BaseException):
+    """The time is up; no library on the way may take it for an error of its own."""
+
+
+@contextmanager
+def limited_time(seconds: float = SECONDS) -> Iterator[None]:
+    """A limit on the processor time of the main thread, where signals arrive; other threads have none.
+
+    Raises:
+        TooLong: the time is up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def check_piece(text: str) -> None:

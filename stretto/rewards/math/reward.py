@@ -14,11 +14,13 @@ from functools import lru_cache
 from stretto.rewards.functions import Undecided
 from stretto.rewards.math.compare.comparison import same
 from stretto.rewards.math.compare.equality import same_value
+from stretto.rewards.math.compare.naming import name
 from stretto.rewards.math.compare.opinion import accepts, parsed
 from stretto.rewards.math.extract.denial import is_open
 from stretto.rewards.math.extract.final import FinalAnswer, final_answer, without_frame
-from stretto.rewards.math.limits import LONGEST_COMPLETION, check_piece, check_symbolic
+from stretto.rewards.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto.rewards.math.parse.expressions import expression
+from stretto.rewards.math.parse.forms import undeclared
 from stretto.rewards.math.parse.reading import read
 from stretto.rewards.math.parse.spelling import compact, spelled
 from stretto.rewards.math.parse.structure import (
@@ -38,17 +40,37 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     """Whether the final answer of `completion` is the gold `answer`.
 
     Raises:
-        Undecided: the gold answer is empty, or one of the two is beyond the limits or cannot be read.
+        Undecided: the gold answer is empty, beyond the limits, or cannot be read. A completion that is, is wrong.
     """
-    if len(completion) > LONGEST_COMPLETION:
-        raise Undecided(f"a completion of {len(completion):,} characters; at most {LONGEST_COMPLETION:,} are read")
-    gold = gold_piece(answer)
+    expected = gold_piece(answer)
     if completion.strip() == answer.strip():
         return True
-    given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
-    if given is None or not given.text.strip():
+    if len(completion) > LONGEST_COMPLETION:
         return False
-    return judged(gold, given)
+    try:
+        with limited_time():
+            given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
+            return given is not None and bool(given.text.strip()) and judged(expected, given, prompt)
+    except (TooLong, Undecided):
+        return not gold(prompt, completion, answer)  # whose fault was it? The gold answer's stays undecided
+
+
+@lru_cache(maxsize=1 << 16)
+def _checked(answer: str) -> str:
+    """Why `answer` cannot be a gold answer; empty: it can."""
+    piece = gold_piece(answer)
+    try:
+        _understand(read(piece.text))
+    except Unreadable:
+        try:
+            parsed(_shown(piece))
+        except Unreadable as error:
+            return f"a gold answer that cannot be read: {error}"
+        except Undecided as error:
+            return str(error)
+    except Undecided as error:
+        return str(error)
+    return ""
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
@@ -57,14 +79,8 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
     Raises:
         Undecided: it cannot, with the reason.
     """
-    piece = gold_piece(answer)
-    try:
-        _understand(read(piece.text))
-    except Unreadable:
-        try:
-            parsed(_shown(piece))
-        except Unreadable as error:
-            raise Undecided(f"a gold answer that cannot be read: {error}") from None
+    if reason := _checked(answer):
+        raise Undecided(reason)
     return True
 
 
@@ -84,22 +100,43 @@ def gold_piece(answer: str) -> FinalAnswer:
     return found
 
 
-def judged(gold: FinalAnswer, given: FinalAnswer) -> bool:
+def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     """Compare two final answers: strictly first, and by math-verify where that is unknown."""
     check_piece(given.text)
     if is_open(gold.text) != is_open(given.text):
         return False
     if compact(spelled(gold.text)) == compact(spelled(given.text)):
         return True
-    expected, found = _structure(gold), _structure(given)
+    expected, found = _structure(gold.text), _structure(given.text)
+    if (
+        isinstance(expected, Relation)
+        and isinstance(found, Relation)
+        and _is_written_back(expected, given, found, prompt)
+    ):
+        return False
     if expected is not None and found is not None:
         opinion = same(expected, found)
+        plain = undeclared(spelled(given.text))
+        if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
+            other = _structure(plain)  # what the answer says of its names, the question may have said
+            opinion = opinion if other is None else same(expected, other)
         if opinion is not None:
             return opinion
     try:
         return accepts(_shown(gold), _shown(given))
     except Unreadable as error:
         raise Undecided(str(error)) from None
+
+
+def _is_written_back(gold: Relation, given: FinalAnswer, found: Relation, prompt: str) -> bool:
+    """Whether the answer is an equation of the question that was to be solved for a name."""
+    is_solved = name(gold.sides[0]) is not None and name(found.sides[0]) is None
+    return is_solved and compact(spelled(given.text)) in _asked(prompt)
+
+
+@lru_cache(maxsize=256)
+def _asked(prompt: str) -> str:
+    return compact(spelled(prompt))
 
 
 def _understand(given: Node) -> None:
@@ -127,9 +164,9 @@ def _understand(given: Node) -> None:
             _understand(content)
 
 
-def _structure(piece: FinalAnswer) -> Node | None:
+def _structure(text: str) -> Node | None:
     try:
-        return read(piece.text)
+        return read(text)
     except Unreadable:
         return None
 

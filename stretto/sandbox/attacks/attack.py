@@ -1,7 +1,7 @@
 """What an attack on a sandbox is: a program that tries to get at something, and how one sees that it did.
 
 An attack prints THROUGH when it got what it wanted, or leaves its mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`,
-`$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits that `probe.Baits` lays out.
+`$OWN`, `$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits that `probe.Baits` lays out.
 """
 
 from __future__ import annotations

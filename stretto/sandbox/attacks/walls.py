@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stretto.sandbox.attacks.attack import CALLS, Attack
+from stretto.sandbox.walls import Level
 
 ATTACKS_ON_WALLS = (
     Attack("loopback", "import socket; socket.create_connection(('127.0.0.1', $PORT), 1); print('THROUGH')"),
@@ -220,6 +221,101 @@ for change in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups(
     except OSError:
         continue
     print('THROUGH')
+""",
+    ),
+    Attack(
+        "marks on files of its user",
+        """
+import os, sys
+own = [os.__file__, sys.executable, '$SECRET', '$OWN', os.path.dirname('$OWN')]
+for change in (
+    lambda path: os.chmod(path, os.stat(path).st_mode & 0o777),
+    lambda path: os.utime(path, (1, os.stat(path).st_mtime)),
+    lambda path: os.setxattr(path, 'user.stretto', b'x'),
+    lambda path: os.removexattr(path, 'user.stretto'),
+    lambda path: os.chown(path, os.getuid(), -1),
+    lambda path: os.link(path, '$MARK'),
+):
+    for path in own:
+        try:
+            change(path)
+        except OSError:
+            continue
+        print('THROUGH', path)
+""",
+    ),
+    Attack(
+        "installed packages",
+        """
+import glob, os, sys
+for prefix in (sys.base_prefix, sys.prefix, '/usr', '/usr/local'):
+    if found := glob.glob(f'{prefix}/lib*/python3*/*-packages/*'):
+        print('THROUGH', found[:3])
+""",
+        Level.C,
+    ),
+    Attack(
+        "locks and watches on the host's files",
+        CALLS
+        + """
+import fcntl
+with open(os.__file__) as file:
+    for lock in (lambda: fcntl.flock(file, fcntl.LOCK_SH), lambda: fcntl.lockf(file, fcntl.LOCK_SH)):
+        try:
+            lock()
+        except OSError:
+            continue
+        print('THROUGH')
+if libc.inotify_init1(0) >= 0 or call(254, 27, 0, b'/', 1) >= 0:
+    print('THROUGH')
+""",
+    ),
+    Attack(
+        "sockets that reach further than their pair",
+        r"""
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
+    try:
+        one, other = socket.socketpair(socket.AF_UNIX, kind)
+        one.sendto(b'x', r'\0$ABSTRACT')
+        print('THROUGH', kind)
+    except OSError:
+        pass
+one, other = socket.socketpair()
+for reach in (
+    lambda: one.sendto(b'x', '\0$ABSTRACT'),
+    lambda: one.connect('\0$ABSTRACT'),
+    lambda: one.bind('\0stretto-attack'),
+    lambda: socket.send_fds(one, [b'x'], [0]),
+):
+    try:
+        reach()
+    except OSError:
+        continue
+    print('THROUGH')
+""",
+    ),
+    Attack(
+        "outlive the guest",
+        CALLS
+        + """
+if libc.prctl(1, 0, 0, 0, 0) == 0:
+    print('THROUGH')
+""",
+    ),
+    Attack(
+        "end the guest",
+        """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+for number in range(1, 65):
+    for pid in (1, os.getppid()):
+        try:
+            if pid > 0 and pid != os.getpid():
+                os.kill(pid, number)
+        except OSError:
+            pass
+time.sleep(0.05)
 """,
     ),
 )

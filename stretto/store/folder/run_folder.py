@@ -9,6 +9,7 @@ questions.jsonl                             prompts and gold answers, for the ex
 samples.jsonl held_out.jsonl                sampled completions: some of the training, all of each evaluation
 ledger.sqlite                               the state of every trajectory
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
+policy/best/ best.json                      the policy of the best evaluation, if it is kept
 plots/*.png                                 plots
 lock                                        the process that writes here now
 """

@@ -24,7 +24,8 @@ from stretto.store import lock
 from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
 
-FORMAT = 3
+FORMAT = 4
+_BEFORE = 3  # its segments do not name their engines; a resumed run goes on in this format
 _OLDEST = 2  # the oldest format that can be read; it has no seals of trajectories, steps, prompts and the start
 
 _TABLES = """
@@ -84,7 +85,8 @@ CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL)
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, created if it is missing; the caller begins and ends transactions.
+    """The ledger at `path`, created if it is missing, and of this format from now on; the caller begins and ends
+    transactions.
 
     Raises:
         StoreError: another format, not a ledger, damaged, or not writable.
@@ -99,7 +101,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
             connection.create_function("seal", -1, seal, deterministic=True)
-            _check_format(path, connection, FORMAT)
+            if _check_format(path, connection, _BEFORE) != FORMAT:
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
         undo.pop_all()
@@ -161,9 +164,10 @@ def _address(path: Path) -> str:
     return f"{path.absolute().as_uri()}?{how}"
 
 
-def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> None:
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
+def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> int:
+    found: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if not oldest <= found <= FORMAT:
         connection.close()
-        can = f"resumes format {FORMAT}" if oldest == FORMAT else f"reads formats {oldest} to {FORMAT}"
-        raise StoreError(f"{path}: has format {found}, this version of stretto {can}")
+        verb = "reads" if oldest == _OLDEST else "resumes"
+        raise StoreError(f"{path}: has format {found}, this version of stretto {verb} formats {oldest} to {FORMAT}")
+    return found

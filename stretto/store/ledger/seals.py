@@ -14,6 +14,7 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Completion, Trajectory
 
 SIZE = 8  #: bytes of a seal
+SEALED = 5  #: fields of a segment that decide what it does to the weights: all but the names of its engines
 
 Value = TypeVar("Value")
 
@@ -63,9 +64,12 @@ def batch_seal(batch: Batch, number: int) -> bytes:
 def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ...]:
     verdict = trajectory.verdict
     if number > 2:
-        return trajectory.id, trajectory.segments, verdict.outcome, verdict.reward
+        segments = [msgspec.structs.astuple(segment)[:SEALED] for segment in trajectory.segments]
+        return trajectory.id, segments, verdict.outcome, verdict.reward
     (segment,) = trajectory.segments
-    return Completion.of(group, trajectory.member, segment), verdict.outcome, verdict.reward
+    completion = msgspec.structs.asdict(Completion.of(group, trajectory.member, segment))
+    del completion["engines"]
+    return completion, verdict.outcome, verdict.reward
 
 
 def check(found: object, expected: bytes, what: str) -> None:

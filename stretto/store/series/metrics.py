@@ -59,9 +59,21 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     accuracy: float
     prompts: int
     undecided: int = 0  # completions without a verdict: neither right nor wrong
+    samples: int = 0  # completions of all prompts; 0: not recorded, one for each
+    truncated: int = 0  # completions that were cut off at sampling.max_tokens
+    length_mean: float | None = None  # tokens per completion
+    pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
+    maj: float | None = None  # of prompts whose most frequent answer is right
+    ci95: tuple[float, float] | None = None  # of the accuracy
 
 
-MetricsLine = StepMetrics | EvaluationLine
+class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_field="kind"):
+    """Accuracy on a further set of questions (``[[evaluation.sets]]``)."""
+
+    name: str = ""
+
+
+MetricsLine = StepMetrics | EvaluationLine | SetEvaluationLine
 
 _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
@@ -77,14 +89,28 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-    """The steps and the evaluations of a run, in the order in which they happened.
+    """The steps and the evaluations of a run, in the order in which they happened; those of further sets are left to
+    `read_sets`.
 
     Raises:
         StoreError: a line in the middle cannot be read.
     """
     lines = read_lines(path, _DECODER)
     steps = [line for line in lines if isinstance(line, StepMetrics)]
-    return steps, [line for line in lines if isinstance(line, EvaluationLine)]
+    return steps, [line for line in lines if type(line) is EvaluationLine]
+
+
+def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
+    """The evaluations of each further set, by its name.
+
+    Raises:
+        StoreError: a line in the middle cannot be read.
+    """
+    found: dict[str, list[SetEvaluationLine]] = {}
+    for line in read_lines(path, _DECODER):
+        if isinstance(line, SetEvaluationLine):
+            found.setdefault(line.name, []).append(line)
+    return found
 
 
 def rewind_metrics(path: Path, step: int) -> None:

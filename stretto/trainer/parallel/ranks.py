@@ -7,7 +7,7 @@ share of every minibatch. Sums that decide something are all-reduced, so that al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -52,6 +52,23 @@ class Ranks(Protocol):
         """A copy of this rank's shard on the CPU, sharded as before."""
         ...
 
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        """Those of rank 0, by the second group."""
+        ...
+
+    def total(self, number: int) -> int:
+        """The sum over the ranks, by the second group."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """For rank 0 the whole of a tensor that is sharded on the CPU, by the second group; for others what they
+        gave."""
+        ...
+
+    def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
+        """Fill each rank's shard of `tensor` with its part of what rank 0 has, the reverse of `gather`."""
+        ...
+
 
 class SingleRank:
     """One process that trains alone."""
@@ -73,6 +90,19 @@ class SingleRank:
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", copy=True)
+
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+    def total(self, number: int) -> int:
+        return number
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
+        assert whole is not None, "one process has everything"
+        tensor.copy_(whole)
 
 
 ALONE = SingleRank()
@@ -119,3 +149,42 @@ class ShardedRanks:
             return tensor.to("cpu", copy=True)
         part, shape, stride = tensor.to_local().to("cpu", copy=True), tensor.shape, tensor.stride()
         return DTensor.from_local(part, self._second_mesh, tensor.placements, shape=shape, stride=stride)
+
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        distributed.broadcast(sent, 0, group=self.second_group)
+        return [int(number) for number in sent]
+
+    def total(self, number: int) -> int:
+        numbers = torch.tensor([number], dtype=torch.int64)
+        distributed.all_reduce(numbers, group=self.second_group)
+        return int(numbers)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        own = tensor.to_local().contiguous()
+        if self.rank > 0:
+            if own.numel():
+                distributed.send(own, 0, group=self.second_group)
+            return tensor
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for rank, rows in enumerate(whole.chunk(self.count)):  # as FSDP2 divides; the last ranks may have none
+            rows.copy_(own) if rank == 0 else distributed.recv(rows, rank, group=self.second_group)
+        return whole
+
+    def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
+        if not isinstance(tensor, DTensor):
+            received = torch.empty(tensor.shape, dtype=tensor.dtype) if whole is None else whole
+            distributed.broadcast(received, 0, group=self.second_group)
+            tensor.copy_(received)
+            return
+        own = tensor.to_local()
+        if whole is None:
+            received = torch.empty(own.shape, dtype=own.dtype)
+            if own.numel():
+                distributed.recv(received, 0, group=self.second_group)
+            own.copy_(received)
+            return
+        for rank, rows in enumerate(whole.chunk(self.count)):
+            own.copy_(rows) if rank == 0 else distributed.send(rows.contiguous(), rank, group=self.second_group)

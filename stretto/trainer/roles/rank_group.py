@@ -1,11 +1,15 @@
-"""Ranks 1 .. N-1 of a trainer: processes that rank 0 starts, passes its orders to, and watches.
+"""Ranks 1 .. N-1 of a trainer, as rank 0 has them: processes that join it, get its orders, and are watched.
 
     conductor ──orders──► rank 0 ──the same orders──► rank 1 .. N-1
-        ▲                   │                             │ die, hang, or report an error
+        ▲                   │                             │ die, hang, go silent, or report an error
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
-A dead rank makes collectives fail or hang. Either way rank 0 ends and names the lost rank; the kernel ends the other
-ranks (`processes.heartbeat`), and the conductor replaces the trainer as a whole.
+Every rank joins at an address of rank 0 and proves a key (`processes.handshake`), which is made anew for each trainer.
+Rank 0 starts the ranks of its own machine; those of other machines are started by whom the conductor asks.
+
+A dead rank makes collectives fail or hang. Either way rank 0 ends and names the lost rank; the kernel ends the ranks of
+its machine (`processes.heartbeat`), those of other machines end with their connection, and the conductor replaces the
+trainer as a whole.
 """
 
 from __future__ import annotations
@@ -13,77 +17,113 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import RoleDied
-from stretto.core.frames import Unframer, frame
+from stretto import __version__
+from stretto.core.errors import DeadlineExceeded, HandshakeRefused, RoleDied
 from stretto.core.records import Record
+from stretto.processes.handshake import admit, new_key
+from stretto.processes.peer import Peer
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
-from stretto.trainer.messages import RankLost, Stop, ToTrainer
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import RankLost, RanksAwaited, RankStart, Stop, ToTrainer
 from stretto.trainer.parallel.ranks import ALONE, Ranks
-from stretto.trainer.parallel.rendezvous import join, open_store
+from stretto.trainer.parallel.rendezvous import LOOPBACK, join, open_store
+from stretto.trainer.spec import RANK_KEY, RANK_ROLE, RankSpec, TrainerSpec
 
 _NOTICE_SECONDS = 2.0
 _STUCK_SECONDS = 1.0
-_READ_BYTES = 1 << 16
+_HANDSHAKE_SECONDS = 10.0
+_PARTING_SECONDS = 1.0
+_MOST_REFUSALS = 4  # that a message names
 EXIT_CODE = 1
 _FAILED = msgspec.msgpack.Decoder(Failed)
 
 
-class RankSpec(Record, frozen=True):
-    """The spec of ranks 1, 2, ...; `trainer` is the JSON text of rank 0's own `TrainerSpec`."""
+class RankIntroduction(Record, frozen=True):
+    """Who joins: its rank, and its installation of stretto."""
 
     rank: int
-    port: int
-    trainer: str
-    descriptor: int
+    version: str = __version__
 
 
 class RankGroup:
     """The other ranks, as rank 0 handles them; none in a trainer of one process."""
 
-    def __init__(self, count: int, trainer: str, threads: int, log: Path, hung: float) -> None:
-        """`count` ranks in all, started with the text `trainer`; one without a heartbeat for `hung` seconds is
-        killed."""
-        self._wires = {rank: socket.socketpair() for rank in range(1, count)}
-        self._count, self._trainer, self._threads, self._log, self._hung = count, trainer, threads, log, hung
+    def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
+        """Of the trainer with this spec; `spawner` starts the ranks of this machine."""
+        self._config = config = TrainerConfig.model_validate_json(spec.trainer)
+        self._spec, self._key, self._spawner = spec, new_key(), spawner
+        self._host = _resolved(spec.rank_host) if config.ranks > 1 else LOOPBACK
+        self._remote = tuple(range(config.local_ranks, config.ranks))
+        self._ranks = tuple(range(1, config.ranks))
+        self._joined: dict[int, asyncio.Future[Peer[Failed]]] = {}
+        self._refused: deque[str] = deque(maxlen=_MOST_REFUSALS)  # why ranks were not let in
         self._ending = False
         self._loss: Future[RankLost | Failed] = Future()
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()  # of the watching thread
 
-    def start(self, device: str, tell: Callable[[RankLost | Failed], None]) -> Ranks:
-        """Start, watch and join the other ranks; a thread calls `tell`, for the conductor, when one is lost."""
-        if not self._wires:
+    def start(self, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> Ranks:
+        """Start, watch and join the other ranks. `tell` reports to the conductor, from a thread: the ranks that it has
+        to start elsewhere, and one that is lost.
+
+        Raises:
+            OSError: this machine does not have the address at which ranks are to join.
+        """
+        if not self._ranks:
             return ALONE
-        store = open_store(self._count)
+        store = open_store(self._config.ranks, self._host)
         watching = partial(asyncio.run, self._watch(store.port, tell))
         threading.Thread(target=watching, name="ranks", daemon=True).start()
-        return join(store, 0, self._count, device)
+        return join(store, 0, self._config.ranks, self._config.device, self._host)
 
     def forward(self, order: ToTrainer) -> None:
-        """Pass on the order that rank 0 is about to carry out."""
+        """Pass on the order that rank 0 is about to carry out.
+
+        Raises:
+            ConnectionError: a rank is gone.
+        """
         self._ending = isinstance(order, Stop)
-        message = frame(order)
-        for near, _ in self._wires.values():
-            near.sendall(message)
+        if self._ranks:
+            asyncio.run_coroutine_threadsafe(self._send(order), self._loop.result()).result()
+
+    async def _send(self, order: ToTrainer) -> None:
+        peers = [joined.result() for joined in self._joined.values()]
+        await asyncio.gather(*(peer.send(order) for peer in peers))
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
         """The loss of another rank that made rank 0 fail with `error`; None if all ranks fail so, or rank 0 alone."""
         try:
-            loss = self._loss.result(_NOTICE_SECONDS if self._wires else 0.0)
+            loss = self._loss.result(_NOTICE_SECONDS if self._ranks else 0.0)
         except TimeoutError:
             return None
         return None if isinstance(loss, Failed) and loss.problem.endswith(f": {error}") else loss
 
-    async def _watch(self, port: int, tell: Callable[[RankLost | Failed], None]) -> None:
-        ends = [asyncio.create_task(self._live(rank, port), name=f"rank {rank}") for rank in self._wires]
-        (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    async def _watch(self, store: int, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> None:
+        self._loop.set_result(loop := asyncio.get_running_loop())
+        self._joined = {rank: loop.create_future() for rank in self._ranks}
+        with closing(await asyncio.start_server(partial(self._admit, store), self._host, 0)) as server:
+            port: int = server.sockets[0].getsockname()[1]
+            if self._remote:
+                tell(RanksAwaited(host=self._host, port=port, key=self._key, ranks=self._remote))
+            ends = [
+                asyncio.create_task(
+                    self._elsewhere(rank) if rank in self._remote else self._here(rank, port), name=_name(rank)
+                )
+                for rank in self._ranks
+            ]
+            (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         error = end.exception()  # whatever it is: unless it is reported, rank 0 hangs in a collective
         loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
         self._loss.set_result(loss)
@@ -92,29 +132,74 @@ class RankGroup:
             tell(loss)
             os._exit(EXIT_CODE)  # the main thread hangs in a collective
 
-    async def _live(self, rank: int, port: int) -> RankLost | Failed:
-        """Start a rank, and wait until it ends; gives the report for the conductor."""
-        near, far = self._wires[rank]
-        name = f"rank {rank}"
-        log = self._log.with_name(f"{self._log.stem}-rank-{rank}{self._log.suffix}")
-        process = RoleProcess(name, "stretto.trainer.roles.rank", log, self._hung)
-        spec = RankSpec(rank=rank, port=port, trainer=self._trainer, descriptor=far.fileno())
+    async def _admit(self, store: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a rank in, or say in the log who was refused."""
+        address = writer.get_extra_info("peername")[0]
         try:
-            await process.start(spec, self._threads, (far.fileno(),))
+            introduction = await admit(
+                reader, writer, self._key, b"", self._unwanted, peer=f"a rank at {address}", seconds=_HANDSHAKE_SECONDS
+            )
+            rank = msgspec.msgpack.decode(introduction, type=RankIntroduction).rank
+            peer = Peer(reader, writer, _FAILED, self._spec.hung)
+            self._joined[rank].set_result(peer)
+            await peer.send(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
+        except (HandshakeRefused, DeadlineExceeded, ConnectionError) as error:
+            print(f"not joined: {error}", file=sys.stderr)
+            self._refused.append(str(error))
+            writer.close()
+
+    def _unwanted(self, introduction: bytes) -> str:
+        """Why a process that has the key is not let in; "" if it is."""
+        who = msgspec.msgpack.decode(introduction, type=RankIntroduction)
+        if who.version != __version__:
+            return f"{_name(who.rank)} is of stretto {who.version}, and rank 0 of stretto {__version__}"
+        if (joined := self._joined.get(who.rank)) is None:
+            return f"there is no {_name(who.rank)}"
+        return f"{_name(who.rank)} has joined already" if joined.done() else ""
+
+    async def _elsewhere(self, rank: int) -> RankLost | Failed:
+        """Wait until a rank on another machine has joined, and then until it ends; the report for the conductor."""
+        seconds = self._spec.assembly
+        await asyncio.wait([self._joined[rank]], timeout=seconds)
+        if missing := [_name(one) for one in self._remote if not self._joined[one].done()]:
+            refused = "".join(f"; {why}" for why in self._refused)
+            return RankLost(how=f"lost {', '.join(missing)}: did not join within {seconds:g} s{refused}")
+        return await self._listened(rank)
+
+    async def _here(self, rank: int, port: int) -> RankLost | Failed:
+        """Start a rank on this machine, and wait until it ends."""
+        config, log = self._config, Path(self._spec.log)
+        log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
+        process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)
+        spec = RankSpec(rank=rank, host=self._host, port=port, threads=config.threads, hung=self._spec.hung, gpu=rank)
+        try:
+            await process.start(spec, config.threads, environment={RANK_KEY: self._key})
         except RoleDied as death:
             return RankLost(how=f"lost {death.role}, which {death.how}")
-        far.close()
+        connection = asyncio.create_task(self._listened(rank))
         how = await process.ended()
-        if (failed := _parting_words(near)) is not None:
-            return Failed(problem=f"{name}: {failed.problem}", exit_code=failed.exit_code)
-        return RankLost(how=f"lost {name}, which {how}")
+        await asyncio.wait([connection], timeout=_PARTING_SECONDS)
+        if connection.done() and isinstance(words := connection.result(), Failed):
+            return words
+        return RankLost(how=f"lost {_name(rank)}, which {how}")
+
+    async def _listened(self, rank: int) -> RankLost | Failed:
+        """What a rank says before its connection ends, or how that ends."""
+        peer = await self._joined[rank]
+        words: list[Failed] = []
+        how = await peer.listen(words.append)
+        if words:
+            return Failed(problem=f"{_name(rank)}: {words[0].problem}", exit_code=words[0].exit_code)
+        return RankLost(how=f"lost {_name(rank)}, which {how}")
 
 
-def _parting_words(wire: socket.socket) -> Failed | None:
-    """The error that a rank reported before it ended, if it did."""
-    wire.setblocking(False)
-    try:
-        bodies = Unframer().feed(wire.recv(_READ_BYTES))
-    except OSError:
-        return None
-    return _FAILED.decode(bodies[0]) if bodies else None
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _resolved(host: str) -> str:
+    """The numeric address of a host; the loopback's for none."""
+    if not host:
+        return LOOPBACK
+    (_, _, _, _, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(address[0])

@@ -25,8 +25,10 @@ from stretto.model.kernels.choice import TRAINING, choose, unrecorded
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorGone, RoleEnd
+from stretto.processes.fork_server_role import fork_here
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
+from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.messages import (
@@ -162,10 +164,10 @@ class TrainerRole:
         return PolicySaved(folder=folder, span=span)
 
 
-def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
-    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone."""
-    config = TrainerConfig.model_validate_json(spec.trainer)
-    group = RankGroup(config.ranks, msgspec.json.encode(spec).decode(), spec.threads, Path(spec.log), spec.hung)
+def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> None:
+    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone;
+    `spawner` starts those of this machine."""
+    group = RankGroup(spec, spawner)
 
     def tell(message: CheckpointSaved | CheckpointFailed) -> None:
         if isinstance(message, CheckpointFailed) and group.explain(StoreError(message.problem)) is not None:
@@ -173,7 +175,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
         channel.send(message)
 
     try:
-        ranks = group.start(config.device, channel.send)
+        ranks = group.start(channel.send)
         dtype = getattr(torch, spec.published) if spec.published is not None else None
         role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder), dtype), ranks, tell)
         channel.send(Ready(version=role.version))
@@ -192,10 +194,12 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer]) -> None:
 def main(arguments: list[str]) -> int:
     """Run the role; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
+    several = TrainerConfig.model_validate_json(spec.trainer).local_ranks > 1
+    spawner = fork_here([spec.descriptor]) if several else FRESH  # a rank need not import torch again
     begin_role()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
-    return run_role(lambda: lead(spec, channel), channel.send)
+    return run_role(lambda: lead(spec, channel, spawner), channel.send)
 
 
 if __name__ == "__main__":

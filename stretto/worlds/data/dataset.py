@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from stretto.core.errors import DataError, Problem
-from stretto.core.jsonl import LARGEST_ROW
 from stretto.worlds.data import jsonl
+from stretto.worlds.data.rows import Columns, question
 from stretto.worlds.data.task import Question, Questions
 
 
@@ -23,6 +21,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
     answer_field: str = Field("answer", description="key of what the reward compares with")
     demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
+    id_field: str | None = Field(None, description="key of a row's own name, which no other row may have")
     held_out: int = Field(64, ge=1, description="rows at the end of the file that are kept for evaluation")
     held_out_file: str | None = Field(None, description="a second file in place of the last rows")
 
@@ -53,31 +52,13 @@ def read_rows(path: Path, task: JsonlTask) -> list[Question]:
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
     """
-    return jsonl.read_rows(path, lambda row, number, place: _question(row, number, place, task))
-
-
-def _question(row: dict[str, Any], number: int, place: str, task: JsonlTask) -> Question:
-    jsonl.require(row, (task.prompt_field, task.answer_field), place)
-    text, messages = jsonl.prompt(row[task.prompt_field], f"{place}: {task.prompt_field}")
-    further = {name: value for name, value in row.items() if name not in (task.prompt_field, task.answer_field)}
-    chat = messages or ({"role": "user", "content": text},)
-    if task.system_prompt is not None and chat[0]["role"] != "system":
-        messages = chat = ({"role": "system", "content": task.system_prompt}, *chat)
-    demonstration = row.get(task.demonstration_field)
-    if demonstration is not None:
-        demonstration = jsonl.text(demonstration, f"{place}: {task.demonstration_field}")
-    answer = row[task.answer_field]
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
-        answer = str(answer)
-    answer = jsonl.text(answer, f"{place}: {task.answer_field}", LARGEST_ROW)  # it may be the tests of a program
-    return Question(
-        id=str(number),
-        text=text,
-        answer=answer,
-        demonstration=demonstration,
-        messages=messages,
-        place=place,
-        fields=json.dumps(further) if further else "",
-        as_chat=chat if task.chat_template == "auto" else (),
+    columns = Columns(
+        prompt=task.prompt_field,
+        answer=task.answer_field,
+        demonstration=task.demonstration_field,
+        id=task.id_field,
+        system_prompt=task.system_prompt,
+        as_chat=task.chat_template == "auto",
         template_arguments=tuple(task.template_arguments.items()),
     )
+    return jsonl.read_rows(path, lambda row, number, place: question(row, number, place, columns))

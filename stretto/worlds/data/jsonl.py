@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +23,29 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
     """
-    return jsonl.read_rows(path, lambda line, number, place: read(_object(line, place), number, place))
+    return jsonl.read_rows(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
-def require(row: dict[str, Any], names: tuple[str, ...], place: str) -> None:
+def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
     """Raises a `mistake` unless the row has all of these fields."""
     for name in names:
         if name not in row:
             raise mistake(place, f"no field {name!r}", nearest(name, row) if row else "the object is empty")
+
+
+def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> str:
+    """The row's own name, which is new to `seen` (names with the places of their rows) and is added to it.
+
+    Raises:
+        DataError: it is no text and no whole number, or another row has it.
+    """
+    require(row, (name,), place)
+    value = row[name]
+    if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
+        raise mistake(f"{place}: {name}", shown(value), "a text or a whole number is needed")
+    if (first := seen.setdefault(str(value), place)) != place:
+        raise mistake(f"{place}: {name}", f"{shown(value)} is also that of {first}", "each row needs a name of its own")
+    return str(value)
 
 
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
@@ -66,7 +81,12 @@ def shown(value: object) -> str:
     return quoted if len(quoted) <= 60 else quoted[:57] + "..."
 
 
-def _object(line: str, place: str) -> dict[str, Any]:
+def object_of(line: str, place: str) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        DataError: it is broken, of thousands of digits, or another value.
+    """
     try:
         row = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # JSONDecodeError, or a number of thousands of digits

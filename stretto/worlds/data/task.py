@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -26,6 +26,7 @@ class Question:
     fields: str = ""  # the row's other fields, as a JSON object
     as_chat: tuple[dict[str, str], ...] = ()
     template_arguments: tuple[tuple[str, object], ...] = ()
+    source: str = ""  # the name of the source that it is from, in a task of several
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Questions:
     training: Sequence[Question]
     held_out: Sequence[Question]
     demonstrate: Callable[[], Sequence[Question]] = field(default=tuple, compare=False)
+    weights: Mapping[str, float] = field(default_factory=dict)  # shares of an epoch by source; empty: all rows of all
+    notes: tuple[str, ...] = ()  # what was noticed while reading them
 
     @cached_property
     def demonstrations(self) -> Sequence[Question]:

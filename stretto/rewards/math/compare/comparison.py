@@ -67,7 +67,8 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
         case Letter(), _:
             return any_of([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
         case _, Letter():
-            return any_of([_same_words(gold, Words(answer.letter)), same(gold, answer.content)])
+            as_letter = _same_words(gold, Words(answer.letter))
+            return as_letter if as_letter or _is_letter(gold) else same(gold, answer.content)
         case Relation(), Relation():
             return same_relation(gold, answer, same)
         case Relation(), _:
@@ -99,7 +100,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             return all(same(gold, item) for item in items)  # "1/2 or 0.5" gives one value twice
         case (Dots(), Dots()):
             return True
-        case (Matrix(), _) | (_, Matrix()) | (Union(), _) | (_, Union()):
+        case (Matrix() | Union(), _) | (Listing(), Matrix() | Union()):
             return None
     return False
 
@@ -131,6 +132,11 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
 
 def _is_lower(node: Node) -> bool:
     return isinstance(node, Words) and node.text.islower() and node.text.isalpha()
+
+
+def _is_letter(gold: Node) -> bool:
+    """Whether the gold answer is the letter of a choice: what a choice stands for is no letter."""
+    return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
 
 
 _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")

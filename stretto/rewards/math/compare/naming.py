@@ -84,6 +84,8 @@ def _is_name(found: sympy.Basic) -> bool:
 def says_its_last_side(given: Relation, same: Same) -> bool:
     """Whether the last side is named (``x = 5``) or computed (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 = 25``)."""
     first, *between, last = given.sides
+    if not all(computes(side, last, same, given.signs[0]) for side in between if _is_constant(side)):
+        return False  # x = 41 = 37
     if _is_asked(first) or computes(first, last, same, given.signs[0]):
         return True
     return any(isinstance(side, Scalar) and not number(side.latex) and computes(side, last, same) for side in between)
@@ -146,6 +148,8 @@ def _is_quantity(found: sympy.Basic) -> bool:
     """Whether this is a name, a product or a quotient of names: ``AB``, ``xyz``, ``AB/BC``, but not ``1/x``."""
     if isinstance(found, _OPERATORS):
         return True
+    if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
+        return str(found.args[0]) not in ("x", "y") and _is_quantity(found.args[0])
     above = isinstance(found, sympy.Mul) and any(not isinstance(part, sympy.Pow) for part in found.args)
     return above and _is_name(found)
 

@@ -2,7 +2,8 @@
 
 math-verify reads far more forms and is easier to mislead: it drops text that it cannot read, rounds to six decimals
 even when the numbers are tiny, and takes an earlier formula when the last one makes no sense. So it comes last, sees
-the final answer only, and its acceptance is checked again where values can be compared.
+the final answer only, and only if every sign in it is one that it reads; its acceptance is checked again where values
+can be compared.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from stretto.rewards.math.parse.structure import Unreadable
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limits are off; ours are on
 _LONGEST = 2_000
+_FUNCTIONS = (
+    "frac|sqrt|pi|theta|alpha|beta|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|binom"
+)
+_UNDERSTOOD = re.compile(
+    r"(?:[\s0-9a-zA-Z.,+\-*/^=<>\[\])|!%$'&:}]|\((?!\s*\))|\{(?!\s*\})|(?<![0-9}])(?<![0-9}]\s)_|\\[%}\\]|\\\{(?!\s*\\\})"
+    rf"|\\(?:{_FUNCTIONS}|infty|cup|le|ge|neq|begin|end|text|emptyset|mathbb|[lr]floor|[lr]ceil)(?![a-zA-Z])"
+    r"|\\(?:cdot|times)(?![a-zA-Z]|\s*\\)|\\in(?=\s*[\[({\\])|\^\s*\{?\\circ|(?<=\\mathbb\{R\})\s*\\setminus(?=\s*\\\{))*"
+)
 _TRUNCATED = re.compile(
     r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$"
     r"|^(?!.*\\begin).*&|^[^|{]*\|[^|{]*(?:\|[^|]*\|[^|]*)*$"
@@ -56,8 +65,8 @@ def parsed(text: str) -> list[Any]:
     Raises:
         Undecided, Unreadable: as `accepts`.
     """
-    if len(text) > _LONGEST or _TRUNCATED.search(text):
-        raise Unreadable("an ellipsis, a proportion, or too much text")
+    if len(text) > _LONGEST or _TRUNCATED.search(text) or _UNDERSTOOD.fullmatch(text) is None:
+        raise Unreadable("a sign that is not understood, an ellipsis, a proportion, or too much text")
     check_symbolic(text)
     found: list[Any] = parse(text, parsing_timeout=None)
     if not found or isinstance(found[0], str):

@@ -20,6 +20,8 @@ _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
     """Whether two relations are the same; `same` compares their sides."""
+    if _is_solved(gold) and not _is_solved(answer):
+        return False  # 2x + 1 = 7, which may be the question, is not x = 3
     if is_naming(gold) and is_naming(answer):
         return _same_equation(gold, answer, same)
     one, other = _steps(gold), _steps(answer)
@@ -34,6 +36,13 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
             return None if None in opinions else False
         del left[opinions.index(True)]
     return True
+
+
+def _is_solved(relation: Relation) -> bool:
+    """Whether a name stands alone on one side, and numbers on the others."""
+    named = [name(side) is not None for side in relation.sides]
+    values = [side for side, alone in zip(relation.sides, named, strict=True) if not alone]
+    return sum(named) == 1 and all(isinstance(side, Listing | Union) or is_number(side) for side in values)
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:

@@ -57,7 +57,19 @@ def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
     found = same_value(one, other)
     if found is False:
         return _rounded(first, other) or _rounded(second, one) or _same_letter(gold, answer)
-    return found if found is not None else (True if one == other else None)
+    return found if found is not None else (True if _arranged(one) == _arranged(other) else None)
+
+
+def _arranged(found: sympy.Basic) -> str:
+    """The expression with the terms of its sums, and the factors of its products, in one order; its bound variables,
+    which have no name, are numbered."""
+    if isinstance(found, sympy.Sum | sympy.Product | sympy.Integral):
+        found = found.xreplace({bound: sympy.Symbol(f"#{at}") for at, bound in enumerate(found.variables)})
+    if not found.args:
+        return str(found)
+    parts = [part for side in found.args for part in (side.args if side.func is found.func else (side,))]
+    shown = map(_arranged, parts if isinstance(found, sympy.Add | sympy.Mul) else found.args)
+    return f"{found.func}({', '.join(sorted(shown) if found.is_Add or found.is_Mul else shown)})"
 
 
 def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:

@@ -7,7 +7,7 @@ are approximated to the working precision of mpmath, and their magnitude is chec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import comb, factorial
 from typing import Any, Final
@@ -22,6 +22,7 @@ Approximate = Any  # mpmath.mpf or mpmath.mpc, which have no types
 Value = Fraction | Approximate
 
 _EXACT_FACTORIAL = 8_000
+_MOST_TERMS = 200
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def value(expression: sympy.Basic, point: Point) -> Value:
             return _bounded(_allowed(_power(value(expression.base, point), value(expression.exp, point)), point))
         case sympy.exp():
             return _power(+mpmath.e, value(expression.args[0], point))
+        case sympy.Sum() | sympy.Product():
+            return _series(expression, point)
     if expression in (sympy.oo, -sympy.oo, sympy.zoo):
         raise Infinite(str(expression))
     if expression in _CONSTANTS:
@@ -80,6 +83,27 @@ def _fold(arguments: tuple[Any, ...], point: Point, operation: Callable[[Any, An
     for other in rest:
         first = _bounded(operation(*_alike(first, other)))
     return first
+
+
+def _series(expression: sympy.Sum | sympy.Product, point: Point) -> Value:
+    """A sum or a product of few terms. A name with the bound variable as its index has no value that is known."""
+    if len(expression.limits) != 1 or len(expression.limits[0]) != 3:
+        raise Unsupported("several bounds")
+    bound, *ends = expression.limits[0]
+    first, last = (value(end, point) for end in ends)
+    if (
+        not all(isinstance(end, Fraction) and end.denominator == 1 for end in (first, last))
+        or last - first >= _MOST_TERMS
+    ):
+        raise Unsupported("a sum of many terms")
+    if any(str(bound) in symbol.name.partition("_")[2] for symbol in expression.function.free_symbols):
+        raise Unsupported("an index")
+    total: Value = Fraction(int(isinstance(expression, sympy.Product)))
+    for at in range(int(first), int(last) + 1):
+        term = value(expression.function, replace(point, values={**point.values, str(bound): Fraction(at)}))
+        one, other = _alike(total, term)
+        total = _bounded(one + other if isinstance(expression, sympy.Sum) else one * other)
+    return total
 
 
 def _power(base: Value, exponent: Value) -> Value:

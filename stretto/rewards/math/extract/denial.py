@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+_TURN = r"\b(?:but|so|hence|thus|therefore|then|giving|which gives)\b"  # what a denial does not reach beyond
 _BEFORE = re.compile(
     r"(?:\bnot\b|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b|\binstead of\b|\\neq?|≠|!="
     r"|\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\banything but\b|\bexcept\b|\bother than\b|\bfar from\b)"
-    r"[^.,;:\n!?0-9$]{0,24}\$?$",
+    rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one

@@ -55,6 +55,8 @@ _CHOSEN = re.compile(
     rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
     re.IGNORECASE,
 )
+_LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
+_REASONED = re.compile(r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*", re.IGNORECASE)
 _CORRECTED = re.compile(  # "The answer is 42. No, 43."
     r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
     r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
@@ -151,6 +153,8 @@ def _whole(text: str) -> FinalAnswer | None:
     """The answer, if the whole text is one."""
     if not is_short(text):
         return None
+    if (reasoned := _REASONED.fullmatch(text)) is not None:
+        return FinalAnswer(reasoned[1], certain=True)
     if (chosen := _CHOSEN.fullmatch(text)) is not None:
         return FinalAnswer(next(letter for letter in chosen.groups() if letter is not None), certain=True)
     if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
@@ -214,6 +218,8 @@ def _piece_of(rest: str) -> FinalAnswer:
     """The formulas at the beginning of the text, else the answer in its first sentence."""
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
+    if _LETTERED.match(rest):
+        return FinalAnswer(_told(rest), certain=True)
     first = _FORMULA.match(rest)
     if first is not None:
         return FinalAnswer(",".join(_formulas(rest, first)), certain=True)

@@ -25,6 +25,11 @@ _DECLARED = re.compile(
     rf"|[,;\s(]+(?:where|with|for) {_SEVERAL}(?: \w+)?(?: integers?| constants?| numbers?)? ([a-zA-Z])[\s)]*$"
 )
 
+_CONDITION = re.compile(
+    r"(?:[,;(]\s*|\s+(?=where|with|for|if|when))(?:(?:where|with|for|if|when|and)\s+)*(?:all\s+)?([a-zA-Z])\s*"
+    r"(?:(?:<|>|\\(?:le|ge|neq)(?![a-z]))\s*-?[0-9]+|=\s*-?[0-9]+(?:\s*,\s*-?[0-9]+)*\s*,\s*\\ldots)[\s)]*$"
+)
+
 
 def reformed(text: str) -> str:
     r"""A spelled final answer in its simpler form; unchanged if it has none.
@@ -52,14 +57,31 @@ def _system(found: re.Match[str]) -> str:
     return joined
 
 
+def undeclared(text: str) -> str:
+    r"""A spelled final answer without what it says of its names at its end: ``c is a constant``, ``n \ge 1``.
+
+    >>> undeclared(r"2^{n-1},n\ge 1"), undeclared(r"x<5,x>1")
+    ('2^{n-1}', 'x<5,x>1')
+    """
+    plain = _plain(text)
+    found = _DECLARED.search(plain) or _CONDITION.search(plain)
+    head = plain[: found.start()].strip(" ,;(") if found is not None else ""
+    is_of_the_head = found is not None and _alone(next(filter(None, found.groups()))).search(head)
+    return head if is_of_the_head and not re.search(r"[<>]|\\(?:le|ge|neq|in)(?![a-z])", head) else text
+
+
+def _plain(text: str) -> str:
+    return " ".join(_TEXTS.sub(lambda text: text[0] if len(text[1].strip()) == 1 else f" {text[1]} ", text).split())
+
+
+def _alone(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![a-zA-Z\\]){name}(?![a-zA-Z])")
+
+
 def _declaration(text: str) -> str | None:
     """The text without its last "n ∈ Z" or "for all integers n", and with k for n; None if it has no such part."""
-    plain = " ".join(_TEXTS.sub(lambda text: text[0] if len(text[1].strip()) == 1 else f" {text[1]} ", text).split())
+    plain = _plain(text)
     found = _DECLARED.search(plain)
     if found is None or not (head := plain[: found.start()].strip()):
         return None
-    name = found[1] or found[2] or found[3]
-    alone = r"(?<![a-zA-Z\\]){}(?![a-zA-Z])"
-    if re.search(alone.format("k"), head) is not None:
-        return head
-    return re.sub(alone.format(name), "k", head)
+    return head if _alone("k").search(head) else _alone(found[1] or found[2] or found[3]).sub("k", head)

@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final
 
 from stretto.rewards.math.limits import check_piece
+from stretto.rewards.math.parse.expressions import number
 from stretto.rewards.math.parse.forms import reformed
 from stretto.rewards.math.parse.spelling import closing_at, spelled
 from stretto.rewards.math.parse.structure import (
@@ -39,10 +41,13 @@ _CHOICE = re.compile(
     r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*([^\s,)}].*)",
     re.DOTALL,
 )
+_OTHER_CHOICE = re.compile(
+    r"(?:\\text\{\s*)?(?:(?<![\w})^\]])\([A-J]\)|(?<![\w})^\](])[A-J][).](?=\s|$))|(?<=\))\([A-J]\)"
+)
 _REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
 _NOT_READ = re.compile(
-    r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}])\s*[*/]|[!]{2}"
-    r"|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
+    r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}\s])\s*[*/]|[!]{2}"
+    r"|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
@@ -80,6 +85,9 @@ def node(text: str) -> Node:
     if SPOKEN.fullmatch(" ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())):
         return Words(text)
     if (chosen := _CHOICE.fullmatch(text)) is not None:
+        if (other := _OTHER_CHOICE.search(chosen[4])) is not None:  # several choices are a list of them
+            at = chosen.start(4) + other.start()
+            return _list("", "", (text[:at], text[at:]))
         return Letter(chosen[1] or chosen[2] or chosen[3], node(chosen[4]))
     if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
         return _scalar(text)
@@ -159,6 +167,9 @@ def _relation(text: str) -> Node | None:
         return None
     sides.append(text[at:])
     if r"\Rightarrow" in signs:
+        bare = [before == after == r"\Rightarrow" for before, after in pairwise([r"\Rightarrow", *signs])]
+        if any(bare):
+            raise Unreadable("a conclusion from no equation")
         last = len(signs) - 1 - signs[::-1].index(r"\Rightarrow")
         sides, signs = sides[last + 1 :], signs[last + 1 :]
         return node(sides[0]) if not signs else _made(sides, signs)
@@ -167,19 +178,29 @@ def _relation(text: str) -> Node | None:
 
 def _made(sides: list[str], signs: list[str]) -> Node:
     """A relation; the value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41."""
+    if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv", r"\approx"):
+        sides, signs = sides[1:], signs[1:]
+        if not signs:
+            return node(sides[0])
+    if r"\in" in signs[1:]:
+        raise Unreadable("a member of a member")
     if r"\approx" in signs[1:]:
         first = signs.index(r"\approx", 1)
+        _check_near(sides[first:])
         sides, signs = sides[: first + 1], signs[:first]
     elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
         return node(sides[0])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]
-    if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv"):
-        sides, signs = sides[1:], signs[1:]
-        if not signs:
-            return node(sides[0])
     if not all(side.strip() for side in sides[1:]):
         raise Unreadable("a relation without a side")
     return Relation((*[_side(side) for side in sides[:-1]], node(sides[-1])), tuple(signs))
+
+
+def _check_near(sides: list[str]) -> None:
+    """Check that numbers may be approximations of each other: "41 ≈ 37" is a list of candidates."""
+    values = [found.value for side in sides if (found := number(without_unit(side)[0])) is not None]
+    if values and max(values) - min(values) > 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
+        raise Unreadable("approximations that are far apart")
 
 
 def _side(text: str) -> Node:

@@ -81,6 +81,8 @@ _REPLACED: Final = tuple(
             "",
         ),
         (r"\\!", ""),
+        (r"^\s*\\(?:bf|it|rm|sf|tt|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
+        (r"\{([^{}]+)\\choose(?![a-z])([^{}]+)\}", r"\\binom{\1}{\2}"),
         (r"\{,\}", ","),
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
         (r"\\(?:underline|boldsymbol|bm|pmb|vec|hat)\s*(?=\{)", ""),
@@ -115,6 +117,7 @@ _REPLACED: Final = tuple(
         (r"\\lt(?![a-z])", "<"),
         (r"\\gt(?![a-z])", ">"),
         (r"==+", "="),
+        (r"=>", r"\\Rightarrow "),
         (r"!=|\\ne(?![a-z])|\\not\s*=|<>", r"\\neq "),
         (r"\\(?:iff|Leftrightarrow|implies|Longrightarrow)(?![a-z])", r"\\Rightarrow "),
         (r"\\(?:simeq|sim|thickapprox)(?![a-z])", r"\\approx "),
@@ -148,8 +151,10 @@ _REPLACED: Final = tuple(
 )
 _CALLS: Final = (("sqrt", r"\sqrt{", "}"), ("exp", "e^{", "}"), ("abs", "|", "|"), ("frac", r"\frac{", "}"))
 _EDGES = " \t\n,;:"
-_SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~")
+_SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~|(?<!\\)\\\s*$")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|')\s*(?=[0-9]{3}(?![0-9]))")
+_DECIMAL_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]+(?![0-9]|\{,))(?![0-9]{3}(?![0-9]))")
+_ROW_SPACE = re.compile(r"\\\\\s*\[-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|px|mu|\\[a-z]+)\]")
 _SUM_OF_MONEY = re.compile(r"^\s*\$\s*([0-9][0-9.,]*)(?=[^$]*$)")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
@@ -160,6 +165,7 @@ def spelled(text: str) -> str:
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
     """
+    text = _DECIMAL_COMMA.sub(".", _ROW_SPACE.sub(r"\\\\", text))
     text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))
     text = unwrapped(_SPACING.sub(" ", text))
     if r"\begin" not in text:
@@ -168,6 +174,8 @@ def spelled(text: str) -> str:
     for name, opening, closing in _CALLS:
         text = _without_call(text, name, opening, closing)
     text = _exponents(text)
+    if "mod" not in text:  # without a modulus a congruence is an equality
+        text = text.replace(r"\equiv", "=")
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     return _trimmed(text.replace("$", ""))

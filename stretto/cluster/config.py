@@ -1,0 +1,31 @@
+"""The `[cluster]` section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Where the engines of a run are, and how machines join it. The token is not part of a recipe: it is taken from the
+    environment variable STRETTO_TOKEN, or made; the run folder's join.json has it."""
+
+    placer: Literal["local", "given", "ray"] = Field(
+        "local",
+        description="who starts the engines: local, the run, on its own machine; given, you, by stretto engine "
+        "--join; ray, a Ray cluster",
+    )
+    listen: str = Field(
+        "", description="host:port at which other machines join; empty: none can. Port 0 takes a free one"
+    )
+    ray: str = Field("auto", description="address of the Ray cluster; auto: the running one; local: a new one")
+    tls: str | None = Field(
+        None, description="folder with ca.pem, cert.pem and key.pem, for TLS between machines; none without it"
+    )
+    gpus: int = Field(0, ge=0, le=64, description="GPUs that Ray sets aside for each engine, and each rank")
+    lease: float = Field(15.0, ge=1.0, description="seconds of silence after which a machine counts as lost")
+    lag: float = Field(
+        60.0, gt=0, description="seconds behind the newest version after which an engine gets no groups for a while"
+    )
+    wait: float = Field(600.0, gt=0, description="seconds to wait for the first engine to join")

@@ -1,0 +1,235 @@
+"""The conductor's gate: where other machines join a run, and commands reach it.
+
+    agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
+    stretto scale ──────handshake──────────► gate ──Answer──►
+
+A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which. A
+crowd of strangers costs a bounded number of connections: the newest takes the place of the one that has said nothing
+for longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto import __version__
+from stretto.cluster.machine import JoinedMachine
+from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, Answer, FromAgent, Join, RunTerms, Scale
+from stretto.cluster.wire import Wire
+from stretto.core.errors import (
+    DeadlineExceeded,
+    HandshakeBroken,
+    HandshakeRefused,
+    Problem,
+    RecipeError,
+    StrettoError,
+)
+from stretto.core.frames import frame
+from stretto.core.tasks import cancel_and_wait, first_of
+from stretto.processes.handshake import admit
+from stretto.processes.tls import server_context
+
+_HANDSHAKE_SECONDS = 10.0
+_LEAVE_SECONDS = 5.0
+_BACKLOG = 4096
+_STRANGERS = 256  # that have not proved the token yet, at one time
+_MOST_PLACES = 1024  # of one machine
+_QUIET_SECONDS = 10.0  # between two sentences about callers that were turned away
+
+
+@dataclass(frozen=True)
+class Doors:
+    """What the run does with callers.
+
+    Attributes:
+        kinds: of roles that may join; and why others may not.
+        terms: those of the run, now.
+        joined: takes a machine whose model is there.
+        scale: carries out `stretto scale`; its sentence, or a StrettoError.
+    """
+
+    terms: Callable[[], RunTerms]
+    joined: Callable[[JoinedMachine], None]
+    scale: Callable[[int], Awaitable[str]]
+    say: Callable[[str], None]
+    logs: Path
+    refuses: Callable[[str], str] = lambda kind: ""
+
+
+class Gate:
+    """See the module."""
+
+    def __init__(self, run: str, token: str, doors: Doors) -> None:
+        self._run, self._token, self._doors = run, token, doors
+        self._servers: list[asyncio.Server] = []
+        self._callers: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._numbers = itertools.count(1)
+        self._unsaid, self._quiet_until = 0, 0.0
+        self.machines: dict[str, JoinedMachine] = {}
+
+    async def open(self, listen: str, tls: str = "") -> str:
+        """Listen at ``host:port`` or ``unix:/path``, as often as wanted; returns the address, with its port.
+
+        Raises:
+            RecipeError: the address cannot be had.
+        """
+        host, _, port = listen.rpartition(":")
+        try:
+            if listen.startswith("unix:"):
+                greet = self._greeting(None)
+                self._servers.append(await asyncio.start_unix_server(greet, listen.removeprefix("unix:")))
+                return listen
+            greet = self._greeting(server_context(tls))
+            server = await asyncio.start_server(greet, host.strip("[]") or "0.0.0.0", int(port), backlog=_BACKLOG)
+        except (OSError, ValueError, OverflowError) as error:
+            found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            remedy = "give host:port of this machine, with a free port"
+            raise RecipeError([Problem(f"cluster.listen: {listen!r}", found, remedy)]) from None
+        self._servers.append(server)
+        return f"{host or '0.0.0.0'}:{server.sockets[0].getsockname()[1]}"
+
+    def publish(self, version: int) -> None:
+        """Tell every machine that a version can be pulled."""
+        for machine in self.machines.values():
+            machine.publish(version)
+
+    async def close(self, why: str, again: bool = False) -> None:
+        """Dismiss every machine, and take no more callers; `again`: the run may go on later."""
+        for server in self._servers:
+            server.close()
+        for machine in self.machines.values():
+            machine.dismiss(why, again)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                while self.machines:
+                    await asyncio.wait([machine.lost for machine in self.machines.values()])
+                    await asyncio.sleep(0)
+        await cancel_and_wait([*self._callers])
+
+    # ── callers ──────────────────────────────────────────────────────────────────────────────────
+
+    def _greeting(self, context: ssl.SSLContext | None) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+        def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(self._strangers) >= _STRANGERS:
+                next(iter(self._strangers)).transport.abort()
+            self._strangers[writer] = None
+            task = asyncio.create_task(self._serve(reader, writer, context))
+            self._callers.add(task)
+            task.add_done_callback(self._callers.discard)
+
+        return greet
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext | None
+    ) -> None:
+        name = writer.get_extra_info("peername")
+        peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a command"
+        try:
+            said = await self._admit(reader, writer, context, peer)
+            match FROM_CALLER.decode(said):
+                case Join() as join:
+                    wire: Wire[FromAgent] = Wire(f"{join.host} ({peer})", reader, writer, FROM_AGENT)
+                    await self._host(join, wire)
+                case Scale(engines):
+                    await self._scale(engines, writer)
+        except (HandshakeBroken, DeadlineExceeded, OSError):
+            return  # a port scanner, say; it has said nothing
+        except HandshakeRefused as refused:
+            self._turned_away(refused)
+            await _flushed(writer)
+        finally:
+            self._strangers.pop(writer, None)
+            writer.transport.abort()
+
+    async def _admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext | None, peer: str
+    ) -> bytes:
+        """The introduction of a caller that has proved the token, and is wanted."""
+        try:
+            if context is not None:
+                await writer.start_tls(context, ssl_handshake_timeout=_HANDSHAKE_SECONDS)
+            ours = self._run.encode()
+            return await admit(reader, writer, self._token, ours, self._why_not, peer=peer, seconds=_HANDSHAKE_SECONDS)
+        except ssl.SSLError as error:
+            raise HandshakeRefused(peer, f"does not speak our TLS ({error.reason or error})") from None
+        finally:
+            self._strangers.pop(writer, None)
+
+    def _turned_away(self, refused: HandshakeRefused) -> None:
+        """Say it, but not as often as a stranger likes."""
+        self._unsaid += 1
+        if (now := time.monotonic()) >= self._quiet_until:
+            more = f", and {self._unsaid - 1} callers before it" if self._unsaid > 1 else ""
+            self._unsaid, self._quiet_until = 0, now + _QUIET_SECONDS
+            self._doors.say(f"turned away at the gate: {refused}{more}")
+
+    def _why_not(self, introduction: bytes) -> str:
+        try:
+            caller = FROM_CALLER.decode(introduction)
+        except msgspec.MsgspecError as error:
+            return f"the introduction cannot be read: {error}"
+        if caller.release != __version__:
+            return (
+                f"you have stretto {caller.release}, and the run has {__version__}: install the same on every machine"
+            )
+        if isinstance(caller, Join):
+            if caller.run not in ("", self._run):
+                return f"you have joined run {caller.run} before, and this is run {self._run}: start a new agent for it"
+            if not 0 < caller.count <= _MOST_PLACES:
+                return f"a machine has 1 to {_MOST_PLACES} places, not {caller.count}"
+            return self._doors.refuses(caller.kind)
+        return ""
+
+    # ── those who are admitted ───────────────────────────────────────────────────────────────────
+
+    async def _host(self, join: Join, wire: Wire[FromAgent]) -> None:
+        name = f"{join.host}-{next(self._numbers)}"
+        machine = JoinedMachine(name, join, wire, self._doors.logs)
+        terms = self._doors.terms()
+        wire.send(terms)
+        self.machines[name] = machine
+        prepared = asyncio.create_task(self._introduce(machine))
+        try:
+            await machine.serve(terms.lease)
+        finally:
+            await cancel_and_wait([prepared])
+            del self.machines[name]
+            machine.is_lost("was cut off")
+
+    async def _introduce(self, machine: JoinedMachine) -> None:
+        """Hand a machine over once its model is there; the lease bounds the wait for one that has gone."""
+        await first_of(machine.prepared, machine.leaving)
+        if not machine.prepared.done():
+            machine.dismiss(machine.leaving.result())
+            return
+        try:
+            self._doors.joined(machine)
+        except (StrettoError, ValueError, OSError) as error:  # its words make no engine
+            self._doors.say(f"{machine.name} cannot be used: {error}")
+            machine.dismiss(str(error))
+
+    async def _scale(self, engines: int, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = Answer(text=await self._doors.scale(engines))
+        except StrettoError as refused:
+            answer = Answer(text=str(refused), done=False)
+        writer.write(frame(answer))
+        await _flushed(writer)
+
+
+async def _flushed(writer: asyncio.StreamWriter) -> None:
+    """Return when the caller has been sent everything, or does not take it."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(1.0):
+            writer.close()
+            await writer.wait_closed()

@@ -1,0 +1,162 @@
+"""What the conductor's gate and the agents of other machines say to each other, in frames of MessagePack.
+
+agent ──► gate     Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
+gate ──► agent     RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
+command ──► gate   Scale (in the handshake)
+gate ──► command   Answer
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from stretto.core.records import Record
+
+
+class Join(Record, frozen=True, tag=True):
+    """A machine offers places for roles. `run` is the run that it had joined before, "" at first."""
+
+    kind: str  # "engine" or "rank"
+    host: str  # its name, for people
+    count: int  # places
+    release: str  # of stretto
+    run: str = ""
+
+
+class Scale(Record, frozen=True, tag=True):
+    """`stretto scale RUN engines=N`."""
+
+    engines: int
+    release: str
+
+
+class Answer(Record, frozen=True, tag=True):
+    """The sentence that a command prints; it failed unless `done`."""
+
+    text: str
+    done: bool = True
+
+
+class RunTerms(Record, frozen=True, tag=True):
+    """What a machine has to know of the run: where its weights are served, and how long silence may last."""
+
+    run: str
+    mailbox: str  # the name of the run's files in shared memory
+    weights_port: int  # at the host where it found the gate
+    weights_key: str
+    delta: Literal["auto", "always", "never"]  # whether differences of versions may travel
+    size: int  # bytes of one version, about
+    published: int  # the newest version; -1: none yet
+    lease: float
+    hung: float
+
+
+class Place(Record, frozen=True):
+    """Room for one role: the address at which it is to listen, and a folder of its own."""
+
+    address: str
+    scratch: str
+
+
+class MachineReady(Record, frozen=True, tag=True):
+    """The model is there; roles can be started in these places."""
+
+    places: tuple[Place, ...]
+    model: str
+    mailbox_folder: str
+
+
+class Beat(Record, frozen=True, tag=True):
+    """A heartbeat: the sender's clock, and what it has found to be the gate's clock less its own, in seconds."""
+
+    sent: float
+    clock_offset: float
+
+
+class Echo(Record, frozen=True, tag=True):
+    """The reply to a heartbeat: its own `sent`, and the gate's clock."""
+
+    sent: float
+    now: float
+
+
+class NewVersion(Record, frozen=True, tag=True):
+    """A version is published."""
+
+    version: int
+
+
+class Mirrored(Record, frozen=True, tag=True):
+    """The machine's mailbox has a version, for `size` bytes over the network, in `seconds`."""
+
+    version: int
+    size: int
+    seconds: float
+
+
+class StartRole(Record, frozen=True, tag=True):
+    """Start ``python -m MODULE SPEC`` in a place. `turn` counts the starts there: what comes late of an earlier one is
+    told by it."""
+
+    place: int
+    turn: int
+    name: str
+    module: str
+    spec: bytes
+    threads: int
+    environment: dict[str, str]
+
+
+class StopRole(Record, frozen=True, tag=True):
+    place: int
+    grace: float
+
+
+class KillRole(Record, frozen=True, tag=True):
+    place: int
+
+
+class RoleStarted(Record, frozen=True, tag=True):
+    place: int
+    turn: int
+
+
+class RoleEnded(Record, frozen=True, tag=True):
+    """How the role in a place ended, or why it could not be started; `killed`: by a signal."""
+
+    place: int
+    turn: int
+    how: str
+    killed: bool
+
+
+class LogText(Record, frozen=True, tag=True):
+    """What a role has written to its log."""
+
+    name: str
+    text: str
+
+
+class Leaving(Record, frozen=True, tag=True):
+    """The machine wants to leave, and waits until its engines are drained."""
+
+    why: str
+
+
+class Dismissed(Record, frozen=True, tag=True):
+    """The machine's work for this run is over; `again`: it may come back."""
+
+    why: str
+    again: bool = False
+
+
+FromCaller = Join | Scale
+FromAgent = MachineReady | Beat | Mirrored | RoleStarted | RoleEnded | LogText | Leaving
+ToAgent = RunTerms | Echo | NewVersion | StartRole | StopRole | KillRole | Dismissed
+
+FROM_CALLER: msgspec.msgpack.Decoder[FromCaller] = msgspec.msgpack.Decoder(FromCaller)
+FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -1,0 +1,45 @@
+"""What the conductor and the placer of a Ray cluster (`cluster.ray_placer`) say to each other; without Ray."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.processes.run_role import Failed
+
+RAY_PLACER = "stretto.cluster.ray_placer"
+
+
+class RayPlacerSpec(Record, frozen=True):
+    """The spec of the placer.
+
+    `address` is that of the Ray cluster, "auto" for the one that runs, "local" for a new one on this machine. `join`
+    are the words of an agent's command line; the token is in the environment. `cpus` and `gpus` are those of one engine
+    or rank. `seconds`: how long the cluster may take to find room.
+    """
+
+    run: str
+    address: str
+    join: tuple[str, ...]
+    cpus: int
+    gpus: int
+    seconds: float
+    descriptor: int = -1
+
+
+class Place(Record, frozen=True, tag=True):
+    """Have so many agents for engines, spread over the nodes, and for ranks, packed; the reply is `Placed`."""
+
+    engines: int
+    ranks: int = 0
+
+
+class Placed(Record, frozen=True, tag=True):
+    """The nodes of the agents, in no order."""
+
+    nodes: tuple[str, ...]
+
+
+FromPlacer = Placed | Failed
+FROM_PLACER: msgspec.msgpack.Decoder[FromPlacer] = msgspec.msgpack.Decoder(FromPlacer)
+TO_PLACER: msgspec.msgpack.Decoder[Place] = msgspec.msgpack.Decoder(Place)

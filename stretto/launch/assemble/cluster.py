@@ -1,0 +1,357 @@
+"""Other machines in a run: the gate where they join, the server of weights, and the engines that they bring."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from stretto.cluster.gate import Doors, Gate
+from stretto.cluster.machine import JoinedMachine
+from stretto.cluster.messages import RunTerms
+from stretto.cluster.placing import RayPlacerSpec
+from stretto.core.errors import Problem, RecipeError, RoleDied
+from stretto.core.events import Span
+from stretto.core.records import Record
+from stretto.core.tasks import NamedTasks, first_of
+from stretto.launch.assemble.ray_agents import RayAgents
+from stretto.launch.assemble.remote_ranks import RemoteRanks
+from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
+from stretto.loop.engines.guest import guest
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.pool import EnginePool
+from stretto.processes.handshake import new_key
+from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
+from stretto.processes.spawn import Spawner
+from stretto.processes.tls import client_context
+from stretto.store.folder.run_folder import RunFolder
+from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.weights.role import WeightsServerSpec
+
+TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
+JOIN = "join.json"  #: of a run folder: what a machine needs to join
+_WEIGHTS_ROLE = "stretto.weights.role"
+_STOP_GRACE = 1.0
+_ANYWHERE = "0.0.0.0:0"
+_LOOK_SECONDS = 1.0
+_FIRST = asyncio.FIRST_COMPLETED
+
+
+class JoinFile(Record, frozen=True):
+    """``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto scale`."""
+
+    run: str
+    token: str
+    address: str = ""  # of the gate for other machines; "" if none can join
+    control: str = ""  # of the gate for commands on the machine of the run
+    tls: str = ""
+
+
+def read_join_file(folder: Path) -> JoinFile:
+    """What a run has said of itself.
+
+    Raises:
+        RecipeError: it is not running, or not ours to read.
+    """
+    try:
+        return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise RecipeError([Problem(str(folder / JOIN), found, "give the folder of a run that is going on")]) from None
+
+
+@dataclass
+class Cluster:
+    """The machines of a run. `engines` may grow and shrink by `stretto scale`, and by machines that come and go."""
+
+    plan: Plan
+    folder: RunFolder
+    endpoints: Endpoints
+    engines: EnginePool
+    report: Callable[[str], None]
+    spawner: Spawner
+    identity: JoinFile
+    weights_port: int = 0
+    weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
+    _next: int = 0
+    _tasks: NamedTasks = field(default_factory=NamedTasks)
+    _ray: RayAgents | None = None
+    _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
+
+    def __post_init__(self) -> None:
+        self._next = len(self.engines.names)
+        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2)
+        self._context = client_context(self.plan.recipe.cluster.tls or "")
+        doors = Doors(
+            terms=self._terms,
+            joined=self._joined,
+            scale=self.scale,
+            say=self.report,
+            logs=self.folder.logs,
+            refuses=self._why_not,
+        )
+        self.gate = Gate(self.identity.run, self.identity.token, doors)
+        self.engines.announce_with(self.gate.publish)
+
+    async def open(self) -> None:
+        """Listen for commands, and for machines if the recipe says where.
+
+        Raises:
+            RecipeError: an address cannot be had.
+        """
+        config, medium = self.plan.recipe.cluster, self.medium
+        self.report(f"weights.medium is {medium.medium}: {medium.reason}")
+        control = await self.gate.open(f"unix:{self.endpoints.sockets}/control.sock")
+        address = ""
+        if listen := config.listen or (_ANYWHERE if config.placer == "ray" else ""):
+            self._serve_weights(listen)
+            address = await self.gate.open(listen, config.tls or "")
+            host, _, port = address.rpartition(":")
+            address = f"{own_address() if host == '0.0.0.0' else host}:{port}"
+            self.report(
+                f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
+            )
+        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
+        if config.placer == "ray":
+            await self._place_by_ray(address)
+
+    @property
+    def medium(self) -> ChosenMedium:
+        """How weights reach the engines, and why.
+
+        Raises:
+            RecipeError: they cannot, as the recipe has it.
+        """
+        return medium_of(self.plan.recipe)
+
+    async def supervise(self) -> NoReturn:
+        """Keep the server of weights alive, and the placer of Ray.
+
+        Raises:
+            RoleDied: one of them dies too often.
+        """
+        await self._tasks.watch()
+
+    def drain_spans(self) -> list[Span]:
+        """What the mirrors of other machines did since the last call."""
+        spans = []
+        for machine in self.gate.machines.values():
+            spans += machine.spans
+            machine.spans = []
+        return spans
+
+    async def close(self, why: str, again: bool) -> None:
+        """Dismiss every machine."""
+        if self.folder.is_ours():
+            write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
+        await self.gate.close(why, again)
+        await self._tasks.close()
+        if self._ray is not None:
+            await self._ray.close()
+
+    async def _place_by_ray(self, address: str) -> None:
+        recipe = self.plan.recipe
+        tls = ("--tls", recipe.cluster.tls) if recipe.cluster.tls else ()
+        spec = RayPlacerSpec(
+            run=self.identity.run,
+            address=recipe.cluster.ray,
+            join=("--join", address, "--patience", f"{recipe.cluster.wait:g}", *tls),
+            cpus=recipe.engine.threads,
+            gpus=recipe.cluster.gpus,
+            seconds=recipe.cluster.wait,
+        )
+        self._ray = RayAgents(self.plan, self.folder, spec, self.identity.token, self.report)
+        await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
+        self._tasks.add("ray", self._ray.supervise())
+
+    # ── the server of weights ────────────────────────────────────────────────────────────────────
+
+    def _serve_weights(self, listen: str) -> None:
+        host = listen.rpartition(":")[0] or "0.0.0.0"
+        key_file = self.endpoints.sockets / "weights.key"
+        key_file.touch(0o600)
+        key_file.write_text(self.weights_key)
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        self.weights_port = reserved.getsockname()[1]
+        spec = WeightsServerSpec(
+            run=self.endpoints.mailbox,
+            folder=str(self.endpoints.mailbox_folder),
+            model=str(self.folder.policy(0)),
+            address=f"{host}:{self.weights_port}",
+            key_file=str(key_file),
+            tls=self.plan.recipe.cluster.tls,
+        )
+        self._tasks.add("weights", self._keep_serving(spec, reserved))
+
+    async def _keep_serving(self, spec: WeightsServerSpec, reserved: socket.socket) -> None:
+        deadlines = self.plan.recipe.deadlines
+        process = RoleProcess("weights", _WEIGHTS_ROLE, self.folder.role_log("weights"), deadlines.hung, self.spawner)
+        restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        with reserved:  # nobody else gets its port
+            try:
+                while True:
+                    await process.start(spec, 1)
+                    how = await process.ended()
+                    if restarts.exceeded_by_one_more():
+                        raise RoleDied("weights", f"{how}, {len(restarts)} times", str(process.log))
+                    self.report(f"the server of weights {how}: a new one is started")
+                    await asyncio.sleep(RESTART_DELAY_SECONDS)
+            finally:
+                await process.stop(_STOP_GRACE)
+
+    # ── machines ─────────────────────────────────────────────────────────────────────────────────
+
+    def _why_not(self, kind: str) -> str:
+        if kind == "rank" and not self.plan.recipe.trainer.remote_ranks:
+            return "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
+        return "" if kind in ("engine", "rank") else f"there is no role {kind!r}; machines run an engine or a rank"
+
+    def _terms(self) -> RunTerms:
+        return RunTerms(
+            run=self.identity.run,
+            mailbox=self.endpoints.mailbox,
+            weights_port=self.weights_port,
+            weights_key=self.weights_key,
+            delta=self.plan.recipe.weights.delta,
+            size=self.plan.base.parameters * 4,
+            published=self.engines.published,
+            lease=self.plan.recipe.cluster.lease,
+            hung=self.plan.recipe.deadlines.hung,
+        )
+
+    def _joined(self, machine: JoinedMachine) -> None:
+        if machine.kind == "rank":
+            self.report(f"{machine.host} has joined with places for {len(machine.places)} rank(s)")
+            self.ranks.joined(machine)
+            self._tasks.add(machine.name, self._let_go(machine))
+            return
+        names = [self._join(machine, place) for place in range(len(machine.places))]
+        self.report(f"{machine.host} has joined with {', '.join(names)}; their weights come over the network")
+        self._tasks.add(machine.name, self._look_after(machine, names))
+
+    async def _let_go(self, machine: JoinedMachine) -> None:
+        """A machine of ranks may leave at any time: the trainer is then started anew with what is there."""
+        await first_of(machine.leaving, machine.lost)
+        if not machine.lost.done():
+            machine.dismiss(machine.leaving.result())
+
+    def _join(self, machine: JoinedMachine, number: int) -> str:
+        plan, place = self.plan, machine.places[number]
+        spec = msgspec.structs.replace(
+            engine_spec(plan, Path(machine.model), self.endpoints, self._take_number(), published=True),
+            address=place.address,
+            mailbox_folder=machine.mailbox_folder,
+            scratch=place.scratch,
+            kernels=None,
+            tls=plan.recipe.cluster.tls or "",
+        )
+        recipe, changed = plan.recipe, self.engines.changed
+        role, interval = engine_role(recipe.engine), recipe.engine.load_interval
+        self._hosts[spec.name] = machine
+        self.engines.join(guest(spec, number, machine, role, recipe.deadlines, changed, interval, self._context))
+        return spec.name
+
+    def _take_number(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+    async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
+        """Drain a machine's engines when it asks for it, and let it go when it has none; returns when it is gone."""
+        while not (machine.leaving.done() or machine.lost.done()):
+            await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
+            if not any(name in self.engines.names for name in names):
+                machine.dismiss("its engines have left the run: its log says why")
+                break
+        if machine.leaving.done() and not machine.lost.done():
+            for name in names:
+                await self.engines.drain(name, machine.leaving.result())
+            machine.dismiss(machine.leaving.result())
+        await machine.lost
+        for name in names:
+            self._hosts.pop(name, None)
+            await self.engines.leave(name, f"{machine.host} {machine.lost.result()}")
+
+    # ── stretto scale ────────────────────────────────────────────────────────────────────────────
+
+    async def scale(self, wanted: int) -> str:
+        """Bring the number of engines to `wanted`; the sentence for the user.
+
+        Raises:
+            RecipeError: there cannot be so few, or the run cannot start more.
+        """
+        names = self.engines.names
+        if wanted < 1:
+            raise RecipeError([Problem("engines", str(wanted), "a run needs one engine at least")])
+        if wanted > len(names):
+            return await self._grow(wanted)
+        leaving = names[wanted:]
+        for name in reversed(leaving):
+            await self.engines.drain(name, "stretto scale")
+            await self._dismiss_if_empty(name)
+        if self._ray is not None:
+            await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
+        return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
+
+    async def _grow(self, wanted: int) -> str:
+        config = self.plan.recipe.cluster
+        if self._ray is not None:
+            await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
+            return f"{wanted} engines; Ray is starting them"
+        if config.placer != "local":
+            remedy = f"start them on machines: stretto engine --join {config.listen}"
+            raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
+        started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
+        return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
+
+    def _start_one(self) -> str:
+        recipe = self.plan.recipe
+        spec = engine_spec(self.plan, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
+        role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
+        changed = self.engines.changed
+        self.engines.join(EngineHandle.to(spec, logs, recipe.deadlines, role, self.spawner, changed, interval))
+        return spec.name
+
+    async def _dismiss_if_empty(self, name: str) -> None:
+        machine = self._hosts.pop(name, None)
+        if machine is not None and machine not in self._hosts.values():
+            machine.dismiss("stretto scale")
+
+
+def medium_of(recipe: Recipe) -> ChosenMedium:
+    """How weights reach the engines of a run, and why.
+
+    Raises:
+        RecipeError: they cannot, as the recipe has it.
+    """
+    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
+    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
+
+
+def write_join_file(folder: RunFolder, content: JoinFile) -> None:
+    """Write it, for our user alone."""
+    part = folder.path / f".{JOIN}.{os.getpid()}.part"
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    part.replace(folder.path / JOIN)
+
+
+def identity_of(folder: RunFolder) -> JoinFile:
+    """Name and token of the run: those that it has, so that machines find it again after a crash."""
+    try:
+        known = read_join_file(folder.path)
+    except RecipeError:
+        known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
+    token = os.environ.get(TOKEN) or known.token
+    return msgspec.structs.replace(known, token=token, address="", control="")

@@ -1,0 +1,114 @@
+"""The best policy of a run by one of its evaluations, and the end of a run whose accuracy no longer grows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence, Set
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.loop.records.evaluation import Evaluation
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.metrics import EvaluationLine
+
+BEST, _CANDIDATE = "best", "candidate"
+_RECORD = "best.json"
+
+
+class Best(Record, frozen=True):
+    """``best.json``: the evaluation that was best so far. Its completions were sampled by versions from `step` to
+    `version`, since training went on beside it; `policy` is that of the step, None if it was not kept."""
+
+    step: int
+    version: int
+    accuracy: float
+    policy: str | None = None
+
+
+class BestPolicy:
+    """Follows the accuracy of one set of questions.
+
+    ``policy/best`` is the policy of the step whose evaluation was best, if the run `keeps` it. After `patience`
+    evaluations in a row that were not better by more than `least_gain` it is `enough`; 0: never.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        *,
+        keeps: bool,
+        patience: int = 0,
+        least_gain: float = 0.0,
+        earlier: Sequence[EvaluationLine] = (),
+    ) -> None:
+        """`earlier`: the evaluations on record, of which a resumed run remembers the best."""
+        self.keeps = keeps
+        self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
+        self._best: Best | None = None
+        self._since = 0  # evaluations that were not better
+        for line in earlier:
+            self._follow(line.step, line.version, line.accuracy)
+        self._forget_what_came_later({line.step for line in earlier})
+        self._held: int | None = None
+        self._drop(_CANDIDATE)
+
+    @property
+    def enough(self) -> bool:
+        return bool(self._patience) and self._since >= self._patience
+
+    def hold(self, step: int) -> None:
+        """An evaluation begins: keep the policy of `step` until it ends, whatever happens to its folder."""
+        if self.keeps and (source := self._folder.policy(step)).is_dir():
+            self._drop(_CANDIDATE)
+            shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
+            self._held = step
+
+    def measured(self, step: int, evaluation: Evaluation) -> None:
+        """The evaluation that began at `step` has ended."""
+        if not self._follow(step, evaluation.version, evaluation.accuracy):
+            self._drop(_CANDIDATE)
+            if self.enough:
+                best = self._best
+                assert best is not None, "an evaluation was better than none"
+                self._say(
+                    f"stops early: {self._since} evaluations in a row were not better than {best.accuracy:.4f} at step "
+                    f"{best.step} (evaluation.patience)"
+                )
+            return
+        kept = self._held == step and self.keeps
+        if kept:
+            self._drop(BEST)
+            (self._folder.policies / _CANDIDATE).rename(self._folder.policies / BEST)
+        self._held = None
+        found = Best(step, evaluation.version, evaluation.accuracy, f"policy/{BEST}" if kept else None)
+        self._folder.write(_RECORD, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+
+    def _follow(self, step: int, version: int, accuracy: float) -> bool:
+        """Whether this evaluation is the best so far."""
+        better = self._best is None or accuracy > self._best.accuracy + self._least_gain
+        self._since = 0 if better else self._since + 1
+        if better:
+            self._best = Best(step, version, accuracy)
+        return better
+
+    def _forget_what_came_later(self, steps: Set[int]) -> None:
+        """A resumed run does steps again, and so the evaluations behind them."""
+        record = self._folder.path / _RECORD
+        if record.exists() and msgspec.json.decode(record.read_bytes(), type=Best).step not in steps:
+            record.unlink()
+            self._drop(BEST)
+
+    def _drop(self, name: str) -> None:
+        shutil.rmtree(self._folder.policies / name, ignore_errors=True)
+
+
+def _linked(source: str, target: str) -> None:
+    """Weights are written once and never changed: a second name for them costs nothing."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(Path(source), target)

@@ -1,0 +1,181 @@
+"""The completions of a run in flight: journaled while they are generated, continued by another engine when one is lost.
+
+engine ─► completions that have ended ─┐
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from stretto.core.errors import EngineLeft, EngineLost
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.store.ledger.reading import UnfinishedGroup
+
+#: Engines that requests may lose before they are given up: the requests may be what the engines die of.
+LOSSES = 3
+
+
+def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
+    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised.
+
+    Example::
+
+        for attempt in attempts():
+            with attempt:
+                return await generated()
+    """
+    for _ in range(LOSSES):
+        yield contextlib.suppress(EngineLost)
+    yield contextlib.nullcontext()
+
+
+class Engines(Protocol):
+    """Satisfied by `loop.engines.pool.EnginePool`."""
+
+    def generate(self, request: GenerateRequest, /) -> AsyncIterator[Completion]: ...
+
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
+
+
+class SegmentJournal(Protocol):
+    """Satisfied by `store.ledger.ledger.Ledger`."""
+
+    def journal(self, id: str, piece: Segment) -> None: ...
+
+
+@dataclass
+class GroupInFlight:
+    """What a group in flight has so far, by member."""
+
+    ended: dict[int, Completion] = field(default_factory=dict)
+    prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
+    journaled: set[int] = field(default_factory=set)  # members whose end is journaled
+    members: tuple[int, ...] = ()  # that the open request asks for, in its order
+    judging: bool = False  # its last completion has come
+    turn: int = 0  # counts requests: what an earlier one brings late is refused
+
+    def request(self, of: GenerateRequest) -> GenerateRequest:
+        """What is missing of the group's request."""
+        self.turn += 1
+        self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
+        prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
+        seeds = tuple(of.seeds[member] for member in self.members)
+        resumed = any(prefix.token_ids for prefix in prefixes)
+        return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
+
+    def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
+        """Add new tokens to what the open request has, by its order; gives those of each member."""
+        for place, piece in pieces.items():
+            member = self.members[place]
+            if member not in self.ended:  # else its last tokens have arrived meanwhile
+                self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
+                yield member, piece
+
+    def known(self, member: int) -> int:
+        """How many tokens of a member are journaled."""
+        return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
+
+
+class InFlight:
+    """Generates for the workflow (satisfies `core.engine.Generate`)."""
+
+    def __init__(
+        self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
+    ) -> None:
+        """`journal` None: nothing is kept, and a group that was lost starts again from its first token. `restored`: the
+        groups that an earlier process of the run had in flight."""
+        self._engines, self._journal = engines, journal
+        self._groups: dict[str, GroupInFlight] = dict(restored or {})
+        self._ending = False
+        self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """All completions of the group, when the last of them has ended, in the order of the members.
+
+        Raises:
+            EngineLost: several engines in a row were lost with this group, so it may be the cause.
+            RefusedRequest: an engine will not serve it.
+        """
+        group = self._groups.setdefault(request.id, GroupInFlight())
+        try:
+            losses = 0
+            while len(group.ended) < len(request.seeds):
+                try:
+                    async for completion in self._engines.generate(group.request(request)):
+                        member = group.members[completion.member]
+                        group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
+                    if count := len(request.seeds) - len(group.ended):
+                        raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
+                except EngineLost as loss:  # another engine continues what is known
+                    if self._ending:
+                        await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
+                    if self._journal is None:
+                        group.ended.clear()
+                    losses += not isinstance(loss, EngineLeft)
+                    if losses > LOSSES:
+                        raise
+        finally:
+            group.judging = len(group.ended) == len(request.seeds)
+        for _, completion in sorted(group.ended.items()):
+            yield completion
+
+    def end(self) -> None:
+        """The run ends: engines are about to be told to give completions up."""
+        self._ending = True
+
+    def forget(self, id: str) -> None:
+        """The group is judged or given up, and no longer in flight."""
+        self._groups.pop(id, None)
+
+    @property
+    def unjudged(self) -> int:
+        """Tokens of groups whose completions have all ended and that are not judged yet."""
+        whole = (group for group in self._groups.values() if group.judging)
+        return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
+
+    async def keep(self, patience: float | None = None) -> None:
+        """Journal the new tokens of the groups in flight; a crash costs those that came since the last call.
+
+        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
+        """
+        if (journal := self._journal) is None:
+            return
+        async with self._keeping:
+            for id, group in self._groups.items():
+                for member in group.ended.keys() - group.journaled:
+                    piece = group.ended[member].segment.after(group.known(member))
+                    journal.journal(trajectory_id(id, member), piece)
+                    group.journaled.add(member)
+            turns = {id: group.turn for id, group in self._groups.items()}
+            known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
+            for id, pieces in (await self._engines.partials(known, patience)).items():
+                group_now = self._groups.get(id)
+                if group_now is not None and group_now.turn == turns.get(id):
+                    for member, piece in group_now.extend(pieces):
+                        journal.journal(trajectory_id(id, member), piece)
+
+
+def restore(
+    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
+) -> dict[str, GroupInFlight]:
+    """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
+    for group in unfinished:
+        failures = state.failures.get(group.id, 0)
+        controller.restore(group.id, group.admitted_version, group.trajectories, failures)
+    return {
+        group.id: GroupInFlight(
+            ended={completion.member: completion for completion in group.completions},
+            prefixes=dict(group.prefixes),
+            journaled={completion.member for completion in group.completions},
+        )
+        for group in unfinished
+        if not group.trajectories
+    }

@@ -1,0 +1,212 @@
+"""What an evaluation found, of each question and of all: avg@n, pass@k, maj@n, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stretto.core.records import Outcome, Prompt, Record
+
+_Z = 1.959963984540054  # of a 95% interval
+
+
+class QuestionResult(Record, frozen=True):
+    """The completions of one question; a line of the file that ``stretto eval --rows`` writes.
+
+    `majority` is None where the reward tells no final answers apart (`majority`).
+    """
+
+    id: str
+    prompt: str
+    answer: str  # the gold answer
+    versions: tuple[int, ...]  # that sampled any of the tokens
+    outcomes: tuple[Outcome, ...]
+    rewards: tuple[float | None, ...]
+    lengths: tuple[int, ...]  # tokens
+    truncated: tuple[bool, ...]  # cut off at sampling.max_tokens
+    completions: tuple[str, ...]
+    majority: float | None = None
+
+    @property
+    def right(self) -> int:
+        return self.outcomes.count(Outcome.RIGHT)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        completions: Sequence[tuple[str, int, bool]],
+        outcomes: Sequence[Outcome],
+        rewards: Sequence[float | None],
+        versions: Sequence[int],
+        finals: Sequence[str | None] | None,
+    ) -> QuestionResult:
+        """`completions`: text, length and whether it was cut off; `finals`: final answers, if the reward has such."""
+        texts, lengths, truncated = zip(*completions, strict=True)
+        return cls(
+            id=prompt.id,
+            prompt=prompt.text,
+            answer=prompt.answer,
+            versions=tuple(sorted(set(versions))),
+            outcomes=tuple(outcomes),
+            rewards=tuple(rewards),
+            lengths=lengths,
+            truncated=truncated,
+            completions=texts,
+            majority=majority(outcomes, finals) if finals is not None else None,
+        )
+
+
+class Evaluation(Record, frozen=True):
+    """Held-out accuracy. Undecided completions count as not right, and are counted apart.
+
+    `version` is the newest version that sampled any of the tokens; `tokens` counts those of all completions. With
+    several completions `per_prompt`, `right`, `undecided` and `truncated` count completions.
+
+    Example::
+
+        evaluation = stretto.Evaluation(version=3, prompts=8, right=6, undecided=1, tokens=120)
+        print(evaluation, evaluation.accuracy)  # accuracy 0.7500: 6 of 8 right, 1 undecided 0.75
+    """
+
+    version: int
+    prompts: int
+    right: int
+    undecided: int
+    tokens: int
+    per_prompt: int = 1  # completions of each prompt
+    truncated: int = 0  # completions that were cut off at sampling.max_tokens
+    length_max: int = 0
+    pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
+    maj: float | None = None  # of questions whose most frequent answer is right; None: the reward knows no answers
+    ci95: tuple[float, float] = (0.0, 1.0)  # of the accuracy
+
+    @classmethod
+    def of(cls, results: Sequence[QuestionResult]) -> Evaluation:
+        """The evaluation of questions that have as many completions each."""
+        samples = len(results[0].outcomes)
+        shares = [result.right / samples for result in results]
+        majorities = [result.majority for result in results if result.majority is not None]
+        return cls(
+            version=max(version for result in results for version in result.versions),
+            prompts=len(results),
+            right=sum(result.right for result in results),
+            undecided=sum(result.outcomes.count(Outcome.UNDECIDED) for result in results),
+            tokens=sum(sum(result.lengths) for result in results),
+            per_prompt=samples,
+            truncated=sum(sum(result.truncated) for result in results),
+            length_max=max(max(result.lengths) for result in results),
+            pass_at={
+                k: sum(pass_at(k, result.right, samples) for result in results) / len(results) for k in sizes(samples)
+            },
+            maj=sum(majorities) / len(majorities) if majorities else None,
+            ci95=interval(shares),
+        )
+
+    @property
+    def samples(self) -> int:
+        """Completions of all prompts together."""
+        return self.prompts * self.per_prompt
+
+    @property
+    def accuracy(self) -> float:
+        """avg@n: the share of right completions."""
+        return self.right / self.samples
+
+    @property
+    def length_mean(self) -> float:
+        """Tokens per completion."""
+        return self.tokens / self.samples
+
+    def __str__(self) -> str:
+        note = f", {self.undecided} undecided" if self.undecided else ""
+        return f"accuracy {self.accuracy:.4f}: {self.right} of {self.samples} right{note}"
+
+    def table(self) -> str:
+        """What `str` says, and a line for each other value."""
+        low, high = self.ci95
+        rows = [("95% interval", f"{low:.4f} to {high:.4f}")]
+        if self.per_prompt > 1:
+            rows += [(f"pass@{k}", f"{value:.4f}") for k, value in self.pass_at.items()]
+        if self.per_prompt > 1 and self.maj is not None:
+            rows.append((f"maj@{self.per_prompt}", f"{self.maj:.4f}"))
+        rows.append(("questions", f"{self.prompts:,}, {self.per_prompt} completions each"))
+        rows.append(("length", f"{self.length_mean:.1f} tokens on average, {self.length_max} at most"))
+        rows.append(("truncated", f"{self.truncated:,} of {self.samples:,}"))
+        return "\n".join([str(self), *(f"{name:>14}  {value}" for name, value in rows)])
+
+    def as_json(self) -> str:
+        """One object with every field, the accuracy (also as `avg`), `questions` and `samples` (of all of them)."""
+        more = {
+            "accuracy": self.accuracy,
+            "avg": self.accuracy,
+            "questions": self.prompts,
+            "samples": self.samples,
+            "length_mean": self.length_mean,
+        }
+        return msgspec.json.encode(msgspec.structs.asdict(self) | more).decode()
+
+
+def pass_at(k: int, right: int, samples: int) -> float:
+    """The chance that one of `k` completions is right, drawn without replacement from `samples` of which `right` are:
+    ``1 - C(samples - right, k) / C(samples, k)``, without bias (Chen et al., arXiv 2107.03374, section 2.1).
+
+    >>> pass_at(2, right=1, samples=4)
+    0.5
+
+    Raises:
+        ValueError: `k` is more than `samples`, or less than 1.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs {k} completions or more of each question, there are {samples}")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def sizes(samples: int) -> list[int]:
+    """The k of pass@k that are shown: powers of two, and all completions.
+
+    >>> sizes(6)
+    [1, 2, 4, 6]
+    """
+    return sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
+
+
+def majority(outcomes: Sequence[Outcome], finals: Sequence[str | None]) -> float:
+    """Whether the answer that most completions give is right; of several with as many, the share that is.
+
+    Right completions give one answer, the gold one; wrong ones give their final answer as text. Undecided ones, and
+    wrong ones without a final answer, give none.
+
+    >>> majority([Outcome.RIGHT, Outcome.WRONG, Outcome.WRONG], ["1/2", "3", "3"])
+    0.0
+    """
+    votes: Counter[str | None] = Counter()  # None: the gold answer
+    for outcome, final in zip(outcomes, finals, strict=True):
+        if outcome is Outcome.RIGHT:
+            votes[None] += 1
+        elif outcome is Outcome.WRONG and final is not None:
+            votes[final] += 1
+    most = max(votes.values(), default=0)
+    return 1.0 / sum(count == most for count in votes.values()) if most and votes[None] == most else 0.0
+
+
+def interval(shares: Sequence[float]) -> tuple[float, float]:
+    """A 95% interval of the mean of `shares`, one for each question: Wilson's, for as many questions as there are, or
+    for more where completions of one question differ (the design effect of clusters; Miller, arXiv 2411.00640, section
+    2.2, has the variance). Nothing is known of an interval without questions: it is (0, 1).
+
+    With one completion for each question it is Wilson's interval.
+    """
+    count = len(shares)
+    if not count:
+        return 0.0, 1.0
+    mean = math.fsum(shares) / count
+    variance = math.fsum((share - mean) ** 2 for share in shares) / count
+    effective = count * max(1.0, mean * (1.0 - mean) / variance) if variance > 0 else float(count)
+    spread = _Z * math.sqrt(mean * (1.0 - mean) / effective + (_Z / (2.0 * effective)) ** 2)
+    middle = mean + _Z * _Z / (2.0 * effective)
+    scale = 1.0 + _Z * _Z / effective
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)

@@ -1,0 +1,71 @@
+"""One row of a dataset becomes one question."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.core.jsonl import LARGEST_ROW
+from stretto.worlds.data import jsonl
+from stretto.worlds.data.task import Question
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which keys of a row are what, and how its prompt is written.
+
+    `render` writes the prompt in place of the key `prompt`; `seen` holds the names of the rows before, with places.
+    """
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    demonstration: str = "demonstration"
+    id: str | None = None
+    system_prompt: str | None = None
+    as_chat: bool = False
+    template_arguments: tuple[tuple[str, object], ...] = ()
+    render: Callable[[Mapping[str, Any], str], str] | None = None
+    source: str = ""
+    seen: dict[str, str] = field(default_factory=dict)
+
+
+def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:
+    """The question of a row.
+
+    Raises:
+        DataError: a key is missing, or its value is not what it should be.
+    """
+    needed = (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer)
+    jsonl.require(row, needed, place)
+    if columns.id is not None:
+        jsonl.unseen(row, columns.id, place, columns.seen)
+    given = row[columns.prompt] if columns.render is None else columns.render(row, place)
+    text, messages = jsonl.prompt(given, f"{place}: {columns.prompt}")
+    further = {name: value for name, value in row.items() if name not in (columns.prompt, columns.answer)}
+    chat = messages or ({"role": "user", "content": text},)
+    if columns.system_prompt is not None and chat[0]["role"] != "system":
+        messages = chat = ({"role": "system", "content": columns.system_prompt}, *chat)
+    demonstration = row.get(columns.demonstration)
+    if demonstration is not None:
+        demonstration = jsonl.text(demonstration, f"{place}: {columns.demonstration}")
+    return Question(
+        id=f"{columns.source}:{number}" if columns.source else str(number),
+        text=text,
+        answer=_answer(row[columns.answer], f"{place}: {columns.answer}"),
+        demonstration=demonstration,
+        messages=messages,
+        place=place,
+        fields=json.dumps(further, default=str) if further else "",
+        as_chat=chat if columns.as_chat else (),
+        template_arguments=columns.template_arguments,
+        source=columns.source,
+    )
+
+
+def _answer(answer: object, place: str) -> str:
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+        answer = str(answer)
+    return jsonl.text(answer, place, LARGEST_ROW)  # it may be the tests of a program

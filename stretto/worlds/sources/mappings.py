@@ -1,0 +1,168 @@
+r"""Ready mappings: which columns of a public dataset are the prompt and the gold answer.
+
+    name           datasets of this shape                              reward
+    gsm8k          openai/gsm8k                                        last_number, math
+    math           hendrycks MATH, HuggingFaceH4/MATH-500              math
+    deepscaler     agentica-org/DeepScaleR-Preview-Dataset             math
+    dapo           BytedTsinghua-SIA/DAPO-Math-17k, AIME-2024          math
+    aime           Maxwell-Jia/AIME_2024, math-ai/aime25               math
+    deepcoder      agentica-org/DeepCoder-Preview-Dataset              code
+    livecodebench  livecodebench/code_generation_lite                  code
+    humaneval      openai_humaneval                                    code
+
+A mapped row keeps its other columns, which a reward of the user's own may take.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.core.errors import nearest
+from stretto.core.jsonl import mistake
+from stretto.worlds.data.jsonl import require, shown, text
+
+Values = Mapping[str, Any]
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9.]+|[a-zA-Z]))")
+_STARTER = "\n\nComplete this code:\n```python\n{}\n```"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A mapping: of a row, what `prompt`, `answer` and, where the dataset has one, `demonstration` are.
+
+    `reward` reads the gold answers. `distinct`: the dataset repeats its rows, and each is taken once. `continued`: a
+    completion goes on where the prompt ends, so the prompt is no message of a chat.
+    """
+
+    of: Callable[[Values, str], Values]
+    reward: str = "math"
+    distinct: bool = False
+    continued: bool = False
+
+
+def mapped(name: str, row: Values, place: str) -> Values:
+    """The row with its prompt, answer and demonstration.
+
+    Raises:
+        DataError: it has not the shape of the dataset.
+    """
+    return {**row, **MAPPINGS[name].of(row, place)}
+
+
+def _gsm8k(row: Values, place: str) -> Values:
+    """``answer`` is a worked solution whose last line is ``#### 72``."""
+    require(row, ("question", "answer"), place)
+    worked = text(row["answer"], f"{place}: answer")
+    _, mark, final = worked.rpartition("####")
+    if not mark or not final.strip():
+        raise mistake(f"{place}: answer", shown(worked[-40:]), "a solution that ends with '#### NUMBER' is needed")
+    return {"prompt": row["question"], "answer": final.strip(), "demonstration": worked}
+
+
+def _math(row: Values, place: str) -> Values:
+    r"""The final answer is in the last ``\boxed{}`` of the solution, or in a column of its own."""
+    require(row, ("problem", "solution"), place)
+    solution = text(row["solution"], f"{place}: solution")
+    answer = row.get("answer") or _boxed(solution)
+    if answer is None:
+        raise mistake(f"{place}: solution", shown(solution[-40:]), r"a solution with a \boxed{} is needed")
+    return {"prompt": row["problem"], "answer": answer, "demonstration": solution}
+
+
+def _deepscaler(row: Values, place: str) -> Values:
+    require(row, ("problem", "answer"), place)
+    solution = {"demonstration": row["solution"]} if row.get("solution") else {}  # many rows have an empty one
+    return {"prompt": row["problem"], "answer": row["answer"], **solution}
+
+
+def _dapo(row: Values, place: str) -> Values:
+    """verl's form: the prompt is a chat, the gold answer is in ``reward_model.ground_truth``."""
+    require(row, ("prompt", "reward_model"), place)
+    model = row["reward_model"]
+    if not isinstance(model, Mapping) or "ground_truth" not in model:
+        raise mistake(f"{place}: reward_model", shown(model), "an object with 'ground_truth' is needed")
+    prompt = [dict(message) if isinstance(message, Mapping) else message for message in _listed(row["prompt"])]
+    return {"prompt": prompt or row["prompt"], "answer": model["ground_truth"]}
+
+
+def _aime(row: Values, place: str) -> Values:
+    """The copies of AIME spell their columns in capitals or not; answers are whole numbers from 0 to 999."""
+    answer = _either(row, ("answer", "Answer"), place)
+    number = str(answer).strip()
+    if isinstance(answer, bool) or not re.fullmatch(r"[0-9]{1,3}", number):
+        raise mistake(f"{place}: answer", shown(answer), "a whole number from 0 to 999 is needed")
+    return {"prompt": _either(row, ("problem", "Problem", "question"), place), "answer": str(int(number))}
+
+
+def _deepcoder(row: Values, place: str) -> Values:
+    require(row, ("problem", "tests"), place)
+    starter = row.get("starter_code") or ""
+    tests = row["tests"] if isinstance(row["tests"], str) else json.dumps(row["tests"])
+    if isinstance(row.get("metadata"), Mapping) and starter:  # the function's name, in rows from LiveCodeBench
+        tests = json.dumps({"public_test_cases": tests, "metadata": row["metadata"]})
+    problem = text(row["problem"], f"{place}: problem")
+    return {"prompt": problem + (_STARTER.format(starter) if starter else ""), "answer": tests}
+
+
+def _livecodebench(row: Values, place: str) -> Values:
+    """The tests stay packed; the reward `code` unpacks them, and calls nothing that is in the pickle."""
+    require(row, ("question_content", "public_test_cases"), place)
+    tests = {name: row[name] for name in ("public_test_cases", "private_test_cases", "metadata") if row.get(name)}
+    starter = row.get("starter_code") or ""
+    asked = text(row["question_content"], f"{place}: question_content")
+    return {"prompt": asked + (_STARTER.format(starter) if starter else ""), "answer": json.dumps(tests)}
+
+
+def _humaneval(row: Values, place: str) -> Values:
+    """The prompt is the head of a function, which the completion continues."""
+    require(row, ("prompt", "test", "entry_point"), place)
+    tests = {name: row[name] for name in ("prompt", "test", "entry_point")}
+    solution = {"demonstration": row["canonical_solution"]} if row.get("canonical_solution") else {}
+    return {"prompt": row["prompt"], "answer": json.dumps(tests), **solution}
+
+
+MAPPINGS: Mapping[str, Mapped] = {
+    "gsm8k": Mapped(_gsm8k),
+    "math": Mapped(_math),
+    "deepscaler": Mapped(_deepscaler),
+    "dapo": Mapped(_dapo, distinct=True),  # each question a hundred times
+    "aime": Mapped(_aime),
+    "deepcoder": Mapped(_deepcoder, "code"),
+    "livecodebench": Mapped(_livecodebench, "code"),
+    "humaneval": Mapped(_humaneval, "code", continued=True),
+}
+
+
+def _either(row: Values, names: tuple[str, ...], place: str) -> Any:
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        raise mistake(place, f"none of the fields {', '.join(names)}", nearest(names[0], row) if row else "it is empty")
+    return row[found]
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _boxed(solution: str) -> str | None:
+    r"""What the last box holds, its braces in pairs: ``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``."""
+    last = next(reversed(list(_boxes(solution))), None)
+    return last.strip() or None if last is not None else None
+
+
+def _boxes(solution: str) -> Iterator[str]:
+    for box in _BOX.finditer(solution):
+        if box["bare"] is not None:
+            yield box["bare"]
+            continue
+        depth = 1
+        for at in range(box.end(), len(solution)):
+            depth += {"{": 1, "}": -1}.get(solution[at], 0) if solution[at - 1] != "\\" else 0
+            if depth == 0:
+                yield solution[box.end() : at]
+                break

@@ -1,0 +1,144 @@
+"""Rows of a dataset, wherever it is: JSONL and CSV are read here, all else by Hugging Face `datasets`.
+
+rows.jsonl rows.jsonl.gz rows.csv rows.tsv       lines of a file, each with its number
+rows.parquet rows.arrow                          by `datasets`, a batch at a time
+folder/                                          as `save_to_disk` writes it, or a folder of such files
+owner/name                                       a dataset of the hub
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import lines_of, mistake, read_text
+from stretto.worlds.data.jsonl import object_of
+from stretto.worlds.sources.optional import package
+
+#: A row that is still to be parsed, with its place: a mistake in it is raised when it is called.
+Row = Callable[[], Mapping[str, Any]]
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a dataset is."""
+
+    data: str
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+
+
+def kind_of(data: str) -> str:
+    """The suffix that says how a file is read, that of ``.gz`` left out: ``.jsonl`` for ``rows.jsonl.gz``."""
+    path = Path(data)
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def is_local(data: str, folder: Path) -> bool:
+    """Whether `data` names a file or folder, and no dataset of the hub: one that is in `folder`, or looks like one."""
+    return kind_of(data) in FILES or data.startswith(("/", "./", "../", "~")) or (folder / data).exists()
+
+
+def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
+    """``(place, row)`` of each row, in the dataset's order.
+
+    Raises:
+        DataError: there is no such dataset, or it cannot be read.
+    """
+    path, kind = Path(place.data), kind_of(place.data)
+    if path.is_dir():
+        return _from_folder(place)
+    if kind in FILES and not path.exists():
+        raise mistake(place.data, "no such file")
+    if path.is_file():
+        match kind:
+            case ".jsonl" | ".json":
+                return ((where, _parsed(line, where)) for _, where, line in lines_of(path))
+            case ".csv" | ".tsv":
+                return _table(path, "\t" if kind == ".tsv" else ",")
+            case ".parquet" | ".arrow":
+                return _by_datasets(place, kind[1:], data_files=place.data, split="train", streaming=True)
+        raise mistake(place.data, f"a file with the ending {kind or 'none'!r}", f"allowed: {', '.join(FILES)}")
+    if not _HUB.fullmatch(place.data):
+        raise mistake(place.data, "no such file or folder, and no name of the hub", "e.g. openai/gsm8k")
+    found = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
+    return _by_datasets(place, place.data, **found)
+
+
+def _parsed(line: str, place: str) -> Row:
+    return lambda: object_of(line, place)
+
+
+def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
+    """Rows of a CSV file, whose first line names the columns; a row with more or fewer of them is a mistake."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=comma, strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names) or not all(map(str.strip, names)):
+            raise mistake(f"{path}:1", f"columns {names}", "each column needs a name of its own")
+        for values in reader:
+            if values:
+                where = f"{path}:{reader.line_num}"
+                yield where, _record(names, values, where)
+    except csv.Error as error:
+        raise mistake(f"{path}:{reader.line_num}", f"broken CSV: {error}", "larger fields need JSONL") from None
+
+
+def _record(names: list[str], values: list[str], place: str) -> Row:
+    def read() -> Mapping[str, Any]:
+        if len(values) != len(names):
+            raise mistake(place, f"{len(values)} fields", f"the first line names {len(names)} columns")
+        return dict(zip(names, values, strict=True))
+
+    return read
+
+
+def _from_folder(place: Place) -> Iterator[tuple[str, Row]]:
+    """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, else a folder of files."""
+    folder = Path(place.data)
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        datasets = package("datasets", "data", place.data)
+        saved = _asked(place, lambda: datasets.load_from_disk(place.data))
+        if isinstance(saved, dict):
+            if place.split not in saved:
+                raise mistake(place.data, f"has no split {place.split!r}", f"allowed: {', '.join(sorted(saved))}")
+            saved = saved[place.split]
+        return _numbered(place, saved)
+    return _by_datasets(place, place.data, name=place.subset, split=place.split, streaming=True)
+
+
+def _by_datasets(place: Place, name_or_format: str, /, **asked: Any) -> Iterator[tuple[str, Row]]:
+    datasets = package("datasets", "data", place.data)
+    return _numbered(place, _asked(place, lambda: datasets.load_dataset(name_or_format, **asked)))
+
+
+def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
+    found, number = iter(rows), 0
+    while True:
+        row = _asked(place, lambda: next(found, None), f" behind row {number}")
+        if row is None:
+            return
+        number += 1
+        yield f"{place.data}: row {number}", partial(dict, row)
+
+
+def _asked(place: Place, ask: Callable[[], Any], where: str = "") -> Any:
+    try:
+        return ask()
+    # The library, and those that it reads with, raise errors of many families; each is about what the user named.
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        found = f"cannot be read{where}: {type(error).__name__}: {words}"
+        remedy = "check the file, or the dataset's name, subset and split, and the network"
+        raise DataError([Problem(place.data, found, remedy)]) from None

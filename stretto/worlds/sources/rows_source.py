@@ -1,0 +1,112 @@
+"""Rows of a dataset as a source: which dataset, and what of its rows is the question and the gold answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from stretto.core.errors import DataError, Problem, nearest
+from stretto.core.jsonl import read_each
+from stretto.worlds.data.rows import Columns, question
+from stretto.worlds.data.task import Question
+from stretto.worlds.sources.mappings import MAPPINGS, mapped
+from stretto.worlds.sources.readers import Place, rows_of
+from stretto.worlds.sources.template import compiled
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+
+
+class RowsSource(BaseModel, extra="forbid", frozen=True):
+    """Rows of a dataset: a local file or folder, or a name of the Hugging Face hub."""
+
+    kind: Literal["rows"] = "rows"
+    name: str = Field("", pattern=f"^({_NAME})?$", description="of the source; left out: that of the dataset")
+    data: str = Field(
+        description="a file (.jsonl, .csv, .tsv, .parquet, .arrow; .jsonl.gz, .csv.gz), a folder of datasets' "
+        "save_to_disk, or owner/name of the hub; files are relative to the recipe's folder"
+    )
+    subset: str | None = Field(None, description="the dataset's configuration, such as 'main'")
+    split: str = Field("train", description="the split of a hub dataset or of a saved folder")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub dataset; a commit stays what it is")
+    rows: int | None = Field(None, ge=1, description="the first so many rows; left out: all")
+    streaming: bool = Field(False, description="read a hub dataset without storing it; needs `rows`")
+    mapping: str | None = Field(None, description=f"ready columns: {', '.join(MAPPINGS)}")
+    prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
+    answer_field: str = Field("answer", description="key of what the reward compares with")
+    demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
+    id_field: str | None = Field(None, description="key of a row's own name, which no other row may have")
+    duplicates: Literal["keep", "drop"] | None = Field(
+        None, description="rows with prompt and gold answer of an earlier row; left out: drop where the mapping says so"
+    )
+    template: str | None = Field(None, description="Jinja template that writes the prompt from the row's columns")
+    system_prompt: str | None = Field(None, description="first message of every chat; makes chats of texts")
+    chat_template: Literal["none", "auto"] = Field(
+        "none", description="prompts that are texts; auto: by the tokenizer's chat template, if it has one"
+    )
+    template_arguments: dict[str, bool | int | float | str] = Field({}, description="given to the chat template")
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False, description="share of the prompts of an epoch")
+    held_out: int = Field(0, ge=0, description="rows at the end that are kept for evaluation")
+
+    @property
+    def title(self) -> str:
+        """Its name, else that of the dataset."""
+        return self.name or Path(self.data).name.partition(".")[0]
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.mapping is not None and self.mapping not in MAPPINGS:
+            raise ValueError(f"mapping {self.mapping!r} is unknown; {nearest(self.mapping, MAPPINGS)}")
+        if self.mapping is not None and (named := self.model_fields_set & {"prompt_field", "answer_field"}):
+            raise ValueError(f"mapping = {self.mapping!r} names the columns, and so does {', '.join(sorted(named))}")
+        if self.streaming and self.rows is None:
+            raise ValueError("streaming = true reads as many rows as `rows` says; give it")
+        if self.template is not None:
+            compiled(self.template)
+        return self
+
+    def questions(self, seed: int) -> tuple[list[Question], list[Question], list[str]]:
+        """Those for training, those held out, and notes; the same for any `seed`.
+
+        Raises:
+            DataError: it cannot be read, or with every row that is not what it should be.
+        """
+        columns = Columns(
+            prompt=self.prompt_field,
+            answer=self.answer_field,
+            demonstration=self.demonstration_field,
+            id=self.id_field,
+            system_prompt=self.system_prompt,
+            as_chat=self.chat_template == "auto",
+            template_arguments=tuple(self.template_arguments.items()),
+            render=compiled(self.template) if self.template is not None else None,
+            source=self.title,
+        )
+        found = read_each(self.data, self._numbered(), lambda row, place: _read(row, place, self.mapping, columns))
+        kept, notes = found, list[str]()
+        if self.duplicates == "drop" or (self.duplicates is None and self.mapping and MAPPINGS[self.mapping].distinct):
+            first: dict[tuple[str, str], Question] = {}
+            for one in found:
+                first.setdefault((one.text, one.answer), one)
+            kept = list(first.values())
+        if len(kept) < len(found):
+            notes.append(f"{self.title}: {len(found) - len(kept):,} of {len(found):,} rows repeat another, left out")
+        if self.held_out and len(kept) <= self.held_out:
+            told = f"{len(kept)} rows, and held_out = {self.held_out} of them are for evaluation"
+            raise DataError([Problem(self.data, told, "give more rows, or a smaller held_out")])
+        end = len(kept) - self.held_out
+        return kept[:end], kept[end:], notes
+
+    def _numbered(self) -> Iterator[tuple[str, tuple[int, Any]]]:
+        place = Place(self.data, self.subset, self.split, self.revision, self.streaming)
+        numbered = ((where, (number, row)) for number, (where, row) in enumerate(rows_of(place), start=1))
+        return islice(numbered, self.rows)
+
+
+def _read(row: tuple[int, Any], place: str, mapping: str | None, columns: Columns) -> Question:
+    number, read = row
+    values: Mapping[str, Any] = read()
+    return question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)

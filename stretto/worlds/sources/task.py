@@ -1,0 +1,99 @@
+"""Section ``[task]``, ``kind = "dataset"``: prompts from one source or several, in shares by their weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from stretto.core.errors import DataError, Problem
+from stretto.worlds.data.task import Question, Questions
+from stretto.worlds.sources.gym_source import GymSource
+from stretto.worlds.sources.rows_source import RowsSource
+
+
+def _with_kind(value: Any) -> Any:
+    """A source without a kind is one of rows."""
+    return {"kind": "rows", **value} if isinstance(value, dict) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Source = Annotated[Annotated[RowsSource | GymSource, Field(discriminator="kind")], BeforeValidator(_with_kind)]
+Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_tuple)]
+
+
+class Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Prompts that were too easy or too hard rest for the next epoch, by the share of right completions that was
+    measured in this one. Where all would rest, none does."""
+
+    easy: float = Field(1.0, gt=0, le=1, description="prompts with at least this share of right completions rest")
+    hard: float = Field(0.0, ge=0, lt=1, description="prompts with at most this share of right completions rest")
+
+    @model_validator(mode="after")
+    def _some_are_between(self) -> Self:
+        if self.hard >= self.easy:
+            raise ValueError(f"hard = {self.hard:g} must be less than easy = {self.easy:g}, or every prompt would rest")
+        return self
+
+
+class DatasetTask(BaseModel, extra="forbid", frozen=True):
+    """Questions from one source or several; a source is a table of `[[task.sources]]`."""
+
+    kind: Literal["dataset"]
+    sources: Sources = Field(min_length=1, description="of the prompts to train on")
+    held_out_sources: Sources = Field(
+        (), description="all questions of these are for evaluation, beside those that the sources hold out"
+    )
+    max_prompt_tokens: int | None = Field(None, ge=1, description="tokens of a prompt at most")
+    long_prompts: Literal["refuse", "drop", "truncate"] = Field(
+        "refuse", description="longer ones end the start, are left out and counted, or lose their first tokens"
+    )
+    curriculum: Curriculum | None = Field(None, description="prompts that rest for an epoch, by their success rate")
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> Self:
+        names = Counter(source.title for source in self.sources)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two sources are called {twice[0]!r}; give each a name of its own")
+        without = [source.title for source in self.sources if source.weight is None]
+        if without and len(without) < len(self.sources):
+            raise ValueError(f"source {without[0]!r} has no weight and others have one; give each a weight, or none")
+        if not self.held_out_sources and not any(source.held_out for source in self.sources):
+            raise ValueError("no question is held out; give a source held_out, or give held_out_sources")
+        return self
+
+    def questions(self, seed: int) -> Questions:
+        """All questions, source by source; the prompt stream mixes and shuffles.
+
+        Raises:
+            DataError: with the mistakes of all sources.
+        """
+        training: list[Question] = []
+        held_out: list[Question] = []
+        notes: list[str] = []
+        problems: list[Problem] = []
+        for place, source in enumerate((*self.sources, *self.held_out_sources)):
+            try:
+                asked, kept, told = source.questions(seed)
+            except DataError as error:
+                problems += error.problems
+                continue
+            if place < len(self.sources):
+                training += asked
+            else:
+                kept = [*asked, *kept]
+            held_out, notes = [*held_out, *kept], [*notes, *told]
+        if problems:
+            raise DataError(problems)
+        weights = {source.title: source.weight for source in self.sources if source.weight is not None}
+        return Questions(
+            training,
+            held_out,
+            lambda: [row for row in training if row.demonstration is not None],
+            weights=weights,
+            notes=tuple(notes),
+        )

@@ -1,0 +1,450 @@
+"""The agent of a machine, over real sockets and with real processes.
+
+- It mirrors model and weights, starts roles by order and tells how they end; their logs arrive in the run's folder;
+  when it is over, no process, no file and no shared memory is left, however it ended.
+- The newest version is pulled, whatever is published while another one travels.
+- A conductor or an agent that was stopped for less than the lease loses nothing; for more, the roles end, and the agent
+  joins again. A run that comes back at its address gets its machines back; another run there does not.
+- With TLS, who has no certificate of the run's authority gets no word out of it.
+- Its clock is known to the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.cluster.agent import Offer, run_agent
+from stretto.cluster.machine import JoinedMachine, RemoteProcess
+from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError
+from stretto.core.records import Record
+from stretto.engine.http.client import HttpEngine
+from stretto.processes.handshake import call
+from stretto.weights.mirror import Mirror
+from tests.cluster.hosting import RUN, TOKEN, Road, hosted, introduction, joined_by_hand, until
+from tests.launch.running import children
+
+ROLE = "tests.loop.toy_engine"
+
+
+class ToySpec(Record, frozen=True):
+    address: str
+    model: str
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The run's folder; what agents leave among temporary files, or in shared memory, is found at the end."""
+    (tmp_path / "newest").write_text("7")
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        before = shared()
+        yield tmp_path
+        until_now = time.monotonic() + 10
+        while left := [*Path(temporary).iterdir(), *(shared() - before)]:
+            assert time.monotonic() < until_now, left
+            time.sleep(0.02)
+
+
+def shared() -> set[Path]:
+    return set(Path("/dev/shm").glob("stretto-agent-*"))
+
+
+def now(work: Coroutine[Any, Any, None]) -> None:
+    before = children()
+    asyncio.run(asyncio.wait_for(work, 60))
+    assert children() == before
+
+
+@asynccontextmanager
+async def agent(address: str, said: list[str] | None = None, **changes: Any) -> AsyncIterator[asyncio.Event]:
+    """An agent in this process; gives the event with which it leaves."""
+    leave = asyncio.Event()
+    offer = Offer(address, TOKEN, patience=30.0, **changes)
+    task = asyncio.create_task(run_agent(offer, (said if said is not None else []).append, leave))
+    try:
+        yield leave
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def toy(machine: JoinedMachine, home: Path, place: int = 0) -> tuple[RemoteProcess, HttpEngine]:
+    """A toy engine in a place of a machine, which answers."""
+    process = machine.role(place, f"toy-{place}", ROLE, {})
+    address = machine.places[place].address
+    await process.start(ToySpec(address, str(home / "newest")), 1)
+    client = HttpEngine(f"toy-{place}", address)
+    await answering(client)
+    return process, client
+
+
+async def answering(client: HttpEngine) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                assert (await client.health()).version == 7
+                return
+            except Exception:  # it starts
+                await asyncio.sleep(0.05)
+
+
+def test_a_machine_joins_serves_and_leaves_without_a_trace(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home, published=3) as host, agent(host.address, count=2) as leave:
+            machine = await host.machine()
+            assert (Path(machine.model) / "config.json").read_text() == "{}"
+            host.publish(4)
+            assert await machine.until_mirrored(4, 10) == 4
+            assert len(list(Path(machine.mailbox_folder).glob("*.weights"))) == 2
+            process, client = await toy(machine, home)
+            other, other_client = await toy(machine, home, place=1)
+            await until(lambda: (home / "logs" / "toy-0.txt").exists())
+            assert "listens at 127.0.0.1" in (home / "logs" / "toy-0.txt").read_text()
+            process.kill()
+            assert await process.ended() == "was killed by SIGKILL (out of memory?)"
+            assert process.killed
+            await process.start(ToySpec(machine.places[0].address, str(home / "newest")), 1)  # in its place again
+            await answering(client)
+            await other.stop(1.0)
+            assert not other.running
+            leave.set()
+            assert await machine.leaving == "its agent was asked to end"
+            assert process.running  # it waits until its engines are drained
+            machine.dismiss("drained")
+            assert "closed its connection" in await machine.lost
+            await client.close()
+            await other_client.close()
+
+    now(work())
+
+
+def test_what_is_published_while_the_model_travels_is_pulled_and_nothing_older(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 3 is gone by the time at which the model is here."""
+
+    class Slow(Mirror):
+        async def fetch_model(self, folder: Path) -> None:
+            await until(lambda: gone)
+            await super().fetch_model(folder)
+
+    gone: list[bool] = []
+    monkeypatch.setattr("stretto.cluster.agent.Mirror", Slow)
+
+    async def work() -> None:
+        said: list[str] = []
+        async with hosted(home, published=3) as host, agent(host.address, said):
+            await until(lambda: host.gate.machines)
+            for version in (4, 5, 6):
+                host.publish(version)
+            await asyncio.sleep(0.1)  # the orders are there
+            gone.append(True)
+            machine = await host.machine()
+            assert await machine.until_mirrored(6, 10) == 6
+            assert [path.name for path in Path(machine.mailbox_folder).glob("*.weights")] == [
+                "stretto-run-v000006.weights"
+            ]
+            assert said == []
+
+    now(work())
+
+
+def test_a_version_that_is_gone_before_the_order_for_the_next_one_arrives_costs_nothing(home: Path) -> None:
+    async def work() -> None:
+        said: list[str] = []
+        async with hosted(home, published=3) as host, agent(host.address, said):
+            machine = await host.machine()
+            await machine.until_mirrored(3, 10)
+            for version in (5, 6):  # the mailbox has them, and 4 no more; the word of it is late
+                host.publisher.publish(version, [])
+            machine.publish(4)
+            await asyncio.sleep(0.5)
+            machine.publish(6)
+            assert await machine.until_mirrored(6, 10) == 6
+            assert not machine.lost.done()
+            assert said == []
+
+    now(work())
+
+
+def test_a_conductor_that_is_silent_for_longer_than_the_lease_is_left_and_joined_again(home: Path) -> None:
+    async def work() -> None:
+        said: list[str] = []
+        async with (
+            hosted(home, lease=1.0) as host,
+            Road(host.address).opened() as road,
+            agent(f"127.0.0.1:{road.address.split(':')[1]}", said),
+        ):
+            # The weights come from the host of the gate, which is that of the road.
+            machine = await host.machine()
+            process, client = await toy(machine, home)
+            road.freeze()
+            await asyncio.sleep(0.5)
+            road.thaw()
+            await asyncio.sleep(0.5)
+            await answering(client)
+            assert process.running  # silence within the lease costs nothing
+            road.freeze()
+            assert await machine.lost == "sent no heartbeat for 1 s"
+            await until(lambda: said)
+            assert said == ["the run was lost: sent no heartbeat for 1 s; its roles were ended here"]
+            assert not process.running
+            road.thaw()
+            road.cut()
+            again = await host.machine(1)
+            await toy(again, home)
+            await client.close()
+
+    now(work())
+
+
+def lone(address: str, home: Path, token: str = TOKEN, tls: str = "", before: tuple[str, ...] = ()) -> Any:
+    """An agent in a process of its own."""
+    command = [*before, sys.executable, "-m", "tests.cluster.lone_agent", address, token, tls]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def engines_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdecimal():
+            try:
+                words = (path / "cmdline").read_bytes()
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if ROLE.encode() in words and parent == pid:
+                found.append(int(path.name))
+    return found
+
+
+def test_a_killed_agent_takes_its_roles_its_files_and_its_shared_memory_along(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home, published=3) as host:
+            process = lone(host.address, home)
+            machine = await host.machine()
+            await machine.until_mirrored(3, 10)
+            role, client = await toy(machine, home)
+            (engine,) = engines_of(process.pid)
+            assert Path(machine.model).is_dir()
+            process.kill()
+            assert await machine.lost == "closed its connection"
+            with pytest.raises(MachineLost):
+                await role.ended()
+            await until(lambda: not Path(f"/proc/{engine}").exists())
+            process.communicate()
+            await client.close()
+
+    now(work())
+
+
+def test_an_agent_that_is_stopped_goes_on_or_comes_back(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home, lease=1.5) as host:
+            process = lone(host.address, home)
+            try:
+                machine = await host.machine()
+                role, client = await toy(machine, home)
+                os.kill(process.pid, signal.SIGSTOP)
+                await asyncio.sleep(0.7)
+                os.kill(process.pid, signal.SIGCONT)
+                await asyncio.sleep(0.3)
+                await answering(client)
+                assert role.running
+                os.kill(process.pid, signal.SIGSTOP)
+                assert await machine.lost == "sent no heartbeat for 1.5 s"
+                os.kill(process.pid, signal.SIGCONT)
+                await host.machine(1)
+                assert not engines_of(process.pid)
+                await client.close()
+            finally:
+                process.terminate()
+                await until(lambda: host.gate.machines == {} or host.joined[-1].leaving.done())
+                host.joined[-1].dismiss("drained")
+                out, _ = await asyncio.to_thread(process.communicate)
+            assert "over: drained" in out
+
+    now(work())
+
+
+def test_a_run_that_comes_back_at_its_address_gets_its_machines_back_and_another_run_does_not(
+    home: Path, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        said: list[str] = []
+        async with hosted(home) as host:
+            address = host.address
+            task = asyncio.create_task(run_agent(Offer(address, TOKEN, patience=30.0), said.append, asyncio.Event()))
+            await host.machine()
+            for machine in host.gate.machines.values():
+                machine._wire.cut()  # the conductor is killed
+            await host.gate.close("")
+        await asyncio.sleep(0.1)
+        async with hosted(home, listen=address) as host:
+            await host.machine()
+            for machine in host.gate.machines.values():
+                machine._wire.cut()
+            await host.gate.close("")
+        async with hosted(home, listen=address, run="second-99") as host:
+            with pytest.raises(HandshakeRefused, match=f"you have joined run {RUN} before, and this is run second-99"):
+                await task
+
+    now(work())
+
+
+def test_a_second_gate_at_the_address_of_a_run_is_refused(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home) as host:
+            with pytest.raises(RecipeError, match="address already in use"):
+                await host.gate.open(host.address)
+
+    now(work())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nobody.invalid:80"])
+def test_an_address_at_which_nobody_answers_is_named_after_the_patience(home: Path, address: str) -> None:
+    async def work() -> None:
+        said: list[str] = []
+        with pytest.raises(MachineLost, match=rf"{address} was not joined in 0 s: {address} does not answer \("):
+            await run_agent(Offer(address, TOKEN, patience=0.0), said.append, asyncio.Event())
+
+    now(work())
+
+
+def test_a_listener_that_never_says_a_word_is_named_after_the_deadline(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.cluster.agent._HANDSHAKE_SECONDS", 0.2)
+
+    async def work() -> None:
+        server = await asyncio.start_server(lambda reader, writer: silent.append(writer), "127.0.0.1", 0)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(MachineLost, match=r"waited 0\.2 s for the run at .* to prove the key"):
+            await run_agent(Offer(address, TOKEN, patience=0.0), print, asyncio.Event())
+        server.close()
+        for writer in silent:
+            writer.transport.abort()
+
+    silent: list[asyncio.StreamWriter] = []
+    now(work())
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home) as host:
+            with pytest.raises(RecipeError, match=r"--host 192\.0\.2\.1: Cannot assign requested address"):
+                await run_agent(
+                    Offer(host.address, TOKEN, patience=5.0, advertised="192.0.2.1"), print, asyncio.Event()
+                )
+
+    now(work())
+
+
+# ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def authority(folder: Path) -> Path:
+    """A folder with a new authority, a key, and a certificate that it has signed."""
+    folder.mkdir()
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *new, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
+    openssl("req", *new, "-subj", "/CN=machine", "-keyout", "key.pem", "-out", "cert.csr")
+    openssl("x509", "-req", "-in", "cert.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "cert.pem", "-days", "2")
+    return folder
+
+
+def test_with_tls_only_a_certificate_of_the_runs_authority_lets_a_machine_in(home: Path) -> None:
+    ours, theirs = str(authority(home / "ours")), str(authority(home / "theirs"))
+
+    async def work() -> None:
+        async with hosted(home, tls=ours, published=3) as host:
+            with pytest.raises(HandshakeRefused, match="does not accept our TLS"):
+                await run_agent(Offer(host.address, TOKEN, tls=theirs, patience=0.0), print, asyncio.Event())
+            with pytest.raises(MachineLost, match="closed the connection during the handshake"):
+                await run_agent(Offer(host.address, TOKEN, patience=0.0), print, asyncio.Event())  # without TLS
+            with pytest.raises(HandshakeRefused, match="the key is wrong"):
+                await joined_by_hand(host.address, introduction(), "another", tls=ours)
+            assert host.gate.machines == {}
+            async with agent(host.address, tls=ours):
+                machine = await host.machine()
+                assert await machine.until_mirrored(3, 10) == 3
+
+    now(work())
+
+
+def test_a_client_without_a_certificate_gets_no_word_out_of_a_gate_with_tls(home: Path) -> None:
+    ours = str(authority(home / "ours"))
+    bare = ssl.create_default_context(cafile=f"{ours}/ca.pem")
+    bare.check_hostname = False
+
+    async def work() -> None:
+        async with hosted(home, tls=ours) as host:
+            name, port = host.address.split(":")
+            reader, writer = await asyncio.open_connection(name, int(port), ssl=bare)
+            said = msgspec.msgpack.encode(introduction())
+            with pytest.raises(HandshakeRefused):  # it has the token, and sends it to nobody
+                await call(reader, writer, TOKEN, said, peer="the run", seconds=5)
+            writer.transport.abort()
+            assert host.gate.machines == {}
+
+    now(work())
+
+
+# ── clocks ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_clock_of_a_machine_is_known_to_the_run_by_the_shortest_round_trip(home: Path) -> None:
+    """The road takes 50 ms each way; the clock is the same, so the offset is that of the road's two halves."""
+
+    async def work() -> None:
+        async with hosted(home) as host, Road(host.address, delay=0.05).opened() as road, agent(road.address):
+            machine = await host.machine()
+            role, client = await toy(machine, home)
+            await asyncio.sleep(1.2)
+            assert abs(role.clock_offset) < 0.05
+            await client.close()
+
+    now(work())
+
+
+def has_time_namespaces() -> bool:
+    command = ["unshare", "--time", "--monotonic", "5000", "true"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_time_namespaces(), reason="this kernel, or this user, has no time namespaces")
+def test_a_machine_whose_clock_is_far_ahead_is_understood(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home) as host:
+            process = lone(host.address, home, before=("unshare", "--time", "--monotonic", "5000"))
+            try:
+                machine = await host.machine()
+                await until(lambda: abs(machine.clock_offset + 5000) < 0.5)
+            finally:
+                process.kill()
+                process.communicate()
+            await machine.lost
+
+    now(work())

@@ -1,0 +1,97 @@
+"""`stretto eval` on datasets: one object with every number, a table, a file of the questions; and what a user gets
+wrong is one message before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import UserError
+from stretto.core.records import Outcome
+from stretto.launch.assemble.final_answers import FINAL_ANSWERS
+from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
+from stretto.loop.records.evaluation import interval, majority, pass_at
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+from tests.launch.running import Laboratory
+
+BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    build_policy(BUILD, tmp_path / "policy", seed=1)
+    (tmp_path / "rows.csv").write_text("prompt,answer\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(5)))
+    return tmp_path / "policy"
+
+
+def test_every_number_of_an_evaluation_follows_from_the_rows_of_its_file(model: Path, laboratory: Laboratory) -> None:
+    rows, data = model.parent / "rows.jsonl", model.parent / "rows.csv"
+    small = ("sampling.max_tokens=3", "rewards.function=last_number")
+    ended = laboratory.run("eval", model, "--data", data, "--n", "4", "--rows", rows, "--json", *small)
+    assert ended.code == 0, ended.err
+    found, results = json.loads(ended.out), [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (found["questions"], found["samples"], len(results)) == (5, 20, 5)
+    assert [result["id"] for result in results] == [f"rows:{n}" for n in range(1, 6)]
+    right = [result["outcomes"].count("right") for result in results]
+    assert found["avg"] == found["accuracy"] == sum(right) / 20
+    assert found["pass_at"] == {str(k): pytest.approx(sum(pass_at(k, one, 4) for one in right) / 5) for k in (1, 2, 4)}
+    assert found["ci95"] == pytest.approx(interval([one / 4 for one in right]))
+    assert found["truncated"] == sum(sum(result["truncated"]) for result in results)
+    assert found["length_mean"] == sum(sum(result["lengths"]) for result in results) / 20
+    final = FINAL_ANSWERS["last_number"]
+    for result in results:
+        finals = [final(result["prompt"], text) for text in result["completions"]]
+        assert result["majority"] == majority([Outcome(one) for one in result["outcomes"]], finals)
+    assert found["maj"] == pytest.approx(sum(result["majority"] for result in results) / 5)
+    table = laboratory.run("eval", model, "--data", data, "--n", "4", *small).out
+    assert f"accuracy {found['avg']:.4f}: {sum(right)} of 20 right" in table  # the same again
+    assert "maj@4" in table
+
+
+@pytest.mark.parametrize(
+    ("choice", "rows", "expected"),
+    [
+        (DataChoice(("rows.csv",), mapping="gsm"), None, "--mapping: 'gsm'; did you mean 'gsm8k'?"),
+        (DataChoice(("rows.csv",), mapping="gsm8k"), None, "rows.csv:2: no field 'question'"),
+        (DataChoice(("none.csv",)), None, "none.csv: no such file"),
+        (DataChoice(("reasoning-gym:chain_summ",)), None, "there is no such task; did you mean 'chain_sum'?"),
+        (
+            DataChoice(("rows.csv",)),
+            Path("nowhere/rows.jsonl"),
+            "--rows: nowhere/rows.jsonl: its folder does not exist",
+        ),
+        (DataChoice(("rows.csv", "rows.csv")), None, "two sources are called 'rows'"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    model: Path, monkeypatch: pytest.MonkeyPatch, choice: DataChoice, rows: Path | None, expected: str
+) -> None:
+    monkeypatch.chdir(model.parent)
+    with pytest.raises(UserError) as caught:
+        evaluate(model, choice, ["sampling.max_tokens=3"], asked=Asked(rows=rows))
+    assert expected in str(caught.value)
+
+
+def test_a_mapping_brings_its_reward_and_a_task_of_reasoning_gym_its_own() -> None:
+    assert DataChoice(("owner/name",), mapping="humaneval").tree()["rewards"] == {"function": "code"}
+    assert DataChoice(("reasoning-gym:chain_sum",)).tree()["rewards"] == {"function": "reasoning_gym"}
+    assert "rewards" not in DataChoice(("owner/name",)).tree()
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "final"),
+    [
+        ("math", r"So \boxed{\frac12}", r"\frac12"),
+        ("math", "the answer is  7.", "7"),
+        ("last_number", "1 and then 1,250", "1250"),
+        ("last_number", "none", None),
+        ("final_answer", "3+4=7", "7"),
+        ("exact_match", "  a  b ", "a b"),
+        ("reasoning_gym", "<answer> x </answer>", "x"),
+    ],
+)
+def test_final_answers_are_read_as_the_reward_reads_them(reward: str, completion: str, final: str | None) -> None:
+    assert FINAL_ANSWERS[reward]("", completion) == final

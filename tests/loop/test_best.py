@@ -1,0 +1,155 @@
+"""The best policy of a run, and the end of a run whose accuracy no longer grows.
+
+- policy/best is the policy of the step whose evaluation was best, even if its own folder is removed meanwhile.
+- A run ends after so many evaluations in a row that were not better; a resumed run remembers those before it.
+- Evaluations start after so many steps or minutes, and one set never twice at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from stretto.core.records import Update
+from stretto.loop.best import BestPolicy
+from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
+from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.recorder import Recorder
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.metrics import EvaluationLine
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    with RunFolder.create(tmp_path / "run") as run:
+        yield run
+
+
+def policy(folder: RunFolder, version: int) -> None:
+    folder.policy(version).mkdir()
+    (folder.policy(version) / "weights").write_text(f"weights {version}")
+
+
+def measured(accuracy: float, version: int = 0) -> Evaluation:
+    return Evaluation(version=version, prompts=100, right=round(100 * accuracy), undecided=0, tokens=100)
+
+
+def best_weights(folder: RunFolder) -> str:
+    return (folder.policies / "best" / "weights").read_text()
+
+
+def evaluate(best: BestPolicy, folder: RunFolder, step: int, accuracy: float) -> None:
+    policy(folder, step)
+    best.hold(step)
+    shutil.rmtree(folder.policy(step))  # as the oldest are, beyond trainer.keep_versions
+    best.measured(step, measured(accuracy, step + 1))
+
+
+def test_the_policy_of_the_best_evaluation_is_kept(folder: RunFolder) -> None:
+    best = BestPolicy(folder, print, keeps=True)
+    for step, accuracy, kept in [(0, 0.1, 0), (5, 0.4, 5), (10, 0.3, 5), (15, 0.4, 5), (20, 0.5, 20)]:
+        evaluate(best, folder, step, accuracy)
+        assert best_weights(folder) == f"weights {kept}"
+    assert json.loads((folder.path / "best.json").read_text()) == {
+        "step": 20,
+        "version": 21,
+        "accuracy": 0.5,
+        "policy": "policy/best",
+    }
+    assert not (folder.policies / "candidate").exists()
+
+
+def test_a_run_ends_after_so_many_evaluations_that_were_not_better(folder: RunFolder) -> None:
+    said: list[str] = []
+    best = BestPolicy(folder, said.append, keeps=False, patience=2, least_gain=0.05)
+    enough = []
+    for step, accuracy in enumerate([0.1, 0.14, 0.2, 0.24, 0.25]):
+        best.measured(step, measured(accuracy))
+        enough.append(best.enough)
+    assert enough == [False, False, False, False, True]
+    assert said == ["stops early: 2 evaluations in a row were not better than 0.2000 at step 2 (evaluation.patience)"]
+    assert json.loads((folder.path / "best.json").read_text())["policy"] is None
+
+
+def test_a_resumed_run_remembers_and_drops_what_it_will_do_again(folder: RunFolder) -> None:
+    first = BestPolicy(folder, print, keeps=True)
+    evaluate(first, folder, 4, 0.5)
+    evaluate(first, folder, 8, 0.9)
+    lines = [EvaluationLine(step, step, 0.0, 0.0, accuracy, 100) for step, accuracy in ((4, 0.5), (8, 0.9))]
+    again = BestPolicy(folder, print, keeps=True, patience=1, earlier=lines)
+    again.measured(12, measured(0.7))
+    assert again.enough
+    assert best_weights(folder) == "weights 8"
+    BestPolicy(folder, print, keeps=True, earlier=lines[:1])  # step 8 is done again
+    assert not (folder.policies / "best").exists()
+    assert not (folder.path / "best.json").exists()
+
+
+class Desk:
+    """Counts what is recorded."""
+
+    def __init__(self) -> None:
+        self.evaluated_at: list[tuple[str, int]] = []
+
+    def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
+        self.evaluated_at.append((name, step))
+
+    def spans(self, spans: object) -> None: ...
+
+
+def update(step: int) -> Update:
+    return Update(step=step, version=step, trained_tokens=1, masked_tokens=0, metrics={})
+
+
+def test_each_set_is_evaluated_after_its_own_steps_or_minutes() -> None:
+    desk = Desk()
+    seconds = 0.05
+
+    async def evaluation() -> Evaluation:
+        return measured(0.5)
+
+    async def main() -> None:
+        recorder = cast(Recorder, desk)
+        every_second = PeriodicEvaluation(evaluation, recorder, 2)
+        by_time = PeriodicEvaluation(evaluation, recorder, 0, seconds / 60, "timed")
+        both = Evaluations([every_second, by_time])
+        await both.evaluate(0)
+        for step in (1, 2, 3):
+            both.after(update(step))
+            await both.end()
+        await asyncio.sleep(2 * seconds)
+        both.after(update(5))
+        await both.end()
+
+    asyncio.run(main())
+    counted = [at for at in desk.evaluated_at if at[0] == ""]
+    assert counted == [("", 0), ("", 2)]
+    assert desk.evaluated_at[:2] == [("", 0), ("timed", 0)]
+    assert ("timed", 5) in desk.evaluated_at
+
+
+def test_an_evaluation_that_is_due_while_one_runs_is_left_out() -> None:
+    desk, open_door = Desk(), asyncio.Event()
+
+    async def slow() -> Evaluation:
+        await open_door.wait()
+        return measured(0.5)
+
+    async def main() -> None:
+        one = PeriodicEvaluation(slow, cast(Recorder, desk), 1)
+        one.after(update(1))
+        await asyncio.sleep(0)
+        one.after(update(2))
+        open_door.set()
+        await one.end()
+        one.after(update(3))
+        await one.end()
+
+    asyncio.run(main())
+    assert desk.evaluated_at == [("", 1), ("", 3)]

@@ -1,0 +1,222 @@
+"""The handshake of two processes with a shared key, over real sockets, blocking and asyncio.
+
+- Both learn who the other is; what comes right after the handshake is not swallowed.
+- A wrong key is refused, by the listener and by the caller; neither key is ever on the wire.
+- A caller that the listener does not want is told why. A peer that goes away, that drips bytes, or that speaks
+  something else is named, and is not waited for.
+- A proof that was overheard opens no other connection, nor does a listener's own one that is sent back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from stretto.core.errors import DeadlineExceeded, HandshakeRefused
+from stretto.core.frames import frame
+from stretto.processes import handshake
+from stretto.processes.handshake import admit, admit_blocking, call, call_blocking, new_key
+
+KEY, OTHER = "0123456789abcdef", "another key"
+
+
+def anybody(introduction: bytes) -> str:
+    return ""
+
+
+@contextmanager
+def beside(work: Callable[[socket.socket], Any]) -> Iterator[tuple[socket.socket, list[Any]]]:
+    """The near end of a connection at whose far end a thread does `work`; and what that gave, or raised."""
+    near, far = socket.socketpair()
+    came: list[Any] = []
+
+    def do() -> None:
+        with far:
+            try:
+                came.append(work(far))
+            except Exception as error:  # the test looks at it
+                came.append(error)
+
+    thread = threading.Thread(target=do)
+    thread.start()
+    with near:
+        yield near, came
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def listener(
+    key: str = KEY, judge: Callable[[bytes], str] = anybody, seconds: float = 10
+) -> Callable[[socket.socket], bytes]:
+    return lambda far: admit_blocking(far, key, b"the conductor", judge, peer="rank 1", seconds=seconds)
+
+
+def greet(near: socket.socket, key: str = KEY) -> bytes:
+    return call_blocking(near, key, b"rank 1", peer="rank 0", seconds=10)
+
+
+def test_both_sides_learn_who_the_other_is() -> None:
+    with beside(listener()) as (near, came):
+        assert greet(near) == b"the conductor"
+    assert came == [b"rank 1"]
+
+
+def test_what_comes_right_behind_the_handshake_is_left_for_its_reader() -> None:
+    def welcome_and_order(far: socket.socket) -> None:
+        listener()(far)
+        far.sendall(b"order")
+
+    with beside(welcome_and_order) as (near, _):
+        near.settimeout(7)
+        greet(near)
+        assert near.gettimeout() == 7
+        assert near.recv(5) == b"order"
+
+
+def test_asyncio_and_blocking_sides_understand_each_other() -> None:
+    async def both() -> list[bytes]:
+        near, far = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=far)
+        called = asyncio.create_task(asyncio.to_thread(greet, near))
+        admitted = await admit(reader, writer, KEY, b"the conductor", anybody, peer="rank 1", seconds=10)
+        writer.write(b"order")
+        found = [admitted, await called, await asyncio.get_running_loop().run_in_executor(None, near.recv, 5)]
+        writer.close()
+        near.close()
+        near, far = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=far)
+        admitting = asyncio.create_task(asyncio.to_thread(listener(), near))
+        found += [await call(reader, writer, KEY, b"engine 4", peer="conductor", seconds=10), await admitting]
+        writer.close()
+        near.close()
+        return found
+
+    assert asyncio.run(both()) == [b"rank 1", b"the conductor", b"order", b"the conductor", b"engine 4"]
+
+
+def test_a_wrong_key_is_refused_and_both_sides_say_so() -> None:
+    refused = pytest.raises(HandshakeRefused, match="rank 0 refused: the key is wrong")
+    with beside(listener(OTHER)) as (near, came), refused:
+        greet(near)
+    assert str(came[0]) == "rank 1 does not have the key"
+
+
+def test_a_listener_without_the_key_is_not_trusted() -> None:
+    """It admits everybody, and cannot prove what it never had."""
+
+    def false_listener(far: socket.socket) -> None:
+        far.recv(4096)
+        far.sendall(frame(handshake._Challenge(b"n" * 32)))
+        far.recv(4096)
+        far.sendall(frame(handshake._Welcome(b"the conductor", b"m" * 32)))
+
+    with beside(false_listener) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 does not have the key"):
+        greet(near)
+
+
+def test_a_caller_that_is_not_wanted_is_told_why() -> None:
+    refused = pytest.raises(HandshakeRefused, match="rank 0 refused: rank 1 is here already")
+    with beside(listener(judge=lambda who: f"{who.decode()} is here already")) as (near, came), refused:
+        greet(near)
+    assert str(came[0]) == "rank 1 is not wanted: rank 1 is here already"
+
+
+def test_the_judge_never_sees_a_caller_without_the_key() -> None:
+    judged: list[bytes] = []
+
+    def judge(who: bytes) -> str:
+        judged.append(who)
+        return ""
+
+    with beside(listener(OTHER, judge)) as (near, _), suppress(HandshakeRefused):
+        greet(near)
+    assert judged == []
+    with beside(listener(KEY, judge)) as (near, _):
+        greet(near)
+    assert judged == [b"rank 1"]
+
+
+def conversation(key: str) -> tuple[bytes, list[bytes]]:
+    """Everything that a caller sent, and its messages, as somebody between the two hears them."""
+    heard: list[bytes] = []
+
+    def between(far: socket.socket) -> None:
+        inner, outer = socket.socketpair()
+        thread = threading.Thread(target=listener(key), args=(outer,))
+        thread.start()
+        for _ in range(2):  # Hello, Challenge; Proof, Welcome
+            heard.append(far.recv(65536))
+            inner.sendall(heard[-1])
+            far.sendall(inner.recv(65536))
+        thread.join()
+        inner.close()
+        outer.close()
+
+    with beside(between) as (near, _):
+        greet(near, key)
+    return b"".join(heard), heard
+
+
+def test_the_key_is_never_sent_and_an_overheard_proof_opens_nothing_else() -> None:
+    key = new_key()
+    everything, messages = conversation(key)
+    assert key.encode() not in everything
+    assert bytes.fromhex(key) not in everything
+    with beside(listener(key)) as (near, came):
+        near.sendall(messages[0])
+        near.recv(65536)  # another challenge
+        near.sendall(messages[1])
+        near.recv(65536)
+    assert str(came[0]) == "rank 1 does not have the key"
+
+
+def test_a_proof_that_is_sent_back_to_its_maker_proves_nothing() -> None:
+    """The other side answers with our own messages: a call is never taken for an admission."""
+
+    def mirror(far: socket.socket) -> None:
+        hello = far.recv(65536)
+        far.sendall(hello)
+
+    with beside(mirror) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 speaks out of turn"):
+        greet(near)
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        (b"", "rank 1 closed the connection during the handshake"),
+        (b"\x05\x00", "rank 1 closed the connection during the handshake"),
+        (b"GET / HTTP/1.1\r\n\r\n", "rank 1 speaks another language: a message of 542,393,671 bytes"),
+        (frame({"type": "_Hello"}), "rank 1 speaks another language"),
+        (frame(handshake._Proof(b"m" * 32)), "rank 1 speaks out of turn"),
+    ],
+)
+def test_a_stranger_is_named_and_let_go(said: bytes, how: str) -> None:
+    with beside(listener()) as (near, came):
+        near.sendall(said)
+        near.shutdown(socket.SHUT_WR)
+    assert isinstance(came[0], HandshakeRefused)
+    assert how in str(came[0])
+
+
+def test_a_peer_that_drips_bytes_does_not_move_the_deadline() -> None:
+    async def waits() -> None:
+        near, far = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=far)
+        with near, pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for rank 1 to prove the key"):
+            await admit(reader, writer, KEY, b"", anybody, peer="rank 1", seconds=0.2)
+        writer.close()
+
+    asyncio.run(waits())
+    with beside(listener(seconds=0.3)) as (near, came), suppress(ConnectionError):
+        near.sendall(b"\x00\x10\x00\x00")  # a message of 4096 bytes begins
+        while not came:
+            near.sendall(b"x")
+            threading.Event().wait(0.02)
+    assert isinstance(came[0], DeadlineExceeded)

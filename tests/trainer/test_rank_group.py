@@ -1,0 +1,351 @@
+"""Promises of ranks on several machines, with real processes in networks of their own (`other_machine`): rank 0 here,
+rank 1 there.
+
+- Rank 1 joins by address and key alone, with its own copy of the model, and trains what one process trains.
+- Where its machine does not see the run folder, checkpoints are written by rank 0, and gone on from, all the same.
+- A rank that is killed, or whose machine is cut off, ends the trainer with its name, and ends by itself.
+- A rank that does not come is named, after a deadline; so is one with a wrong key, or that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+import pytest
+import torch
+
+from stretto.core.records import Batch, Sampling
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.learner.recovery import Recovery
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.folder import load_policy
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.processes.channel import ConductorEnd
+from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import Spawner
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import (
+    FROM_TRAINER,
+    CheckpointSaved,
+    Copied,
+    FromTrainer,
+    PolicySaved,
+    Publish,
+    Published,
+    RankLost,
+    RanksAwaited,
+    Ready,
+    SaveCheckpoint,
+    SavePolicy,
+    Stop,
+    Train,
+    Trained,
+)
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.parallel.rendezvous import interface_of
+from stretto.trainer.spec import RANK_ROLE, TrainerSpec
+from stretto.trainer.trainer import Trainer
+from stretto.weights.folder import remove
+from tests.launch.warm import session_fork_server
+from tests.tiny_policy import TINY
+from tests.tolerances import EPS, RATE, after_adam, operations_of
+from tests.trainer.batches import LONGEST, batch
+from tests.trainer.other_machine import OtherMachine, other_machine
+
+TRAINER_ROLE = "stretto.trainer.roles.trainer"
+SAMPLING = Sampling(max_tokens=LONGEST)
+SETTINGS = {"learning_rate": RATE, "eps": EPS, "minibatches": 2, "device": "cpu"}
+CONFIG = TrainerConfig.model_validate({**SETTINGS, "ranks": 2, "remote_ranks": 1})
+HUNG = 1.5
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 90))
+
+
+@dataclass
+class Site:
+    """Two machines: what rank 0's sees under `here`, and what it does not under `there`."""
+
+    here: Path
+    there: Path
+    near: Spawner
+    far: OtherMachine
+    mailboxes: list[str] = field(default_factory=list)
+
+    def spec(self, **changes: Any) -> TrainerSpec:
+        self.mailboxes.append(uuid4().hex)
+        spec = TrainerSpec(
+            model=str(self.here / "model"),
+            mailbox=self.mailboxes[-1],
+            mailbox_folder=str(self.here),
+            trainer=CONFIG.model_dump_json(),
+            algorithm=AlgorithmConfig().model_dump_json(),
+            sampling=SAMPLING,
+            threads=1,
+            log=str(self.here / "trainer.txt"),
+            hung=HUNG,
+            rank_host=self.far.address,
+        )
+        return msgspec.structs.replace(spec, **changes)
+
+    def log_of_rank(self) -> str:
+        return (self.there / "rank.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    build_policy(TINY, here / "model", seed=1)
+    shutil.copytree(here / "model", there / "model")
+    with session_fork_server() as near, other_machine([RANK_ROLE], hidden=here) as far:
+        site = Site(here, there, near, far)
+        yield site
+        for mailbox in site.mailboxes:
+            remove(mailbox, here)
+
+
+@dataclass
+class Running:
+    """A trainer and the conductor's end of its channel; the ranks that the conductor starts for it."""
+
+    site: Site
+    spec: TrainerSpec
+    trainer: RoleProcess
+    channel: ConductorEnd[FromTrainer]
+    awaited: RanksAwaited
+    rank: RoleProcess
+
+    async def start_rank(self, **wrong: Any) -> None:
+        """Start rank 1 on the other machine, as an agent does."""
+        spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"))
+        secrets = {name: wrong.pop("key", key) for name, key in self.awaited.secrets.items()}
+        await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
+
+    async def reply(self, kind: type[T]) -> T:
+        reply = await self.channel.receive(f"to send {kind.__name__}", 60)
+        assert isinstance(reply, kind), reply
+        return reply
+
+    async def ask(self, order: Train | Publish | SavePolicy | SaveCheckpoint, kind: type[T]) -> T:
+        await self.channel.send(order)
+        return await self.reply(kind)
+
+
+@asynccontextmanager
+async def running(site: Site, **changes: Any) -> AsyncIterator[Running]:
+    """A trainer that waits for its rank."""
+    channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+    trainer = RoleProcess("trainer", TRAINER_ROLE, site.here / "trainer.txt", spawner=site.near)
+    rank = RoleProcess("rank 1", RANK_ROLE, site.there / "rank.txt", spawner=site.far.spawner)
+    spec = site.spec(descriptor=channel.far.fileno(), **changes)
+    try:
+        await trainer.start(spec, 1, (spec.descriptor,))
+        await channel.open()
+        awaited = await channel.receive("to say where ranks join", 60)
+        assert isinstance(awaited, RanksAwaited), awaited
+        yield Running(site, spec, trainer, channel, awaited, rank)
+    finally:
+        channel.close()
+        await trainer.stop(1.0)
+        await rank.stop(0.0)
+
+
+def weights_of_one_process(site: Site, steps: int) -> dict[str, Any]:
+    model = load_policy(site.here / "model", attention=PACKED_ATTENTION)
+    trainer = Trainer(model, TrainerConfig.model_validate(SETTINGS), AlgorithmConfig(), SAMPLING)
+    for version in range(steps):
+        trainer.train(batch(version))
+    return {name: weight.clone() for name, weight in trainer.full_parameters()}
+
+
+def assert_trained(site: Site, folder: Path, steps: int) -> None:
+    found = dict(load_policy(folder).named_parameters())
+    tolerance = after_adam(steps * 2, operations_of(TINY, backward=True))
+    for name, weight in weights_of_one_process(site, steps).items():
+        torch.testing.assert_close(found[name].detach(), weight, rtol=0, atol=tolerance, msg=name)
+
+
+def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_from_a_checkpoint(site: Site) -> None:
+    """The checkpoint is in a folder that the other machine does not see."""
+
+    async def train(begun: Path | None, versions: range, saved: Path) -> None:
+        async with running(site, checkpoint=str(begun) if begun else None) as group:
+            await group.start_rank()
+            assert (await group.reply(Ready)).version == versions.start
+            assert (await group.ask(Publish(), Published)).version == versions.start
+            for version in versions:
+                assert (await group.ask(Train(batch=batch(version)), Trained)).update.version == version + 1
+            await group.ask(SaveCheckpoint(folder=str(saved / "checkpoint")), Copied)
+            await group.reply(CheckpointSaved)
+            await group.ask(SavePolicy(folder=str(saved / "policy")), PolicySaved)
+            await group.channel.send(Stop())
+            assert await asyncio.wait_for(group.rank.ended(), 20) == "ended with exit code 0"
+            assert await asyncio.wait_for(group.trainer.ended(), 20) == "ended with exit code 0"
+
+    first, second = site.here / "first", site.here / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    run(train(None, range(2), first))
+    assert_trained(site, first / "policy", 2)
+    files = sorted(path.name for path in (first / "checkpoint").iterdir())
+    parts = 1 if site.far.cable else 2  # one, where rank 0 alone can write
+    assert files == [*(f"shard-0000{n + 1}-model-00001-of-00001.safetensors" for n in range(parts)), "trainer.json"]
+    run(train(first / "checkpoint", range(2, 3), second))
+    assert_trained(site, second / "policy", 3)
+
+
+async def lost(group: Running) -> str:
+    """How the trainer says that it has lost its rank; it has ended when this returns."""
+    loss = await group.reply(RankLost)
+    assert await asyncio.wait_for(group.trainer.ended(), 20) == "ended with exit code 1"
+    return loss.how
+
+
+def test_a_rank_that_is_killed_on_another_machine_is_named(site: Site) -> None:
+    async def scenario() -> None:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            os.kill(group.rank.pid, signal.SIGKILL)
+            assert await lost(group) == "lost rank 1, which closed its connection"
+
+    run(scenario())
+
+
+class Recorded(Recovery):
+    """The batches of a run whose ledger has none."""
+
+    def batch(self, step: int) -> Batch:
+        return batch(step - 1)
+
+
+class Agent:
+    """Starts rank 1 of each trainer on the other machine."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.ranks: list[RoleProcess] = []
+
+    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
+        if self.ranks:
+            await self.ranks[-1].stop(0.0)
+        rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)
+        self.ranks.append(rank)
+        await rank.start(awaited.spec(1, spec, str(self._site.there / "model")), 1, environment=awaited.secrets)
+
+
+def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Site) -> None:
+    """The checkpoint is of step 1; the rank is killed after step 2, which is trained again before step 3."""
+    said: list[str] = []
+
+    async def scenario(folder: RunFolder, agent: Agent) -> None:
+        recovery, loop = Recorded(folder, 2), asyncio.get_running_loop()
+        deadlines = DeadlinesConfig(hung=HUNG, start=60.0)
+        link = TrainerLink(site.here / "trainer.txt", deadlines, recovery, spawner=site.near, elsewhere=agent)
+        link.report_to(said.append)
+
+        def write(part: Path) -> None:
+            asyncio.run_coroutine_threadsafe(link.save_checkpoint(part), loop).result(30)
+
+        try:
+            await link.start(site.spec())
+            await link.train(batch(0))
+            await asyncio.to_thread(Checkpoints(folder.checkpoints, 2).save, 1, write)
+            await link.train(batch(1))
+            os.kill(agent.ranks[-1].pid, signal.SIGKILL)
+            assert (await link.train(batch(2))).version == 3
+            await link.save_policy(folder.path / "last")
+        finally:
+            await link.stop(1.0)
+            await agent.ranks[-1].stop(1.0)
+
+    with RunFolder.create(site.here / "run") as folder:
+        Ledger(folder.ledger, StoreConfig()).close()
+        agent = Agent(site)
+        run(scenario(folder, agent))
+        assert_trained(site, folder.path / "last", 3)
+    assert said == ["trainer lost rank 1, which closed its connection: a new one is started at version 2"]
+    assert len(agent.ranks) == 2
+
+
+def test_a_machine_that_is_cut_off_is_given_up_and_its_rank_ends_by_itself(site: Site) -> None:
+    """Between two steps, and in a step, where both ranks wait in a collective."""
+    if site.far.cable is None:
+        pytest.skip("the kernel does not let us make a network")
+
+    async def scenario(trains: bool) -> None:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            site.far.cut()
+            try:
+                if trains:
+                    await group.channel.send(Train(batch=batch(0)))
+                assert re.fullmatch(r"lost rank 1, which sent no heartbeat for \d+ s", await lost(group))
+                assert await asyncio.wait_for(group.rank.ended(), 20) == "ended with exit code 1"
+            finally:
+                site.far.mend()
+        assert "rank 0 sent no heartbeat for" in site.log_of_rank()
+
+    run(scenario(trains=False))
+    run(scenario(trains=True))
+
+
+def test_a_rank_that_does_not_come_is_named_and_so_is_a_wrong_one(site: Site) -> None:
+    async def scenario(start: Callable[[Running], Coroutine[Any, Any, None]]) -> str:
+        async with running(site, assembly=1.0) as group:
+            await start(group)
+            return await lost(group)
+
+    async def with_a_wrong_key(group: Running) -> None:
+        await group.start_rank(key="another")
+        assert await group.rank.ended() == "ended with exit code 1"
+
+    async def with_a_wrong_number(group: Running) -> None:
+        await group.start_rank(rank=7)
+        assert await group.rank.ended() == "ended with exit code 1"
+
+    async def nowhere(group: Running) -> None:
+        pass
+
+    assert run(scenario(nowhere)) == "lost rank 1: did not join within 1 s"
+    assert run(scenario(with_a_wrong_key)).endswith("does not have the key")
+    assert "rank 0 refused: the key is wrong" in site.log_of_rank()
+    assert run(scenario(with_a_wrong_number)).endswith("is not wanted: there is no rank 7")
+
+
+def test_a_key_is_good_for_one_trainer_and_not_on_a_command_line(site: Site) -> None:
+    async def scenario() -> str:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            for process in (group.trainer, group.rank):
+                assert group.awaited.key not in Path(f"/proc/{process.pid}/cmdline").read_text()
+            return group.awaited.key
+
+    assert run(scenario()) != run(scenario())
+
+
+def test_the_interface_of_an_address_is_found(site: Site) -> None:
+    assert interface_of("127.0.0.3") == "lo"
+    assert interface_of("::1") == "lo"
+    assert interface_of(site.far.address) == (site.far.cable or "lo")
+    assert interface_of("203.0.113.9") is None  # reserved for documentation: nobody's

