@@ -201,22 +201,32 @@ def _history(
 
 
 def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
-    """The record, and what the file of the questions says now; a file that is gone has no questions."""
-    whole, prompts = hashlib.blake2b(digest_size=16), []
-    for line in questions.read_text(encoding="utf-8").splitlines() if questions.exists() else ():
-        row = json.loads(line)
-        prompts.append(row["id"])
-        for text in (row["id"], row["prompt"], row["answer"]):
-            whole.update(f"{len(text)}:{text}".encode())
+    """The record, and what the file of the questions says now."""
+    found, prompts = _digest(questions)
     return RecordedData(
         digest=fact["digest"],
-        found=whole.hexdigest(),
-        prompts=tuple(prompts),
+        found=found,
+        prompts=prompts,
         seed=fact["seed"],
         sources=tuple((source["name"], source["prompts"], source["weight"]) for source in fact["sources"]),
         easy=fact["easy"],
         hard=fact["hard"],
     )
+
+
+def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
+    """The digest and the ids of the questions; in place of the digest what is wrong with the file, if something is."""
+    whole, prompts = hashlib.blake2b(digest_size=16), list[str]()
+    try:
+        # Ends of lines of other kinds than this one may be in a text.
+        for line in questions.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
+            row = json.loads(line)
+            prompts.append(row["id"])
+            for text in (row["id"], row["prompt"], row["answer"]):
+                whole.update(f"{len(text)}:{text}".encode())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"none ({type(error).__name__}: {error})", ()
+    return whole.hexdigest(), tuple(prompts)
 
 
 def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:

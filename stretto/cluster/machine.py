@@ -22,8 +22,8 @@ from stretto.cluster.messages import (
     MachineReady,
     Mirrored,
     NewVersion,
-    Place,
     RoleEnded,
+    RolePlace,
     RoleStarted,
     StartRole,
     StopRole,
@@ -48,7 +48,7 @@ class JoinedMachine:
         self.clock_offset = 0.0
         self.mirrored = -1
         self.spans: list[Span] = []  # of its mirror, since they were taken
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[RolePlace, ...] = ()
         self.model = self.mailbox_folder = ""
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
@@ -157,6 +157,7 @@ class JoinedMachine:
         """The process of a role in one of its places."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
+        process.log.touch()
         return process
 
     def send(self, order: StartRole | StopRole | KillRole) -> None:

@@ -7,6 +7,7 @@ heartbeats, goes between the agents and the conductor. The agents end with this 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, Place, Placed, RayPlacerSpec
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
@@ -32,6 +33,7 @@ except ImportError:  # the message says how to have it
     _HAS_RAY = False
 
 _TOKEN = "STRETTO_TOKEN"
+_KNOCK_SECONDS = 10.0
 _COMMAND = "stretto.cli.main"  # `stretto engine --join` or `stretto rank --join`
 
 
@@ -78,19 +80,21 @@ class RayPlacer:
             raise RecipeError([Problem("cluster.placer = 'ray'", "Ray is not installed", remedy)])
         address = None if spec.address == "local" else spec.address
         try:
+            if ":" in spec.address and "://" not in spec.address:
+                _knock(spec.address)
             ray.init(address, namespace=spec.run, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             remedy = "ray start --head on one machine, ray start --address=HOST:PORT on the others; or --ray local"
             raise RecipeError(
                 [Problem(f"cluster.ray = {spec.address!r}", str(error).splitlines()[0], remedy)]
             ) from None
 
-    def place(self, order: Place) -> Placed:
+    def place(self, order: PlaceAgents) -> AgentsPlaced:
         """Have as many agents as ordered: dismissed ones are let go, new ones started."""
         self._bring("engine", order.engines, "SPREAD")
         self._bring("rank", order.ranks, "PACK")
         placed = [agent.actor for agents in self._kinds.values() for agent in agents]
-        return Placed(nodes=tuple(ray.get([actor.node.remote() for actor in placed], timeout=self._spec.seconds)))
+        return AgentsPlaced(nodes=tuple(ray.get([actor.node.remote() for actor in placed], timeout=self._spec.seconds)))
 
     def _bring(self, kind: str, wanted: int, strategy: str) -> None:
         agents = self._kinds[kind]
@@ -131,6 +135,12 @@ class RayPlacer:
             raise RecipeError([Problem("the Ray cluster", f"needs {what}", "add nodes") for what in missing])
 
 
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
+
+
 def _untyped(module: Any) -> Any:
     """Ray declares types, and leaves them out of some functions."""
     return module
@@ -144,7 +154,7 @@ def _described(resources: Mapping[str, float], names: Mapping[str, float]) -> st
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
 
 
-def _serve(spec: RayPlacerSpec, orders: RoleEnd[Place]) -> None:
+def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
     placer = RayPlacer(spec)
     while (order := orders.receive()) is not None:
         orders.send(placer.place(order))
@@ -154,7 +164,7 @@ def main(arguments: list[str]) -> int:
     """Play the role until the conductor closes the connection; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=RayPlacerSpec)
     begin_role()
-    orders: RoleEnd[Place] = RoleEnd(spec.descriptor, TO_PLACER)
+    orders: RoleEnd[PlaceAgents] = RoleEnd(spec.descriptor, TO_PLACER)
     return run_role(lambda: _serve(spec, orders), orders.send)
 
 

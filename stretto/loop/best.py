@@ -71,7 +71,7 @@ class BestPolicy:
         """The evaluation that began at `step` has ended."""
         if not self._follow(step, evaluation.version, evaluation.accuracy):
             self._drop(_CANDIDATE)
-            if self.enough:
+            if self.enough and self._since == self._patience:  # said once
                 best = self._best
                 assert best is not None, "an evaluation was better than none"
                 self._say(

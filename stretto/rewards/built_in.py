@@ -16,8 +16,8 @@ class BuiltIn:
     """A reward function as ``package.module:function``, and its hard limit for one completion in seconds.
 
     `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
-    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from its section of
-    the recipe.
+    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from the section
+    of the recipe that is called as the reward is.
     """
 
     function: str
@@ -35,6 +35,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
     "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
+    "judge": BuiltIn("stretto.rewards.judge:judge_reward", timeout=60.0, configured=True),
     "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
     "reasoning_gym": BuiltIn(
         "stretto.rewards.reasoning:reasoning_gym", timeout=120.0, gold="stretto.rewards.reasoning:gold"

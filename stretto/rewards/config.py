@@ -6,8 +6,9 @@ from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from stretto.rewards.built_in import timeout_of
+from stretto.rewards.built_in import BUILT_IN, timeout_of
 from stretto.rewards.functions import LARGEST_REWARD
+from stretto.rewards.judge import JudgeConfig
 from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
@@ -19,7 +20,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     function: str = Field(
         default="final_answer",
         min_length=1,
-        description="A built-in reward (final_answer, exact_match, last_number, math, code, reasoning_gym), "
+        description="A built-in reward (final_answer, exact_match, last_number, math, code, judge, reasoning_gym), "
         "or 'package.module:function'.",
     )
     path: str | None = Field(
@@ -67,11 +68,30 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     )
 
     code: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
 
     @property
     def seconds_per_completion(self) -> float:
         """The hard limit for one completion: the recipe's, else that of the reward."""
         return timeout_of(self.function) if self.timeout is None else self.timeout
+
+    @property
+    def section(self) -> str:
+        """The section of a built-in that has one, as JSON."""
+        configured = self.function in BUILT_IN and BUILT_IN[self.function].configured
+        section: BaseModel | None = getattr(self, self.function) if configured else None
+        return "{}" if section is None else section.model_dump_json()
+
+    @model_validator(mode="after")
+    def _a_judge_can_be_asked_in_time(self) -> Self:
+        if self.function == "judge" and not (self.judge.address and self.judge.model):
+            raise ValueError('function = "judge" needs judge.address and judge.model')
+        if self.function == "judge" and self.seconds_per_completion <= self.judge.seconds:
+            found = (
+                f"timeout ({self.seconds_per_completion:g}) must be more than judge.seconds ({self.judge.seconds:g})"
+            )
+            raise ValueError(found)
+        return self
 
     @model_validator(mode="after")
     def _right_is_worth_more(self) -> Self:

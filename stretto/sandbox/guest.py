@@ -4,9 +4,9 @@
                                                        ▲                              │
                                                        └──────── how it ended ◄───────┘
 
-The host sends this file, and `values`, to a bare interpreter (``python -I -S -B``), so they stand alone and import
-little. Programs, inputs and outputs travel in descriptors that the guest passes on unread, so a later program cannot
-find an earlier one in its memory. Expected outputs never enter.
+The host sends this file, `script` and `values` to a bare interpreter (``python -I -S -B``), so they stand alone and
+import little. Programs, inputs and outputs travel in descriptors that the guest passes on unread, so a later program
+cannot find an earlier one in its memory. Expected outputs never enter.
 
 A step between fork and program that fails ends the child with a message, and the run is undecided: no wall is missing
 silently.
@@ -15,21 +15,17 @@ silently.
 from __future__ import annotations
 
 import _ctypes
-import _io
 import _signal  # type: ignore[import-not-found]
 import _socket
-import _thread
-import builtins
 import gc
 import marshal
 import os
 import resource
 import select
 import struct
-import sys
 import time
 
-from stretto.sandbox.values import encoded, lively, plain
+from stretto.sandbox.script import perform
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
@@ -48,7 +44,6 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SIGKILL, _SIGCHLD = 9, 17
 _NOSUID_NODEV, _MOUNT_READ_ONLY, _MOUNT_SETATTR = 2 | 4, 1, 442
-_LARGEST_STACK = 64 << 20  # of a thread: deep recursion takes none, and a larger one would take all memory
 _CAPABILITY_VERSION_3 = 0x20080522
 _LANDLOCK_READ, _LANDLOCK_EXECUTE, _LANDLOCK_LIST = 4, 1, 8
 _LANDLOCK_OF_A_FILE = 1 | 2 | 4 | 1 << 14  # execute, write, read, truncate
@@ -299,126 +294,3 @@ def _checked(what: str, result: int) -> int:
         number = _ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
-
-
-def perform() -> int:
-    """Run the task in descriptor 3; the exit status."""
-    with open(3, "rb") as file:
-        task: dict[str, Any] = marshal.load(file)
-    sys.argv = ["program.py"]
-    # The site module, which the guest does without, would make these; scripts end with them.
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)
-    stack_size = _thread.stack_size
-    _thread.stack_size = lambda size=0, /: stack_size(min(size, _LARGEST_STACK))
-    calls = task.get("calls")
-    if calls is None:
-        return _concluded(lambda: _execute(task, "__main__"), "__main__")
-    results = os.dup(1)
-    os.dup2(2, 1)  # what the program prints is no result
-    return _concluded(lambda: _call_all(_execute(task, "program"), calls, results), "program")
-
-
-def _concluded(work: Callable[[], object], name: str) -> int:
-    """Run as an interpreter runs a script, and end as it ends: join threads, run exit functions, flush, take the names
-    from the module, so that the files are closed that it has left open, and flush again."""
-    _reopen(name)
-    status = 0
-    try:
-        work()
-    except SystemExit as leaving:
-        status = _status(leaving.code)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    for step in (_join, _run_exit_functions, _flush, lambda: _clear(name), _flush):
-        try:
-            step()
-        except BaseException:  # of the program; an interpreter tells it, and counts that of a stream
-            status = status or (120 if step is _flush else 0)
-    return status
-
-
-def _join() -> None:
-    if (threading := sys.modules.get("threading")) is not None:
-        threading._shutdown()
-
-
-def _run_exit_functions() -> None:
-    if (leave := sys.modules.get("atexit")) is not None:
-        leave._run_exitfuncs()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not getattr(stream, "closed", False):
-            stream.flush()
-
-
-def _clear(name: str) -> None:
-    names = vars(sys.modules[name])
-    for key in sorted(names, key=lambda key: not key.startswith("_")):
-        if key != "__builtins__":
-            names[key] = None
-    gc.collect()
-
-
-def _status(code: object) -> int:
-    """What ``sys.exit(code)`` makes of its argument."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _reopen(name: str) -> None:
-    """Fresh standard streams, without buffers of the guest, and, for a script, their files, which lead nowhere without
-    /proc."""
-    stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
-    for called, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
-        vars(sys).update({called: stream, f"__{called}__": stream})
-    if name != "__main__":
-        return
-    plain_open = builtins.open
-    streams = {f"/dev/{name}": number for number, name in enumerate(("stdin", "stdout", "stderr"))}
-
-    def open_(file: Any, *arguments: Any, **options: Any) -> Any:
-        return plain_open(
-            os.dup(streams[file]) if isinstance(file, str) and file in streams else file, *arguments, **options
-        )
-
-    builtins.open = _io.open = open_
-
-
-def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
-    """The program, between what is run before and after it: parts of one module, each compiled by itself, so that the
-    first line of a program is its first line (``from __future__ import annotations``)."""
-    module = type(sys)(name)
-    sys.modules[name] = module
-    for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
-        if text := task.get(part, ""):
-            exec(compile(text, file, "exec", dont_inherit=True), module.__dict__)
-    return module.__dict__
-
-
-def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
-    """One line for each call: ``{"value": ...}`` or ``{"error": ...}``."""
-    for call in calls:
-        try:
-            function = _found(namespace, call["name"])
-            line = encoded({"value": plain(function(*map(lively, call["args"])))})
-        except Exception as error:  # of the program; the next call may do better
-            line = encoded({"error": f"{type(error).__name__}: {error}"[:200]})
-        rest = line.encode() + b"\n"
-        while rest:
-            rest = rest[os.write(results, rest) :]
-
-
-def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
-    """The method of a class ``Solution`` of that name, or the function."""
-    if hasattr(namespace.get("Solution"), name):
-        return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
-    return namespace[name]  # type: ignore[no-any-return]

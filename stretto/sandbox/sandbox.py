@@ -126,7 +126,7 @@ class Sandbox:
             raise self._failed(problem) from error
 
     def run(self, task: Mapping[str, Any], given: bytes, seconds: float) -> ProgramEnd:
-        """Run the program of a task (see `guest.perform`) with `given` as its standard input.
+        """Run the program of a task (see `script.perform`) with `given` as its standard input.
 
         Raises:
             SandboxFailed: it could not be run.

@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from stretto.sandbox import guest, values
+from stretto.sandbox import guest, script, values
 from stretto.sandbox.config import SandboxConfig
 from stretto.sandbox.seccomp import ARCHITECTURES, call_filter
 
@@ -42,14 +42,14 @@ _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _BEGINNING = """import _socket, marshal, sys
 control = _socket.socket(fileno=int(sys.argv[1]))
-values, guest = marshal.loads(control.recv(1 << 20))
-module = type(sys)('stretto.sandbox.values')
-exec(values, module.__dict__)
-sys.modules[module.__name__] = module
+*modules, guest = marshal.loads(control.recv(1 << 20))
+for name, source in zip(('stretto.sandbox.values', 'stretto.sandbox.script'), modules):
+    sys.modules[name] = module = type(sys)(name)
+    exec(source, module.__dict__)
 exec(guest)
 Guest(control).serve()
 """
-_SOURCES = tuple(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (values, guest))
+_SOURCES = tuple(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (values, script, guest))
 _COMPILED = tuple(compile(source, "guest.py", "exec", dont_inherit=True, optimize=2) for source in _SOURCES)
 _OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
 _OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
@@ -151,7 +151,7 @@ def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, contr
 
 
 def guest_program(interpreter: Interpreter) -> bytes:
-    """The modules `values` and `guest` as the interpreter gets them: compiled, if it is of our own version."""
+    """The modules `values`, `script` and `guest` for the interpreter: compiled, if it is of our own version."""
     return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
 
 

@@ -18,8 +18,7 @@ from stretto.audit.check import check_run
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
-from stretto.rollout.mixture import PromptSource
-from stretto.rollout.prompts import PromptStream
+from stretto.rollout.prompts import PromptSource, PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 
@@ -39,7 +38,7 @@ EASY_AND_HARD = {"a:0": 2, "b:1": 0}  # right ones of 2; the others have 1
 
 def asked(sources: Sequence[PromptSource]) -> list[Prompt]:
     return [
-        Prompt(id=f"{source.name}:{at}", token_ids=(at,), text=f"{source.name}{at}?", answer=str(at))
+        Prompt(id=f"{source.name}:{at}", token_ids=(at,), text=f"{source.name}\u2028{at}?", answer=str(at))
         for source in sources
         for at in range(source.prompts)
     ]
@@ -119,8 +118,10 @@ def test_questions_that_have_changed_are_a_breach(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"answer": "2"', '"answer": "3"', 1))
     (told,) = breaches(folder)
     assert told.startswith("questions.jsonl has the digest ")
+    path.write_bytes(path.read_bytes()[:-30] + b"\xff")
+    assert breaches(folder)[0].startswith("questions.jsonl has the digest none (UnicodeDecodeError: ")
     path.unlink()
-    assert len(breaches(folder)) == 1
+    assert breaches(folder)[0].startswith("questions.jsonl has the digest none (FileNotFoundError: ")
 
 
 def test_a_prompt_that_was_left_out_without_a_reason_is_a_breach(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
-from stretto.rollout.mixture import PromptSource
+from stretto.rollout.prompts import PromptSource
 from stretto.store.export import read_trajectories
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -198,9 +198,11 @@ def test_a_resume_with_other_data_or_weights_is_refused(recipe: Path) -> None:
         recipe.write_text(RECIPE.replace(old, new))
         with pytest.raises((RunFolderError, RecipeError), match=expected):
             prepare(recipe, [], run, resume=True)
+    (run / "questions.jsonl").unlink()  # as if it had been killed before
     (recipe.parent / "short.jsonl").rename(recipe.parent / "moved.jsonl")
     recipe.write_text(RECIPE.replace('data = "short.jsonl"', 'data = "moved.jsonl"\nname = "short"'))
     prepare(recipe, [], run, resume=True).folder.release()
+    assert check_run(run).kept
 
 
 def test_a_recipe_of_another_task_has_one_source_without_a_name(recipe: Path) -> None:

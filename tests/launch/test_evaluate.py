@@ -63,6 +63,7 @@ def test_every_number_of_an_evaluation_follows_from_the_rows_of_its_file(model: 
             Path("nowhere/rows.jsonl"),
             "--rows: nowhere/rows.jsonl: its folder does not exist",
         ),
+        (DataChoice(("rows.jsonl",)), None, "--data: task.sources.0.prompt_feld: unknown key; did you mean"),
         (DataChoice(("rows.csv", "rows.csv")), None, "two sources are called 'rows'"),
     ],
 )
@@ -70,15 +71,20 @@ def test_a_mistake_is_one_message(
     model: Path, monkeypatch: pytest.MonkeyPatch, choice: DataChoice, rows: Path | None, expected: str
 ) -> None:
     monkeypatch.chdir(model.parent)
+    overrides = ["sampling.max_tokens=3", *(["source.prompt_feld=q"] if "prompt_feld" in expected else [])]
     with pytest.raises(UserError) as caught:
-        evaluate(model, choice, ["sampling.max_tokens=3"], asked=Asked(rows=rows))
+        evaluate(model, choice, overrides, asked=Asked(rows=rows))
     assert expected in str(caught.value)
 
 
 def test_a_mapping_brings_its_reward_and_a_task_of_reasoning_gym_its_own() -> None:
     assert DataChoice(("owner/name",), mapping="humaneval").tree()["rewards"] == {"function": "code"}
     assert DataChoice(("reasoning-gym:chain_sum",)).tree()["rewards"] == {"function": "reasoning_gym"}
-    assert "rewards" not in DataChoice(("owner/name",)).tree()
+    assert DataChoice(("owner/name",)).tree()["rewards"] == {}
+    asked = DataChoice(("owner/name",), mapping="gsm8k").tree(["source.subset=main", "rewards.function=last_number"])
+    assert asked["rewards"] == {"function": "last_number"}
+    (source,) = asked["task"]["sources"]
+    assert (source["data"], source["subset"], source["split"]) == ("owner/name", "main", "test")
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_a_run_ends_after_so_many_evaluations_that_were_not_better(folder: RunFo
     said: list[str] = []
     best = BestPolicy(folder, said.append, keeps=False, patience=2, least_gain=0.05)
     enough = []
-    for step, accuracy in enumerate([0.1, 0.14, 0.2, 0.24, 0.25]):
+    for step, accuracy in enumerate([0.1, 0.14, 0.2, 0.24, 0.25, 0.1]):
         best.measured(step, measured(accuracy))
         enough.append(best.enough)
-    assert enough == [False, False, False, False, True]
+    assert enough == [False, False, False, False, True, True]
     assert said == ["stops early: 2 evaluations in a row were not better than 0.2000 at step 2 (evaluation.patience)"]
     assert json.loads((folder.path / "best.json").read_text())["policy"] is None
 

@@ -59,7 +59,8 @@ from stretto.trainer.messages import (
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.rendezvous import interface_of
-from stretto.trainer.spec import RANK_ROLE, TrainerSpec
+from stretto.trainer.roles.rank import _as_here
+from stretto.trainer.spec import RANK_ROLE, RankSpec, TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import remove
 from tests.launch.warm import session_fork_server
@@ -349,3 +350,15 @@ def test_the_interface_of_an_address_is_found(site: Site) -> None:
     assert interface_of("::1") == "lo"
     assert interface_of(site.far.address) == (site.far.cable or "lo")
     assert interface_of("203.0.113.9") is None  # reserved for documentation: nobody's
+
+
+def test_a_rank_has_the_folders_of_its_own_machine(site: Site) -> None:
+    algorithm = AlgorithmConfig.model_validate({"reference": {"path": "/here/reference", "weight": 0.5}})
+    spec = site.spec(algorithm=algorithm.model_dump_json(), kernels="/here/kernels.json")
+    awaited = RanksAwaited(host="127.0.0.1", port=1, key="k", ranks=(1,))
+    there = _as_here(spec, awaited.spec(1, spec, "/there/model", "/there/reference"))
+    reference = AlgorithmConfig.model_validate_json(there.algorithm).reference
+    assert (there.model, there.kernels) == ("/there/model", None)
+    assert reference is not None
+    assert (reference.path, reference.weight) == ("/there/reference", 0.5)
+    assert _as_here(spec, RankSpec(rank=1, host="127.0.0.1", port=1, threads=1)) == spec

@@ -223,6 +223,12 @@ def test_rows_that_repeat_are_dropped_where_that_is_asked_for_and_counted(tmp_pa
     assert len(task(source(path)).questions(seed=1).training) == 5
 
 
+def test_the_first_held_out_questions_are_of_all_sources(tmp_path: Path) -> None:
+    one, other = jsonl(tmp_path / "one.jsonl"), jsonl(tmp_path / "two.jsonl")
+    found = task(source(one, held_out=1), source(other, held_out=3)).questions(seed=1)
+    assert [row.id for row in found.held_out] == ["one:5", "two:3", "two:4", "two:5"]
+
+
 def test_held_out_sources_are_asked_whole_and_never_trained_on(tmp_path: Path) -> None:
     one, other = jsonl(tmp_path / "one.jsonl"), jsonl(tmp_path / "two.jsonl", ROWS[:2])
     found = task(source(one, held_out=0), held_out_sources=[source(other)]).questions(seed=1)

@@ -191,7 +191,7 @@ class NativeEngine:
         Args:
             version: of the weights; never older than the one in use.
             tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
-            since: when they began to be mapped and checked, by `time.monotonic`; steps went on meanwhile.
+            since: when they began to be mapped and checked, beside the steps, by `time.monotonic`.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.

@@ -141,8 +141,8 @@ class Generation:
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
         if version != self.engine.version or not self.engine.updates:
+            # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
             start = time.monotonic()
-            # Mapping and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
             tensors = await asyncio.to_thread(self._mailbox.load, version)
             self.engine.update(version, tensors, since=start)
         return self.engine.version

@@ -40,27 +40,31 @@ class DataChoice:
 
     data: tuple[str, ...]
     mapping: str | None = None
-    subset: str | None = None
-    split: str = "test"
 
-    def tree(self) -> dict[str, Any]:
-        """The sections of a recipe that asks them.
+    def tree(self, overrides: Overrides = ()) -> dict[str, Any]:
+        """The sections of a recipe that asks them. Overrides of ``source.KEY`` are for each source.
 
         Raises:
-            RecipeError: there is no such mapping.
+            RecipeError: there is no such mapping, or an override is not of its form.
         """
         if self.mapping is not None and self.mapping not in MAPPINGS:
             raise RecipeError([Problem("--mapping", repr(self.mapping), nearest(self.mapping, MAPPINGS))])
+        tree: dict[str, Any] = {"source": {}}
+        override(tree, overrides)
+        if not isinstance(further := tree.pop("source"), dict):
+            raise RecipeError([Problem("override 'source'", repr(further), "e.g. source.prompt_field=question")])
         gym = all(place.startswith(_GYM) for place in self.data)
-        asked = [self._source(place) for place in self.data]
+        asked = [self._source(place) | further for place in self.data]
         reward = "reasoning_gym" if gym else MAPPINGS[self.mapping].reward if self.mapping is not None else None
-        held_out = [] if gym else asked
-        return {
-            "task": {"kind": "dataset", "sources": asked, "held_out_sources": held_out},
-            "trainer": {},
-            "evaluation": {"prompts": sys.maxsize},
-            **({"rewards": {"function": reward}} if reward is not None else {}),
-        }
+        for section, defaults in (
+            ("task", {"kind": "dataset", "sources": asked, "held_out_sources": [] if gym else asked}),
+            ("trainer", {}),
+            ("evaluation", {"prompts": sys.maxsize}),
+            ("rewards", {"function": reward} if reward is not None else {}),
+        ):
+            if isinstance(tree.setdefault(section, {}), dict):
+                tree[section] = defaults | tree[section]
+        return tree
 
     def _source(self, place: str) -> dict[str, Any]:
         if place.startswith(_GYM):
@@ -70,8 +74,7 @@ class DataChoice:
         local = is_local(place, Path.cwd())
         found = {
             "data": str(Path(place).expanduser().resolve()) if local else place,
-            "split": self.split,
-            "subset": self.subset,
+            "split": "test",
             "mapping": self.mapping,
             "chat_template": "none" if chosen is not None and chosen.continued else "auto",
         }
@@ -123,8 +126,7 @@ def evaluate(
 
 def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples: int | None) -> Recipe:
     if isinstance(task, DataChoice):
-        tree, place = task.tree(), "--data"
-        override(tree, overrides)
+        tree, place = task.tree(overrides), "--data"
     elif task.suffix == ".jsonl":
         rows = {"kind": "jsonl", "file": str(task.resolve()), "held_out_file": str(task.resolve())}
         tree, place = {"task": rows, "trainer": {}, "evaluation": {"prompts": sys.maxsize}}, str(task)

@@ -115,6 +115,8 @@ def prepare(
             with closing(Ledger(folder.ledger, recipe.store)) as ledger:
                 record_recipe(ledger, recipe)
             folder.write("recipe.toml", to_toml(recipe))
+            if not folder.questions.exists():  # the run was killed before it had written them
+                write_questions(folder, plan)
     except BaseException:
         folder.release()
         raise

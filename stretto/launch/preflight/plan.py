@@ -24,8 +24,7 @@ from stretto.launch.preflight.checks import (
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
 from stretto.launch.preflight.gold import sift
-from stretto.launch.preflight.lookalikes import strange_digits
-from stretto.launch.preflight.repeats import repeated
+from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward
@@ -34,7 +33,7 @@ from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
-from stretto.rollout.mixture import PromptSource
+from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask

@@ -47,7 +47,7 @@ def _pages(schema: Schema) -> Iterator[str]:
 def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
     """The keys of one section that hold values, then the sections within it."""
     within: list[tuple[str, Schema]] = []
-    listed: list[Schema] = []  # several lists may have the same tables
+    listed: list[Schema] = []  # two lists may have the same tables
     rows: list[str] = []
     for key, value in schema["properties"].items():
         tables = [definitions[name] for name in _references(value)]
@@ -61,6 +61,8 @@ def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
             rows.append(_row(key, value, definitions, required=key in schema.get("required", ())))
     if rows:
         yield _heading(place, schema) + _about(schema) + _COLUMNS + "".join(rows)
+    if place.startswith("["):  # an item of a list: its sections are sources, which stand at [[task.sources]]
+        return
     for name, table in within:
         yield from _section(name, table, definitions)
 

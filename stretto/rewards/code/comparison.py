@@ -15,6 +15,7 @@ import math
 import re
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from stretto.sandbox.values import TUPLE
@@ -28,14 +29,14 @@ _SHOWN = re.compile(r"[^\W_]")
 _LONGEST_NUMBER = 400
 
 
-def same_text(expected: str, printed: str) -> bool:
-    """Is the standard output the expected one?
+def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
+    """Is the standard output the expected one? `alike`: 3.0 is 3.
 
     >>> same_text("1 2.50\\n", "1  2.5 \\n\\n"), same_text("12", "1 2"), same_text("100000000", "100000001")
     (True, False, False)
     """
     wanted, found = _lines(expected), _lines(printed)
-    return wanted == found or (len(wanted) == len(found) and all(map(_same_line, wanted, found)))
+    return wanted == found or (len(wanted) == len(found) and all(map(partial(_same_line, alike), wanted, found)))
 
 
 def _lines(text: str) -> list[str]:
@@ -46,11 +47,11 @@ def _lines(text: str) -> list[str]:
     return [line[margin:] for line in lines] if margin else lines
 
 
-def _same_line(expected: str, printed: str) -> bool:
+def _same_line(alike: bool, expected: str, printed: str) -> bool:
     if expected == printed:
         return True
     wanted, found = expected.split(), printed.split()
-    if len(wanted) != len(found) or not all(map(_same_word, wanted, found)):
+    if len(wanted) != len(found) or not all(map(partial(_same_word, alike), wanted, found)):
         return False
     if _SHOWN.search(expected) is None:
         return False
@@ -68,12 +69,14 @@ def _gaps(line: str) -> list[str]:
     return re.split(r"\S+", line)[:-1]
 
 
-def _same_word(expected: str, printed: str) -> bool:
+def _same_word(alike: bool, expected: str, printed: str) -> bool:
     if expected == printed:
         return True
     if max(len(expected), len(printed)) > _LONGEST_NUMBER or _PADDED.match(expected) is not None:
         return False
     if (wanted := _INTEGER.fullmatch(expected)) is not None:
+        if alike and _NUMBER.fullmatch(printed) is not None:
+            return Fraction(printed) == int(expected)
         found = _INTEGER.fullmatch(printed)
         return found is not None and (wanted[1] == "-", wanted[2]) == (found[1] == "-", found[2])
     if _NUMBER.fullmatch(expected) is None or _NUMBER.fullmatch(printed) is None:
@@ -81,12 +84,16 @@ def _same_word(expected: str, printed: str) -> bool:
     return _close(expected, Fraction(printed))
 
 
-def same_value(expected: Any, found: Any) -> bool:
+def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
     """Is the result of a call, in the form of `sandbox.values.plain`, the expected one?
 
-    A list may be expected where a tuple is found, since JSON has no tuples; not the other way round.
+    A list may be expected where a tuple is found, since JSON has no tuples; not the other way round. `alike`: 1 is
+    True.
     """
+    same = partial(same_value, alike=alike)
     match expected, found:
+        case bool() | int(), bool() | int() if alike:
+            return bool(expected == found)
         case (bool(), _) | (_, bool()):
             return expected is found
         case int(), int():
@@ -96,11 +103,11 @@ def same_value(expected: Any, found: Any) -> bool:
         case float(), int() | float():
             return _close_value(expected, found)
         case list(), {**pairs} if pairs.keys() == {TUPLE}:
-            return same_value(expected, pairs[TUPLE])
+            return same(expected, pairs[TUPLE])
         case list(), list():
-            return len(expected) == len(found) and all(map(same_value, expected, found))
+            return len(expected) == len(found) and all(map(same, expected, found))
         case dict(), dict():
-            return expected.keys() == found.keys() and all(same_value(expected[key], found[key]) for key in expected)
+            return expected.keys() == found.keys() and all(same(expected[key], found[key]) for key in expected)
     return type(expected) is type(found) and bool(expected == found)
 
 

@@ -118,11 +118,12 @@ def _list(tests: object, metadata: Mapping[str, Any]) -> ProgramTests:
         raise BadTests(f"tests are {type(tests).__name__}, not a list")
     read = [_test(test, f"test {number}", metadata) for number, test in enumerate(tests, start=1)]
     calls = tuple([test for test in read if isinstance(test, CallTest)])
-    foreign = bool(calls) and not any(isinstance(test, dict) and "call" in test for test in tests)
+    foreign = not any(isinstance(test, dict) and ("call" in test or "stdin" in test) for test in tests)
     return ProgramTests(
         stdin=tuple([test for test in read if isinstance(test, StdinTest)]),
         calls=calls,
-        prelude=_PRELUDE if foreign else "",
+        prelude=_PRELUDE if foreign and calls else "",
+        alike=foreign,
     )
 
 
@@ -158,13 +159,14 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
                     StdinTest(stdin=_joined(given, "inputs"), stdout=_joined(wanted, "outputs"))
                     for given, wanted in pairs
                 ]
-            )
+            ),
+            alike=True,
         )
     name = _text(name, "fn_name")
     if not all(isinstance(given, list) for given, _ in pairs):
         raise BadTests("'inputs' of a function are not lists of arguments")
     calls = [CallTest(call=name, args=tuple(given), accepted=_accepted(wanted)) for given, wanted in pairs]
-    return ProgramTests(calls=tuple(calls), prelude=_PRELUDE)
+    return ProgramTests(calls=tuple(calls), prelude=_PRELUDE, alike=True)
 
 
 def _accepted(wanted: object) -> tuple[Any, ...]:

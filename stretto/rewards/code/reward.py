@@ -101,11 +101,11 @@ class CodeReward:
         if program is None:
             return Judgement(0, tests.count, "no program in the completion")
         clock = _Clock(self._config)
-        passed, problem = self._judge_calls(program, tests.calls, clock) if tests.calls else (0, "")
+        passed, problem = self._judge_calls(program, tests.calls, clock, alike=tests.alike) if tests.calls else (0, "")
         for number, test in enumerate(tests.stdin, start=1):
             if problem and not to_the_end:
                 break
-            found = self._judge_input(program, test, clock)
+            found = self._judge_input(program, test, clock, alike=tests.alike)
             problem = problem or (f"test {number}: {found}" if found else "")
             passed += not found
         return Judgement(passed, tests.count, problem, unknown=problem.endswith(_OUT_OF_TIME))
@@ -113,7 +113,7 @@ class CodeReward:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _judge_input(self, program: Program, test: StdinTest, clock: _Clock) -> str:
+    def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
         """What is wrong with the program on one input; empty: nothing."""
         if clock.left <= 0:
             return _OUT_OF_TIME
@@ -124,9 +124,11 @@ class CodeReward:
             return _OUT_OF_TIME  # the tests before took what this one might have had
         if not ended.well:
             return ended.how
-        return "" if same_text(test.stdout, ended.output.decode(errors="replace")) else "wrong output"
+        return "" if same_text(test.stdout, ended.output.decode(errors="replace"), alike=alike) else "wrong output"
 
-    def _judge_calls(self, program: Program, tests: tuple[CallTest, ...], clock: _Clock) -> tuple[int, str]:
+    def _judge_calls(
+        self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
+    ) -> tuple[int, str]:
         """All calls in one process, which gets the arguments and never the results."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", clock.allow(len(tests)))
@@ -136,7 +138,7 @@ class CodeReward:
             return 0, "it wrote among the results of its calls"
         results = [_result(line) for line in ended.output.split(b"\n")[:lines]]
         right = [
-            "value" in result and _is_accepted(test, result["value"])
+            "value" in result and _is_accepted(test, result["value"], alike=alike)
             for test, result in zip(tests, results, strict=False)
         ]
         if ended.timed_out and all(right) and ended.silent < self._config.seconds:
@@ -190,9 +192,9 @@ class _Clock:
         return min(tests * self.config.seconds, self.left)
 
 
-def _is_accepted(test: CallTest, value: Any) -> bool:
+def _is_accepted(test: CallTest, value: Any, *, alike: bool) -> bool:
     if test.within is None:
-        return any(same_value(wanted, value) for wanted in test.accepted)
+        return any(same_value(wanted, value, alike=alike) for wanted in test.accepted)
     return any(near(wanted, value, test.within) for wanted in test.accepted)
 
 

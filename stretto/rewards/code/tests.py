@@ -34,6 +34,7 @@ class ProgramTests(Record, frozen=True):
     prelude: str = ""  #: what a completion may use without importing it
     preamble: str = ""  #: what the completion was given to go on from: imports, helpers, and the head of `entry_point`
     entry_point: str = ""
+    alike: bool = False  #: whether values that Python calls equal are the same, as where the tests are from: 1 and True
     setup: str = ""  #: what the tests do with the names of a program before they call it
 
     @property

@@ -68,7 +68,7 @@ class WorkerProcess:
         try:
             settings = WorkerSettings(
                 function=config.function,
-                settings=config.code.model_dump_json() if config.function == "code" else "{}",
+                settings=config.section,
                 worth=Worth(right=config.right, wrong=config.wrong),
                 socket=theirs.fileno(),
                 progress=descriptor,

@@ -143,8 +143,8 @@ class RankGroup:
             peer = Peer(reader, writer, _FAILED, self._spec.hung)
             self._joined[rank].set_result(peer)
             await peer.send(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
-        except (HandshakeRefused, DeadlineExceeded, ConnectionError) as error:
-            print(f"not joined: {error}", file=sys.stderr)
+        except (HandshakeRefused, DeadlineExceeded, ConnectionError, asyncio.InvalidStateError) as error:
+            print(f"not joined: {error}", file=sys.stderr)  # the last of them: two came as one rank at the same time
             self._refused.append(str(error))
             writer.close()
 

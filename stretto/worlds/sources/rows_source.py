@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from stretto.core.errors import DataError, Problem, nearest
 from stretto.core.jsonl import read_each
+from stretto.core.records import derive_seed
 from stretto.worlds.data.rows import Columns, question
 from stretto.worlds.data.task import Question
 from stretto.worlds.sources.mappings import MAPPINGS, mapped
@@ -85,13 +86,12 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
             render=compiled(self.template) if self.template is not None else None,
             source=self.title,
         )
-        found = read_each(self.data, self._numbered(), lambda row, place: _read(row, place, self.mapping, columns))
-        kept, notes = found, list[str]()
-        if self.duplicates == "drop" or (self.duplicates is None and self.mapping and MAPPINGS[self.mapping].distinct):
-            first: dict[tuple[str, str], Question] = {}
-            for one in found:
-                first.setdefault((one.text, one.answer), one)
-            kept = list(first.values())
+        distinct = self.mapping is not None and MAPPINGS[self.mapping].distinct
+        seen: set[int] | None = set() if self.duplicates == "drop" or (self.duplicates is None and distinct) else None
+        found = read_each(
+            self.data, self._numbered(), lambda row, place: _read(row, place, self.mapping, columns, seen)
+        )
+        kept, notes = [one for one in found if one is not None], list[str]()
         if len(kept) < len(found):
             notes.append(f"{self.title}: {len(found) - len(kept):,} of {len(found):,} rows repeat another, left out")
         if self.held_out and len(kept) <= self.held_out:
@@ -106,7 +106,17 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
         return islice(numbered, self.rows)
 
 
-def _read(row: tuple[int, Any], place: str, mapping: str | None, columns: Columns) -> Question:
+def _read(
+    row: tuple[int, Any], place: str, mapping: str | None, columns: Columns, seen: set[int] | None
+) -> Question | None:
+    """The question of a row; None if it was `seen` (digests), and so is not held in memory a hundred times."""
     number, read = row
     values: Mapping[str, Any] = read()
-    return question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)
+    found = question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)
+    if seen is None:
+        return found
+    digest = derive_seed(found.text, found.answer)
+    if digest in seen:
+        return None
+    seen.add(digest)
+    return found

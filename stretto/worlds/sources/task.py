@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
@@ -73,7 +74,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
             DataError: with the mistakes of all sources.
         """
         training: list[Question] = []
-        held_out: list[Question] = []
+        held_out: list[list[Question]] = []
         notes: list[str] = []
         problems: list[Problem] = []
         for place, source in enumerate((*self.sources, *self.held_out_sources)):
@@ -86,13 +87,14 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
                 training += asked
             else:
                 kept = [*asked, *kept]
-            held_out, notes = [*held_out, *kept], [*notes, *told]
+            held_out.append(kept)
+            notes += told
         if problems:
             raise DataError(problems)
         weights = {source.title: source.weight for source in self.sources if source.weight is not None}
         return Questions(
             training,
-            held_out,
+            [row for rows in zip_longest(*held_out) for row in rows if row is not None],  # the first ones are of all
             lambda: [row for row in training if row.demonstration is not None],
             weights=weights,
             notes=tuple(notes),

@@ -1,14 +1,15 @@
 """When an output is the expected one.
 
-Promises: spaces at the ends of lines and empty lines at the end do not matter, all other differences do; integers are
-exact, other numbers within a millionth; values of different kinds are different; a tuple passes for a list and a list
-not for a tuple.
+Promises: spaces at the ends of lines and empty lines at the end do not matter; zeros, indentation and runs of spaces
+count where the expected text shows them; integers are exact, other numbers within a millionth and within what is shown
+of them; values of different kinds are different; a tuple passes for a list and a list not for a tuple.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -63,6 +64,48 @@ LITERALS = st.recursive(
         ("1_0", "10", False),
         ("١", "1", False),
         ("nan", "0", False),
+        # zeros that were asked for
+        ("00101", "101", False),
+        ("00101", "00101", True),
+        ("007 1", "7 1", False),
+        ("-01", "-1", False),
+        ("09:05", "9:5", False),
+        ("00.5", "0.5", False),
+        ("0", "00", True),
+        ("0.5", "0.50", True),
+        ("#07", "#7", False),
+        ("000", "0", False),
+        # decimals are as exact as they are shown
+        ("5000000.5", "5000000.0", False),
+        ("5000000.5", "5000000", False),
+        ("5000000.5", "5000000.4", False),
+        ("5000000.5", "5000000.500000", True),
+        ("12345678.25", "12345678.0", False),
+        ("12345678.333333", "12345678.0", False),
+        ("12345678.333333", "12345678.333334", True),
+        ("0.333333333333", "0.333333", True),
+        ("0.3", "0.30001", False),
+        ("3.14", "3.14159", False),
+        ("1.5e10", "15000000000", True),
+        ("99999999.99", "100000000", False),
+        ("1000000.0", "1000000", True),
+        ("1000000.0", "1000001", False),
+        # spaces that are the answer
+        ("  *\n ***\n*****", "*\n***\n*****", False),
+        ("  *\n ***\n*****", "  *\n ***\n*****  \n", True),
+        ("    *\n   ***", " *\n***", True),
+        ("*    *", "* *", False),
+        ("* *", "*    *", False),
+        ("#..#\n#  #", "#..#\n# #", False),
+        ("  1\n 1 1\n1 2 1", "1\n1 1\n1 2 1", False),
+        ("a  b", "a b", False),
+        ("a b", "a  b", True),
+        ("a\tb", "a b", True),
+        ("if x:\n    y", "if x:\ny", False),
+        (" 5", "5", True),
+        ("1   2", "1 2", True),
+        ("1 2\n3 4", " 1 2\n3 4", True),
+        ("/\\\n\\/", "/\\\n\\/", True),
     ],
 )
 def test_texts(expected: str, found: str, same: bool) -> None:
@@ -101,10 +144,25 @@ def test_texts(expected: str, found: str, same: bool) -> None:
         (math.nan, math.nan, True),
         (math.inf, math.inf, True),
         (math.inf, 1e308, False),
+        (5000000.5, 5000000.0, False),
+        (5000000.0, 5000003, False),
+        (1e22, 10**22, True),
+        (0.1 + 0.2, 0.3, True),
+        (1 / 3, 0.333333, True),
+        (-math.inf, math.inf, False),
+        (10**400, 10**400, True),
     ],
 )
 def test_values(expected: Any, found: Any, same: bool) -> None:
     assert same_value(plain(expected), plain(found)) is same
+
+
+def test_a_flood_of_lines_costs_no_more_than_to_count_them() -> None:
+    start = time.process_time()
+    assert not same_text("1\n2", "\n" * (4 << 20) + "1")
+    assert same_text("1", "1" + "\n" * (4 << 20))
+    assert not same_text("1 " * 10, "1 " * (2 << 20))
+    assert time.process_time() - start < 8.0  # a tenth of it; parsed line by line it was more
 
 
 @given(JSON)

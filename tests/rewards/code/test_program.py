@@ -7,6 +7,8 @@ blocks and other languages are no programs; a block has no margin of the list it
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,3 +100,28 @@ def test_whatever_an_answer_is_the_lines_of_the_program_are_lines_of_it(answer: 
 @given(st.text(max_size=40))
 def test_no_text_is_too_strange_to_look_for_a_definition(text: str) -> None:
     assert not defines(text, "f f")
+
+
+FENCED = 'text = """\n```\ncode\n```\n"""\nprint(text)\n'
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        (f"```python\n{FENCED}```", FENCED),
+        (f"First\n```python\nprint(1)\n```\nthen\n```python\n{FENCED}```\nDone: ```", FENCED),
+        (f"```python\n{FENCED}```\nIt prints\n```\ncode\n```", FENCED),
+        ("```python\nprint(\n```\nbroken, so\n```python\nprint(2)\n```", "print(2)\n"),
+        ("```python\nprint(\n```\n", "print(\n"),
+        ("````python\nx = 1\n```\n", None),
+    ],
+)
+def test_a_fence_in_a_text_of_the_program_closes_nothing(completion: str, program: str | None) -> None:
+    assert extract_program(completion) == program
+
+
+@pytest.mark.parametrize("piece", ["a", " ", "1+", "a.b", "`", "~", "\t"])
+def test_a_fence_is_read_in_one_pass(piece: str) -> None:
+    start = time.process_time()
+    extract_program("```" + piece * (400_000 // len(piece)) + "`\n")
+    assert time.process_time() - start < 5.0  # a fiftieth of it; in two nested passes, half an hour

@@ -1,0 +1,228 @@
+"""How far one conductor goes: it with hundreds of simulated engines on real sockets (`benchmarks.simulated_run`).
+
+    python -m benchmarks.conductor [--engines 64,512] [--steps 6] [--quick] [--uvloop]
+
+Each setting is a run: its machines join all at once, stand by for a while, work through the steps, and are told of some
+further versions. A machine that others use as well gives the conductor less than a core; so each number stands beside
+the seconds of a core that the conductor has used for it (`cpu`), which depend less on that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import dataclasses
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.report import Table, save
+from benchmarks.simulated_run import Setting, SimulatedRun, simulated_run
+from stretto.audit.check import check_run
+from stretto.core.tasks import cancel_and_wait, run_beside
+from stretto.store.inspection import inspect_run
+
+_TICK_SECONDS = 0.01
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_IDLE_SECONDS = 4.0
+_ANNOUNCEMENTS = 5
+
+
+@dataclass
+class Phase:
+    """A stretch of a run: seconds of the clock, of a core, and how late a timer of 10 ms was, in milliseconds."""
+
+    seconds: float = 0.0
+    cpu: float = 0.0
+    late: list[float] = field(default_factory=list, repr=False)
+
+    @property
+    def p99(self) -> float:
+        return round(statistics.quantiles(self.late, n=100)[98], 1) if len(self.late) > 1 else 0.0
+
+
+@contextmanager
+def phase() -> Iterator[Phase]:
+    """Measures its block."""
+    found, loop = Phase(), asyncio.get_running_loop()
+    handle: asyncio.TimerHandle | None = None
+
+    def tick(due: float) -> None:
+        nonlocal handle
+        found.late.append(1000 * (loop.time() - due))
+        due = loop.time() + _TICK_SECONDS
+        handle = loop.call_at(due, tick, due)
+
+    due = loop.time() + _TICK_SECONDS
+    handle = loop.call_at(due, tick, due)
+    began, used = time.perf_counter(), time.process_time()
+    try:
+        yield found
+    finally:
+        found.seconds, found.cpu = time.perf_counter() - began, time.process_time() - used
+        handle.cancel()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def digits(value: float) -> float:
+    """Three of them."""
+    return float(f"{value:.3g}")
+
+
+async def idle(run: SimulatedRun, engines: int) -> dict[str, float]:
+    """All stand by: heartbeats alone, and then with the counters that are asked for each second."""
+    before = await run.fleet.do("report")
+    with phase() as beats:
+        await asyncio.sleep(_IDLE_SECONDS)
+    after = await run.fleet.do("report")
+    with phase() as polls:
+        for _ in range(3):
+            await run.roles.poll(1.0)
+    return {
+        "heartbeats_per_second": digits((after.echoes - before.echoes) / beats.seconds),
+        "share_of_a_core": digits(beats.cpu / beats.seconds),
+        "timer_p99_ms": beats.p99,
+        "counters_cpu_ms_per_engine": digits(1000 * polls.cpu / 3 / engines),
+    }
+
+
+async def announcements(run: SimulatedRun, engines: int) -> dict[str, float]:
+    """From a publication to its load by every engine."""
+    loading = asyncio.ensure_future(run.pool.keep_loaded())
+    seconds, used, late = list[float](), list[float](), list[float]()
+    for number in range(_ANNOUNCEMENTS):
+        with phase() as one:
+            await run.announce(run.setting.steps + 1 + number)
+        seconds.append(one.seconds)
+        used.append(one.cpu)
+        late += one.late
+    await cancel_and_wait([loading])
+    return {
+        "seconds": digits(statistics.median(seconds)),
+        "cpu_ms_per_engine": digits(1000 * statistics.median(used) / engines),
+        "timer_max_ms": round(max(late), 1),
+    }
+
+
+async def measured(setting: Setting, path: Path, profile: str) -> dict[str, object]:
+    """One setting."""
+    engines, found = setting.engines, dict[str, object]()
+    async with simulated_run(setting, path) as run:
+        empty = resident()
+        with phase() as joins:
+            await run_beside(run.roles.supervise(), run.all_up())
+        found["registrations"] = {
+            "per_second": digits(engines / joins.seconds),
+            "per_cpu_second": digits(engines / joins.cpu),
+            "retries": (await run.fleet.do("report")).retries,
+            "timer_p99_ms": joins.p99,
+        }
+        found["memory_kib_per_engine"] = round((resident() - empty) / engines / 1024, 1)
+        found["idle"] = await idle(run, engines)
+        before = await run.fleet.do("report")
+        profiler = cProfile.Profile()
+        if profile:
+            profiler.enable()
+        with phase() as training:
+            await run.conduct()
+        if profile:
+            profiler.disable()
+            pstats.Stats(profiler).dump_stats(profile)
+        after = await run.fleet.do("report")
+        finished = run.ledger.balance().trained + run.ledger.balance().buffered
+        found["training"] = {
+            "trajectories": finished,
+            "seconds": digits(training.seconds),
+            "cpu_seconds": digits(training.cpu),
+            "trajectories_per_second": digits(finished / training.seconds),
+            "trajectories_per_cpu_second": digits(finished / training.cpu),
+            "share_of_a_core": digits(training.cpu / training.seconds),
+            "tokens_per_cpu_second": digits(finished * setting.tokens / training.cpu),
+            "bytes_per_trajectory": digits((after.sent - before.sent + after.received - before.received) / finished),
+            "timer_p99_ms": training.p99,
+            "timer_max_ms": round(max(training.late), 1),
+            "fleet_cpu_seconds": digits(after.cpu_seconds - before.cpu_seconds),
+        }
+        found["announcement"] = await announcements(run, engines)
+        found["memory_mib_in_all"] = round(resident() / 2**20)
+    for sentence in run.said:
+        print(f"    {sentence}") if "joined" not in sentence else None
+    print(check_run(path))
+    checked, balance = check_run(path), inspect_run(path).trajectories
+    found["kept"] = checked.kept and balance.trained == setting.steps * setting.batch * setting.group
+    return found
+
+
+def row(setting: Setting, found: dict[str, dict[str, float]]) -> tuple[object, ...]:
+    """Of the table."""
+    joins, still, training, told = found["registrations"], found["idle"], found["training"], found["announcement"]
+    return (
+        f"{setting.engines} x {setting.tokens} tokens, {setting.seconds:g} s",
+        joins["per_second"],
+        f"{still['heartbeats_per_second']:g} ({still['share_of_a_core']:.0%})",
+        training["trajectories_per_second"],
+        training["trajectories_per_cpu_second"],
+        f"{training['share_of_a_core']:.0%}",
+        training["timer_p99_ms"],
+        told["seconds"],
+        found["memory_kib_per_engine"],
+        found["kept"],
+    )
+
+
+def settings(engines: list[int], steps: int, quick: bool) -> list[Setting]:
+    """At once with short completions, with long ones, and with a load that is in flight for seconds."""
+    found = [Setting(count, steps) for count in engines]
+    largest = Setting(engines[-1], steps)
+    further = [
+        dataclasses.replace(largest, tokens=1024, steps=max(1, steps // 4)),
+        dataclasses.replace(largest, seconds=6.0, steps=max(1, steps // 2)),
+    ]
+    return found if quick else found + further
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", default="64,512")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="the settings without delay and with short completions")
+    parser.add_argument("--uvloop", action="store_true", help="another event loop than the one of the conductor")
+    parser.add_argument("--profile", default="", help="a file for the profile of the training; nothing is saved")
+    parser.add_argument("--in-flight", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--dry", action="store_true", help="nothing is saved")
+    words = parser.parse_args()
+    table = Table(
+        *("engines", "joins/s", "heartbeats/s (of a core)", "trajectories/s", "per cpu second", "of a core"),
+        *("timer p99 ms", "announcement s", "KiB per engine", "kept"),
+    )
+    rows = []
+    for setting in settings([int(count) for count in words.engines.split(",")], words.steps, words.quick):
+        setting = dataclasses.replace(setting, in_flight=words.in_flight, seconds=words.seconds or setting.seconds)
+        run = uvloop.run if words.uvloop else asyncio.run
+        with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+            found = run(measured(setting, Path(folder) / "run", words.profile))
+        rows.append({"setting": asdict(setting), **found})
+        table.add(*row(setting, found))  # type: ignore[arg-type]
+        table.show_last()
+        print(found, flush=True)
+    if not (words.dry or words.profile or words.uvloop):
+        load = f"{os.getloadavg()[0]:.1f} processes wanted to run on the {os.cpu_count()} cores in the last minute"
+        save("conductor", {"goal": 5000, "load": load, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

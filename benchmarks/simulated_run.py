@@ -1,0 +1,285 @@
+"""A run whose conductor is the real one, and whose machines and trainer are made up (`benchmarks.fleet`).
+
+Real: gate, machines, engine pool and HTTP clients, controller, ledger, journal of the completions in flight, recorder,
+conductor. Made up: the engines' completions, a trainer that replies at once, a reward that costs nothing, a text that
+is not decoded from the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, cast
+
+import msgspec
+
+from benchmarks.fleet import FleetReport, FleetSpec
+from benchmarks.runs import RECIPE
+from stretto.core.events import Span
+from stretto.core.records import Batch, Outcome, Prompt, Sampling, Update, Verdict
+from stretto.core.tasks import cancel_and_wait, run_beside
+from stretto.launch.assemble.cluster import Cluster, identity_of
+from stretto.launch.assemble.roles import Roles
+from stretto.launch.assemble.run import CONTROLLER
+from stretto.launch.assemble.specs import Endpoints
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe, load_recipe, to_toml
+from stretto.loop.checkpointing import Checkpointing
+from stretto.loop.conductor import Conductor
+from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.evaluation import Evaluations
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
+from stretto.loop.records.reporter import SilentReporter
+from stretto.processes.spawn import FRESH
+from stretto.rewards.service.pool import RewardPool
+from stretto.rollout.controller import Controller
+from stretto.rollout.prompts import PromptStream
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import ENGINES
+from stretto.store.ledger.ledger import Ledger
+from stretto.worlds.single_turn import SingleTurn
+
+_PROMPTS = [Prompt(id=str(i), token_ids=tuple(range(64)), text=f"{i}?", answer=str(i)) for i in range(4096)]
+_VERDICTS = (Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0))
+_POLL_SECONDS = 0.002
+_PATIENCE = 300.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`seconds` is the mean time of a completion, 0 for none; `batch` and `in_flight` count groups."""
+
+    engines: int
+    steps: int
+    batch: int = 512
+    group: int = 16
+    in_flight: int = 2048
+    tokens: int = 64
+    seconds: float = 0.0
+    lease: float = 15.0
+
+    def recipe(self) -> Recipe:
+        """With the keys that a user would set."""
+        words = {
+            "rollout.batch_size": self.batch,
+            "rollout.group_size": self.group,
+            "rollout.max_in_flight": self.in_flight,
+            "rollout.max_staleness": 4,
+            "trainer.steps": self.steps,
+            "trainer.minibatches": 1,
+            "cluster.placer": '"given"',
+            "cluster.listen": '"127.0.0.1:0"',
+            "cluster.lease": self.lease,
+            "store.sample_seconds": 0,
+        }
+        return load_recipe(RECIPE, [f"{key}={value}" for key, value in words.items()])
+
+
+@dataclass
+class _Trainer:
+    """Replies at once."""
+
+    progress: int = 0
+    busy_seconds: float = 0.0
+
+    async def train(self, batch: Batch) -> Update:
+        self.progress += 1
+        tokens = sum(len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories)
+        return Update(batch.step, batch.step, trained_tokens=tokens, masked_tokens=0, metrics={"loss": 0.5})
+
+    async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
+        on_copied()
+        (folder / "state").write_text("whole")
+
+    async def save_policy(self, folder: Path) -> None:
+        folder.mkdir()
+
+    async def supervise(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    def drain_spans(self) -> list[Span]:
+        return []
+
+
+@dataclass
+class _Rewards:
+    """The first completion of a group is right."""
+
+    busy_seconds: float = 0.0
+    workers: int = 1
+
+    async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+        return [_VERDICTS[min(number, 1)] for number, _ in enumerate(completions)]
+
+    def drain_spans(self) -> list[Span]:
+        return []
+
+
+@dataclass(frozen=True)
+class _Base:
+    parameters: int = 1
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the cluster asks of a plan."""
+
+    recipe: Recipe
+    base: _Base = field(default_factory=_Base)
+
+
+@dataclass
+class Fleet:
+    """The process of the simulated machines."""
+
+    process: asyncio.subprocess.Process
+
+    @classmethod
+    async def started(cls, spec: FleetSpec) -> Fleet:
+        """Its engines listen; its machines have not joined yet."""
+        words = ("-m", "benchmarks.fleet", msgspec.json.encode(spec).decode())
+        pipe = asyncio.subprocess.PIPE
+        fleet = cls(await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe))
+        assert await fleet._line() == b"ready\n"
+        return fleet
+
+    async def do(self, command: str) -> FleetReport:
+        """`go`, `report`, or `vanish N`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        return msgspec.json.decode(await self._line(), type=FleetReport)
+
+    async def _line(self) -> bytes:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(_PATIENCE):
+            return await self.process.stdout.readline()
+
+    async def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await self.process.wait()
+
+
+@dataclass
+class SimulatedRun:
+    """See the module; `conduct` may be called once."""
+
+    setting: Setting
+    folder: RunFolder
+    ledger: Ledger
+    pool: EnginePool
+    cluster: Cluster
+    roles: Roles
+    fleet: Fleet
+    said: list[str]
+
+    async def all_up(self) -> None:
+        """Let the machines join; returns when every engine gets requests."""
+        await self.fleet.do("go")
+        up = 0
+        async with asyncio.timeout(_PATIENCE):
+            while up < self.setting.engines:
+                await asyncio.sleep(_POLL_SECONDS)
+                up = sum(engine.takes for engine in self.pool._engines.values())
+
+    def conductor(self) -> Conductor:
+        """As `stretto.launch.assemble.run` makes one."""
+        recipe, trainer = self.cluster.plan.recipe, self.roles.trainer
+        controller = Controller(recipe.rollout, PromptStream(_PROMPTS, recipe.seed), self.ledger, recipe.seed)
+        self.ledger.watch(CONTROLLER, controller.state)
+        self.ledger.watch(ENGINES, self.pool.roster.rows)
+        past = EarlierTotals()
+        clock = RunClock(past, time.monotonic())
+        recorder = Recorder(
+            self.folder, self.ledger, SilentReporter(), self.roles.work, recipe.rollout.max_staleness, past, clock
+        )
+        in_flight = InFlight(self.pool, self.ledger)
+        self.pool.keep_with(in_flight.keep)
+        checkpoints = Checkpoints(self.folder.checkpoints, recipe.store.keep_checkpoints)
+        keeping = (self.folder, checkpoints, recipe.trainer, trainer, controller, self.ledger, recipe.deadlines)
+        return Conductor(
+            controller=controller,
+            workflow=SingleTurn(
+                in_flight.generate,
+                self.roles.rewards.score_group,
+                lambda ids: f"{len(ids)} tokens",
+                Sampling(max_tokens=self.setting.tokens),
+            ),
+            engines=self.pool,
+            trainer=trainer,
+            in_flight=in_flight,
+            recorder=recorder,
+            checkpointing=Checkpointing(*keeping),
+            evaluation=Evaluations([]),
+            poll=self.roles.poll,
+            progress=self.roles.progress,
+            steps=self.setting.steps,
+            deadlines=recipe.deadlines,
+        )
+
+    async def conduct(self, beside: Callable[[], None] = lambda: None) -> None:
+        """The whole training; `beside` is called once it has begun."""
+        conductor = self.conductor()
+        conductor.recorder.rl_begins()
+        beside()
+        await conductor.run()
+        await conductor.checkpointing.end()
+        conductor.recorder.spans(await self.roles.poll())
+        conductor.recorder.rl_ends(conductor.in_flight.unjudged)
+        conductor.recorder.conclude()
+
+    async def announce(self, version: int) -> None:
+        """Publish; returns when every engine has loaded it."""
+        self.pool.publish(version)
+        async with asyncio.timeout(_PATIENCE):
+            while self.pool.live < version:
+                await asyncio.sleep(_POLL_SECONDS)
+
+
+@asynccontextmanager
+async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[SimulatedRun]:
+    """A run in the folder `path`, its gate open, its machines about to join."""
+    recipe, said = setting.recipe(), list[str]()
+    with RunFolder.create(path) as folder, tempfile.TemporaryDirectory(prefix="stretto-simulated-") as scratch:
+        folder.write("recipe.toml", to_toml(recipe))
+        ledger = Ledger(folder.ledger, recipe.store)
+        pool = EnginePool([], folder.logs, recipe.deadlines, lag=recipe.cluster.lag)
+        plan, endpoints = cast(Plan, _Plan(recipe)), Endpoints("simulated", Path(scratch), Path(scratch))
+        cluster = Cluster(plan, folder, endpoints, pool, said.append, FRESH, identity_of(folder))
+        roles = Roles(pool, cast(TrainerLink, _Trainer()), cast(RewardPool, _Rewards()), cluster)
+        pool.report_to(said.append)
+        await pool.start(0)
+        address = await cluster.gate.open(recipe.cluster.listen)
+        token = cluster.identity.token
+        spec = FleetSpec(address, token, setting.engines, setting.tokens, setting.seconds)
+        fleet = await Fleet.started(spec)
+        gc.collect()
+        run = SimulatedRun(setting, folder, ledger, pool, cluster, roles, fleet, said)
+        supervising = asyncio.ensure_future(roles.supervise())
+        try:
+            yield run
+        finally:
+            await cancel_and_wait([supervising])
+            await pool.stop(1.0)
+            await cluster.close("the run has ended", False)
+            await fleet.end()
+            ledger.close()
+
+
+async def conducted(setting: Setting, path: Path) -> list[str]:
+    """A whole run; what it has said."""
+    async with simulated_run(setting, path) as run:
+        await run_beside(run.roles.supervise(), run.all_up())
+        await run.conduct()
+    return run.said

@@ -1,0 +1,170 @@
+"""A run on a real Ray cluster of three nodes, each a raylet with processes of its own, on this machine.
+
+- `stretto train --ray ADDRESS` spreads engines over the nodes; a node that is killed takes its engine with it, and Ray
+  starts an agent elsewhere, whose engine serves at once. No trajectory is lost, none is trained twice.
+- `stretto scale` lets engines come and go while the run goes on.
+- The head node killed: the run ends with the name of what it has lost, and goes on elsewhere from a copy of its folder.
+- A cluster that is not there, or too small, is refused before any role starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from stretto.audit.check import check_run
+from stretto.store.inspection import inspect_run
+from tests.launch.running import ROOT, TINY, Command, Laboratory, said, wait_for_step, wait_until
+
+pytest.importorskip("ray")
+
+_ENDLESS = ("trainer.steps=100000", "trainer.keep_versions=1", "trainer.checkpoint_every=20", "cluster.lease=5")
+
+
+@dataclass
+class Cluster:
+    """Nodes by name; the first is the head."""
+
+    folder: Path
+    port: int
+    nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, name: str, cpus: int) -> None:
+        """A node; the head if it is the first."""
+        where = ["--head", "--port", str(self.port), "--include-dashboard=false"]
+        words = where if not self.nodes else ["--address", self.address]
+        with (self.folder / f"{name}.txt").open("wb") as log:
+            self.nodes[name] = subprocess.Popen(
+                [
+                    Path(sys.executable).with_name("ray"),
+                    "start",
+                    *words,
+                    *("--num-cpus", str(cpus), "--block", "--disable-usage-stats"),
+                    f"--object-store-memory={100 << 20}",
+                ],
+                env=os.environ | {"RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_until(lambda: "Ray runtime started" in (self.folder / f"{name}.txt").read_text(), f"node {name}")
+
+    def kill(self, name: str) -> None:
+        """The node and all its processes, as when a machine loses its power."""
+        for pid in _session(self.nodes[name].pid):
+            os.kill(pid, signal.SIGKILL)
+        self.nodes[name].wait()
+
+    def kill_all(self) -> None:
+        """Those that are left."""
+        for name, node in self.nodes.items():
+            if node.poll() is None:
+                self.kill(name)
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a node: those that descend from it."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found = [leader]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+@contextmanager
+def cluster(**cpus: int) -> Iterator[Cluster]:
+    """A cluster with nodes of these names."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    started = Cluster(folder, port)
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        undo.callback(started.kill_all)
+        for name, count in cpus.items():
+            started.start(name, count)
+        yield started
+
+
+def serving(run_dir: Path) -> set[str]:
+    """The engines that serve now."""
+    return {engine.name for engine in inspect_run(run_dir).engines if engine.left_step is None}
+
+
+def engines_join(command: Command, run_dir: Path, count: int) -> None:
+    """Wait until so many serve."""
+    wait_until(lambda: len(serving(run_dir)) == count, f"{count} engines", command)
+
+
+def test_nodes_are_killed_and_engines_come_and_go(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with cluster(head=1, first=2, second=2) as nodes:
+        words = ("train", TINY, *_ENDLESS, "engine.count=2", "--ray", nodes.address, "--run-dir", run_dir)
+        with laboratory.start(*words, run_dir=run_dir, cold=True) as command:
+            wait_for_step(command, 3)
+            engines_join(command, run_dir, 2)
+            nodes.kill("second")
+            wait_until(lambda: "has left" in said(run_dir), "an engine's end", command)
+            nodes.start("third", 2)
+            engines_join(command, run_dir, 2)
+            assert "4 engines" in laboratory.run("scale", run_dir, "engines=4").out
+            engines_join(command, run_dir, 4)
+            assert "1 engines" in laboratory.run("scale", run_dir, "engines=1").out
+            engines_join(command, run_dir, 1)
+            steps = inspect_run(run_dir).steps
+            wait_for_step(command, steps + 3)
+            ended, _ = command.stop(signal.SIGINT)
+            assert ended.code == 130, ended.err
+    assert check_run(run_dir).kept, check_run(run_dir).breaches
+    assert inspect_run(run_dir).trajectories.failed == 0
+
+
+def test_a_run_whose_head_node_is_killed_ends_by_name_and_goes_on_from_a_copy(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir, copy = tmp_path / "run", tmp_path / "copy"
+    with cluster(head=2) as nodes:
+        words = ("train", TINY, *_ENDLESS, "deadlines.start=20", "--ray", nodes.address, "--run-dir", run_dir)
+        with laboratory.start(*words, run_dir=run_dir, cold=True) as command:
+            wait_for_step(command, 3)
+            nodes.kill("head")
+            ended = command.end(180)
+    assert ended.code == 1, ended.err
+    assert "an engine" in ended.err or "Ray" in ended.err, ended.err
+    shutil.copytree(run_dir, copy)
+    steps = inspect_run(copy).steps
+    local = ("cluster.placer=local", f"trainer.steps={steps + 2}")
+    resumed = laboratory.run("train", "--resume", copy, *local)
+    assert resumed.code == 0, resumed.err
+    assert check_run(copy).kept, check_run(copy).breaches
+
+
+def test_a_cluster_that_is_not_there_or_too_small_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
+    absent = laboratory.run("train", TINY, "--ray", "127.0.0.1:1", "--run-dir", tmp_path / "absent")
+    absent.refused("cluster.ray = '127.0.0.1:1'", "ray start --head")
+    with cluster(head=1) as nodes:
+        words = ("train", TINY, "engine.count=5", "--ray", nodes.address, "--run-dir", tmp_path / "small")
+        laboratory.run(*words).refused("needs 5 CPU for 5 engine(s), and has 1 in all", "add nodes")

@@ -1,0 +1,193 @@
+"""A judge behind an address: a real server, whose replies are written down.
+
+Promises: the reward is the score that the reply ends with; a judge that is busy is asked again, one that refuses is
+not; whatever goes wrong with it leaves the completion undecided, in time, and never makes it a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from stretto.core.records import Outcome
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.functions import Undecided
+from stretto.rewards.judge import Judge, JudgeConfig
+from stretto.rewards.service.pool import RewardPool
+from stretto.rewards.service.wire import ScoreItem
+
+Reply = tuple[int, str | bytes]  # a status and what the judge says; bytes are the whole body
+
+
+class Server(ThreadingHTTPServer):
+    """Answers the n-th question with the n-th reply, and all further ones with the last."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies: list[Reply] = [(200, "Score: 10")]
+        self.headers: dict[str, str] = {}
+        self.seen: list[tuple[str, dict[str, Any], str | None]] = []
+        self.drip = 0.0  # seconds between two bytes
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, question, self.headers["Authorization"]))
+        status, said = self.server.replies[min(len(self.server.seen), len(self.server.replies)) - 1]
+        choices = [{"index": 0, "message": {"role": "assistant", "content": said if isinstance(said, str) else ""}}]
+        body = said if isinstance(said, bytes) else json.dumps({"choices": choices}).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **self.server.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for at in range(len(body)) if self.server.drip else ():
+            time.sleep(self.server.drip)
+            self.wfile.write(body[at : at + 1])
+        if not self.server.drip:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def judge(server: Server, **settings: Any) -> Judge:
+    return Judge(JudgeConfig(address=server.address, model="m", **{"wait": 0.01, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("Good.\nScore: 10", 1.0),
+        ("Score: 0", 0.0),
+        ("It says Score: 10, which is an order. Score: 2", 0.2),
+        ("**Score: 7.5**", 0.75),
+        ("Score: 7/10.", 0.7),
+        ("score = 3\n", 0.3),
+    ],
+)
+def test_the_reward_is_the_score_that_the_reply_ends_with(server: Server, said: str, reward: float) -> None:
+    server.replies = [(200, said)]
+    assert judge(server)("q", "c", "a") == reward
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (200, "Fine."),
+        (200, ""),
+        (200, "Score: 11"),
+        (200, "Score: -1"),
+        (200, "Score: 10 would be too much"),
+        (200, b"no JSON"),
+        (200, b"{}"),
+        (200, b'{"choices": []}'),
+        (200, b'{"choices": [{"message": {"content": null}}]}'),
+        (400, "bad"),
+        (401, "no key"),
+        (404, "no such model"),
+        (500, "broken"),
+        (503, "busy"),
+    ],
+)
+def test_a_judge_without_a_score_leaves_the_completion_undecided(server: Server, reply: Reply) -> None:
+    server.replies = [reply]
+    with pytest.raises(Undecided, match="judge"):
+        judge(server)("q", "c", "a")
+    assert len(server.seen) == (3 if reply[0] >= 500 else 1)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
+def test_a_busy_judge_is_asked_again(server: Server, status: int) -> None:
+    server.replies = [(status, "later"), (status, "later"), (200, "Score: 4")]
+    server.headers = {"Retry-After": "0"}
+    assert judge(server)("q", "c", "a") == 0.4
+    assert len(server.seen) == 3
+
+
+def test_it_is_asked_about_this_completion_with_its_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k1")
+    asked = judge(server, prompt="{prompt}|{completion}|{answer}|{full}", full=5, key_variable="JUDGE_KEY")
+    server.replies = [(200, "Score: 5")]
+    assert asked("is {answer} it?", "{prompt} {full}", "42") == 1.0
+    [(path, question, key)] = server.seen
+    assert (path, key, question["model"]) == ("/v1/chat/completions", "Bearer k1", "m")
+    assert question["messages"] == [{"role": "user", "content": "is {answer} it?|{prompt} {full}|42|5"}]
+
+
+def test_a_judge_that_drips_is_given_up_in_time(server: Server) -> None:
+    server.drip = 0.05
+    start = time.monotonic()
+    with pytest.raises(Undecided, match="no reply in time"):
+        judge(server, seconds=0.3)("q", "c", "a")
+    assert time.monotonic() - start < 10.0
+    server.drip = 0.0
+
+
+def test_a_judge_that_asks_for_more_time_than_there_is_is_not_waited_for(server: Server) -> None:
+    server.replies, server.headers = [(429, "later")], {"Retry-After": "3600"}
+    start = time.monotonic()
+    with pytest.raises(Undecided, match="429"):
+        judge(server, seconds=5.0)("q", "c", "a")
+    assert time.monotonic() - start < 5.0
+
+
+def test_nobody_at_the_address_is_undecided(server: Server) -> None:
+    nobody = Judge(JudgeConfig(address="http://127.0.0.1:9/v1", model="m", wait=0.0))
+    with pytest.raises(Undecided, match=r"127\.0\.0\.1:9.*refused"):
+        nobody("q", "c", "a")
+
+
+def test_the_workers_of_a_run_ask_it(server: Server) -> None:
+    server.replies = [(200, "Score: 8"), (200, "Score: 2"), (200, "no score")]
+
+    async def scored() -> list[tuple[Outcome, float | None]]:
+        settings = {"address": server.address, "model": "m", "tries": 1}
+        config = RewardsConfig.model_validate({"function": "judge", "judge": settings})
+        async with RewardPool(config) as pool:
+            verdicts = await pool.score([ScoreItem(prompt="q", completion=c, answer="a") for c in "xyz"])
+        return [(verdict.outcome, verdict.reward) for verdict in verdicts]
+
+    found = asyncio.run(asyncio.wait_for(scored(), 60))
+    assert found == [(Outcome.RIGHT, 0.8), (Outcome.WRONG, 0.2), (Outcome.UNDECIDED, None)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "needs judge.address and judge.model"),
+        ({"judge": {"address": "http://h/v1"}}, "needs judge.address and judge.model"),
+        ({"judge": {"address": "h/v1", "model": "m"}}, "does not begin with http"),
+        ({"judge": {"address": "http://h", "model": "m", "prompt": "Grade!"}}, "does not contain {completion}"),
+        ({"judge": {"address": "http://h", "model": "m", "seconds": 60}}, r"must be more than judge.seconds"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RewardsConfig.model_validate({"function": "judge"} | settings)
