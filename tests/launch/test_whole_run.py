@@ -55,6 +55,7 @@ TRAJECTORY = [
     "prompt",
     "answer",
     "row",
+    "source",
 ]
 STEPS = 6
 
