@@ -1,7 +1,7 @@
 """The sandbox beside plain Python, over the ways in which programs read, write and end.
 
-Promises: at levels A, C and D, where they can be stood on, a program writes the same and ends with the same status as a script
-that the interpreter runs without a sandbox.
+Promises: at levels A, C and D, where they can be stood on, a program writes the same and ends with the same status as a
+script that the interpreter runs without a sandbox.
 """
 
 from __future__ import annotations
