@@ -20,6 +20,7 @@ from stretto.launch.preflight.checks import (
     check_top_k,
     check_vocabulary,
     longest_prompt_allowed,
+    medium_of,
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
@@ -89,6 +90,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         )
     )
     check_engine_keys(recipe)
+    medium_of(recipe)
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_in_flight(recipe.rollout)
