@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics test-engines format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics engine-environments test-engines format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -53,10 +53,12 @@ ifeq ($(shell uname -m),x86_64)
 	$(NEHALEM) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
 endif
 
-test-engines: .venv/ready-test  ## the tests with real servers of vLLM and SGLang; makes their environments, once
+engine-environments: .venv/ready-test  ## the environments of vLLM, SGLang and verifiers, once, in the user's cache
 	-$(RUN) benchmarks.peers.environment vllm
 	-$(RUN) benchmarks.peers.environment sglang
 	-$(RUN) benchmarks.peers.environment verifiers
+
+test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang, and on a real Ray cluster
 	$(RUN) pytest tests/real_engines
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails

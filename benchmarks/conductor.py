@@ -133,7 +133,7 @@ async def measured(setting: Setting, path: Path, profile: str) -> dict[str, obje
         found["memory_kib_per_engine"] = round((resident() - empty) / engines / 1024, 1)
         found["idle"] = await idle(run, engines)
         before = await run.fleet.do("report")
-        profiler = cProfile.Profile()
+        profiler = cProfile.Profile(time.process_time)
         if profile:
             profiler.enable()
         with phase() as training:

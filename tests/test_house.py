@@ -111,7 +111,15 @@ def test_core_stands_on_the_ground() -> None:
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert_kept(law.undeclared(PACKAGE, [*project["dependencies"], *project["optional-dependencies"]["gpu"]]))
+    assert_kept(
+        law.undeclared(
+            PACKAGE,
+            [
+                *project["dependencies"],
+                *(name for kind in ("gpu", "ray") for name in project["optional-dependencies"][kind]),
+            ],
+        )
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from stretto import __version__
+from stretto.cli.joining import engine, rank
 from stretto.cli.score import score
 from stretto.core.errors import StrettoError, described
 
@@ -61,6 +62,8 @@ app = typer.Typer(
     "signal n. Built models and warm starts are cached in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
 )
 app.add_typer(score)
+app.command()(engine)
+app.command()(rank)
 
 
 def _print_version(asked: bool) -> None:
@@ -255,68 +258,6 @@ def serve(
         from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
-
-
-JoinAddress = Annotated[
-    str, typer.Option("--join", metavar="ADDRESS|RUN_DIR", help="host:port of a run, or its folder if it is seen here.")
-]
-JoinToken = Annotated[
-    Optional[str],  # noqa: UP045 - as above
-    typer.Option("--token", envvar="STRETTO_TOKEN", help="Token of the run, from its join.json."),
-]
-JoinCount = Annotated[
-    int, typer.Option("--count", min=1, max=64, help="Processes on this machine; its GPUs are dealt to them.")
-]
-JoinHost = Annotated[
-    Optional[str],  # noqa: UP045 - as above
-    typer.Option(
-        "--host", help="Address by which the run reaches this machine [default: that by which it reaches the run]."
-    ),
-]
-JoinTls = Annotated[
-    Optional[str],  # noqa: UP045 - as above
-    typer.Option("--tls", metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem."),
-]
-JoinPatience = Annotated[
-    float,
-    typer.Option("--patience", min=0, max=1e9, help="Seconds to look for the run, at first and after it was lost."),
-]
-
-
-def _join(
-    kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
-) -> NoReturn:
-    with _importing():
-        from stretto.launch.commands.join import offer, work
-
-    brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
-    raise typer.Exit(work(brought, lambda text: print(text, flush=True)))
-
-
-@app.command()
-def engine(
-    join: JoinAddress,
-    token: JoinToken = None,
-    count: JoinCount = 1,
-    host: JoinHost = None,
-    tls: JoinTls = None,
-    patience: JoinPatience = 600.0,
-) -> None:
-    """Join a run that goes on elsewhere, and generate for it until it ends. Ctrl-C drains this machine first."""
-    _join("engine", join, token, count, host, tls, patience)
-
-
-@app.command()
-def rank(
-    join: JoinAddress,
-    token: JoinToken = None,
-    count: JoinCount = 1,
-    host: JoinHost = None,
-    tls: JoinTls = None,
-    patience: JoinPatience = 600.0,
-) -> None:
-    """Join a run that goes on elsewhere, and train for it as ranks of its trainer (trainer.remote_ranks)."""
-    _join("rank", join, token, count, host, tls, patience)
 
 
 @app.command()

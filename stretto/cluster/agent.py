@@ -36,8 +36,8 @@ from stretto.cluster.messages import (
     MachineReady,
     Mirrored,
     NewVersion,
-    Place,
     RoleEnded,
+    RolePlace,
     RoleStarted,
     RunTerms,
     StartRole,
@@ -234,7 +234,7 @@ class _Session:
         await mirror.fetch_model(self.folder / "model")
         self._take_seats()
         model, memory = str(self.folder / "model"), str(self.memory)
-        places = tuple(Place(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
+        places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
         self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
         here = -1
         while True:

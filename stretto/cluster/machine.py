@@ -22,8 +22,8 @@ from stretto.cluster.messages import (
     MachineReady,
     Mirrored,
     NewVersion,
-    Place,
     RoleEnded,
+    RolePlace,
     RoleStarted,
     StartRole,
     StopRole,
@@ -48,7 +48,7 @@ class JoinedMachine:
         self.clock_offset = 0.0
         self.mirrored = -1
         self.spans: list[Span] = []  # of its mirror, since they were taken
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[RolePlace, ...] = ()
         self.model = self.mailbox_folder = ""
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()

@@ -53,7 +53,7 @@ class RunTerms(Record, frozen=True, tag=True):
     hung: float
 
 
-class Place(Record, frozen=True):
+class RolePlace(Record, frozen=True):
     """Room for one role: the address at which it is to listen, and a folder of its own."""
 
     address: str
@@ -63,7 +63,7 @@ class Place(Record, frozen=True):
 class MachineReady(Record, frozen=True, tag=True):
     """The model is there; roles can be started in these places."""
 
-    places: tuple[Place, ...]
+    places: tuple[RolePlace, ...]
     model: str
     mailbox_folder: str
 

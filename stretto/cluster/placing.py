@@ -27,19 +27,19 @@ class RayPlacerSpec(Record, frozen=True):
     descriptor: int = -1
 
 
-class Place(Record, frozen=True, tag=True):
-    """Have so many agents for engines, spread over the nodes, and for ranks, packed; the reply is `Placed`."""
+class PlaceAgents(Record, frozen=True, tag=True):
+    """Have so many agents for engines, spread over the nodes, and for ranks, packed; the reply is `AgentsPlaced`."""
 
     engines: int
     ranks: int = 0
 
 
-class Placed(Record, frozen=True, tag=True):
+class AgentsPlaced(Record, frozen=True, tag=True):
     """The nodes of the agents, in no order."""
 
     nodes: tuple[str, ...]
 
 
-FromPlacer = Placed | Failed
+FromPlacer = AgentsPlaced | Failed
 FROM_PLACER: msgspec.msgpack.Decoder[FromPlacer] = msgspec.msgpack.Decoder(FromPlacer)
-TO_PLACER: msgspec.msgpack.Decoder[Place] = msgspec.msgpack.Decoder(Place)
+TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceAgents)

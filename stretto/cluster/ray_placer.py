@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, Place, Placed, RayPlacerSpec
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
@@ -89,12 +89,12 @@ class RayPlacer:
                 [Problem(f"cluster.ray = {spec.address!r}", str(error).splitlines()[0], remedy)]
             ) from None
 
-    def place(self, order: Place) -> Placed:
+    def place(self, order: PlaceAgents) -> AgentsPlaced:
         """Have as many agents as ordered: dismissed ones are let go, new ones started."""
         self._bring("engine", order.engines, "SPREAD")
         self._bring("rank", order.ranks, "PACK")
         placed = [agent.actor for agents in self._kinds.values() for agent in agents]
-        return Placed(nodes=tuple(ray.get([actor.node.remote() for actor in placed], timeout=self._spec.seconds)))
+        return AgentsPlaced(nodes=tuple(ray.get([actor.node.remote() for actor in placed], timeout=self._spec.seconds)))
 
     def _bring(self, kind: str, wanted: int, strategy: str) -> None:
         agents = self._kinds[kind]
@@ -154,7 +154,7 @@ def _described(resources: Mapping[str, float], names: Mapping[str, float]) -> st
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
 
 
-def _serve(spec: RayPlacerSpec, orders: RoleEnd[Place]) -> None:
+def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
     placer = RayPlacer(spec)
     while (order := orders.receive()) is not None:
         orders.send(placer.place(order))
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
     """Play the role until the conductor closes the connection; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=RayPlacerSpec)
     begin_role()
-    orders: RoleEnd[Place] = RoleEnd(spec.descriptor, TO_PLACER)
+    orders: RoleEnd[PlaceAgents] = RoleEnd(spec.descriptor, TO_PLACER)
     return run_role(lambda: _serve(spec, orders), orders.send)
 
 

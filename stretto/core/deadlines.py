@@ -8,7 +8,10 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from stretto.core.errors import DeadlineExceeded
+from stretto.core.errors import DeadlineExceeded, NothingMoves
+
+#: Seconds that count between two checks of a watchdog at most; there is one every second.
+_LONGEST_POLL = 5.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +87,32 @@ class StallTimer:
         elapsed, self._polled = min(now - self._polled, self._longest), now
         self._stalled = 0.0 if moved else self._stalled + elapsed
         return self._stalled
+
+
+class Watchdog:
+    """Ends a run without progress.
+
+    Args:
+        progress: a value that changes with all work of a role.
+        seconds: how long it may stay the same.
+    """
+
+    def __init__(self, progress: Callable[[], object], seconds: float) -> None:
+        self._progress, self._seconds = progress, seconds
+        self._before: object = None
+        self._stall = StallTimer(_LONGEST_POLL)
+
+    def check(self) -> None:
+        """To be called every second.
+
+        Raises:
+            NothingMoves: there was no progress for too long.
+        """
+        before, self._before = self._before, self._progress()
+        if self._stall.poll(moved=self._before != before) >= self._seconds:
+            now = asyncio.get_running_loop().time()
+            raise NothingMoves(self._seconds, [_described(wait, now) for wait in open_waits()])
+
+
+def _described(wait: Wait, now: float) -> str:
+    return f"{wait.owner} has waited {now - wait.since:.0f} s of {wait.seconds:g} s for {wait.awaited}"

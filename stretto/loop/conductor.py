@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import Watchdog, deadline
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Batch
@@ -33,7 +33,6 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
-from stretto.loop.watchdog import Watchdog
 from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import Workflow
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 
@@ -229,3 +230,35 @@ class RestartBudget:
 
     def __len__(self) -> int:
         return max(len(self._moments), self._in_a_row)
+
+
+class ReplaceableProcess(Protocol):
+    """A role's process for one who replaces it: `RoleProcess`, or one on another machine (`cluster.machine`)."""
+
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def clock_offset(self) -> float:
+        """Seconds from its clock to ours."""
+        ...
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def killed(self) -> bool: ...
+
+    async def start(self, spec: msgspec.Struct, threads: int) -> None:
+        """
+        Raises:
+            RoleDied: the system has no room for another process.
+            MachineLost: its machine is gone.
+        """
+        ...
+
+    async def ended(self) -> str: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+    def kill(self) -> None: ...

@@ -44,7 +44,9 @@ class JudgeConfig(BaseModel, extra="forbid", frozen=True):
     address: str = Field("", description="base address of OpenAI's interface, as http://localhost:8000/v1")
     model: str = Field("", description="the model that is asked for")
     prompt: str = Field(
-        _PROMPT, description="what it is asked; {prompt}, {completion}, {answer} and {full} are replaced"
+        "",
+        description="what it is asked; {prompt}, {completion}, {answer} and {full} are replaced; left out: to compare "
+        "the completion with the gold answer",
     )
     full: float = Field(10.0, gt=0, le=1e6, description="the best score; the reward is the score divided by it")
     max_tokens: int = Field(1024, ge=1, description="tokens of its reply")
@@ -57,7 +59,7 @@ class JudgeConfig(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _is_asked_about_the_completion(self) -> Self:
-        if "{completion}" not in self.prompt:
+        if self.prompt and "{completion}" not in self.prompt:
             raise ValueError("prompt does not contain {completion}, so every completion would get the same score")
         if self.address and not re.match(r"https?://[^/\s]+", self.address):
             raise ValueError(f"address {self.address!r} does not begin with http:// or https:// and a host")
@@ -104,7 +106,7 @@ class Judge:
         """
         config, until = self._config, time.monotonic() + self._config.seconds
         given = {"prompt": prompt, "completion": completion, "answer": answer, "full": f"{config.full:g}"}
-        asked = re.sub(r"\{(prompt|completion|answer|full)\}", lambda name: given[name[1]], config.prompt)
+        asked = re.sub(r"\{(prompt|completion|answer|full)\}", lambda name: given[name[1]], config.prompt or _PROMPT)
         messages = [{"role": "user", "content": asked}]
         question = {"model": config.model, "messages": messages, "temperature": 0, "max_tokens": config.max_tokens}
         reason = ""

@@ -18,8 +18,7 @@ from stretto.audit.check import check_run
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
-from stretto.rollout.mixture import PromptSource
-from stretto.rollout.prompts import PromptStream
+from stretto.rollout.prompts import PromptSource, PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 

@@ -30,8 +30,8 @@ from stretto.cluster.messages import (
     LogText,
     MachineReady,
     Mirrored,
-    Place,
     RoleEnded,
+    RolePlace,
     RoleStarted,
     RunTerms,
     Scale,
@@ -43,7 +43,7 @@ from stretto.core.frames import frame
 from stretto.core.records import Record
 from tests.cluster.hosting import TOKEN, Road, hosted, introduction, joined_by_hand, until
 
-READY = MachineReady(places=(Place("127.0.0.1:1", "/tmp"),), model="/m", mailbox_folder="/w")
+READY = MachineReady(places=(RolePlace("127.0.0.1:1", "/tmp"),), model="/m", mailbox_folder="/w")
 
 
 class Spec(Record, frozen=True):

@@ -19,7 +19,7 @@ from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
-from stretto.rollout.mixture import PromptSource
+from stretto.rollout.prompts import PromptSource
 from stretto.store.export import read_trajectories
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger

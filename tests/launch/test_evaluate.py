@@ -15,6 +15,7 @@ from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
 from stretto.loop.records.evaluation import interval, majority, pass_at
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto.worlds.sources.task import DatasetTask
 from tests.launch.running import Laboratory
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
@@ -81,6 +82,11 @@ def test_a_mapping_brings_its_reward_and_a_task_of_reasoning_gym_its_own() -> No
     assert DataChoice(("owner/name",), mapping="humaneval").tree()["rewards"] == {"function": "code"}
     assert DataChoice(("reasoning-gym:chain_sum",)).tree()["rewards"] == {"function": "reasoning_gym"}
     assert DataChoice(("owner/name",)).tree()["rewards"] == {}
+    gym = DataChoice(("reasoning-gym:chain_sum",)).tree(["source.level=0", "source.size=9"])
+    found = DatasetTask.model_validate(gym["task"]).questions(gym["seed"])
+    assert found.training == found.held_out  # a task with few questions is asked as well
+    assert len(found.held_out) == 9
+    assert gym["seed"] != 1  # which is that of most runs
     asked = DataChoice(("owner/name",), mapping="gsm8k").tree(["source.subset=main", "rewards.function=last_number"])
     assert asked["rewards"] == {"function": "last_number"}
     (source,) = asked["task"]["sources"]

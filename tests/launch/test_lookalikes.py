@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.launch.preflight.lookalikes import strange_digits
+from stretto.launch.preflight.odd_rows import strange_digits
 from stretto.worlds.data.task import Question, Questions
 
 

@@ -3,7 +3,7 @@ each kind with its count and its first place; nothing is said of questions that 
 
 from __future__ import annotations
 
-from stretto.launch.preflight.repeats import repeated
+from stretto.launch.preflight.odd_rows import repeated
 from stretto.worlds.data.task import Question, Questions
 
 

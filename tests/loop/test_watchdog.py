@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from stretto.core.deadlines import StallTimer, waiting
+from stretto.core.deadlines import StallTimer, Watchdog, waiting
 from stretto.core.errors import NothingMoves
-from stretto.loop.watchdog import Watchdog
 
 
 def test_a_stall_grows_from_poll_to_poll_and_ends_with_a_movement() -> None:

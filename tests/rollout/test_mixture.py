@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.records import Prompt, derive_seed
-from stretto.rollout.mixture import PromptSource, epoch_order, shares
-from stretto.rollout.prompts import Draw, PromptStream
+from stretto.rollout.prompts import Draw, PromptSource, PromptStream, epoch_order, shares
 
 SOURCES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20, allow_nan=False)), min_size=1, max_size=4).map(
     lambda pairs: [PromptSource(f"s{at}", count, weight) for at, (count, weight) in enumerate(pairs)]

@@ -1,7 +1,7 @@
 """The sandbox beside plain Python, over the ways in which programs read, write and end.
 
-Promises: on every level that can be stood on here, a program writes the same and ends with the same status as a script
-that the interpreter runs without a sandbox.
+Promises: at levels A, C and D, where they can be stood on, a program writes the same and ends with the same status as a
+script that the interpreter runs without a sandbox.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from stretto.sandbox.config import SandboxConfig
 from stretto.sandbox.sandbox import Sandbox, SandboxFailed
-from stretto.sandbox.walls import ladder
+from stretto.sandbox.walls import Level, ladder
 
 GIVEN = b"3\n1 2 3\nlast line\n"
 READING = {
@@ -167,7 +167,8 @@ ENDING = {
 }
 IDIOMS = READING | WRITING | ENDING
 CONFIG = SandboxConfig()
-LADDER = list(ladder(True))
+# Levels A and B differ by a control group, and level E has no walls.
+LADDER = [walls for walls in ladder(True) if walls.level not in (Level.B, Level.E)]
 
 
 @cache

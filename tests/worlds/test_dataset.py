@@ -141,7 +141,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (gzip.compress(GOOD.encode()), "it is compressed by gzip, and its name does not end with .gz"),
+        (gzip.compress(GOOD.encode(), mtime=0), "it is compressed by gzip, and its name does not end with .gz"),
         (b"PAR1\x15\x04\x15\xa0\x01\x15\xb8", "it is a parquet file"),
         (GOOD.encode("utf-16"), "a UTF-8 text file is needed"),
         (GOOD.encode() + b"\n\xff", "a UTF-8 text file is needed"),

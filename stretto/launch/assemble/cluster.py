@@ -24,8 +24,8 @@ from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.assemble.remote_ranks import RemoteRanks
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address
+from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
-from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.guest import guest
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
@@ -34,7 +34,7 @@ from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RolePro
 from stretto.processes.spawn import Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
-from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.weights.config import ChosenMedium
 from stretto.weights.role import WeightsServerSpec
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
@@ -326,16 +326,6 @@ class Cluster:
         machine = self._hosts.pop(name, None)
         if machine is not None and machine not in self._hosts.values():
             machine.dismiss("stretto scale")
-
-
-def medium_of(recipe: Recipe) -> ChosenMedium:
-    """How weights reach the engines of a run, and why.
-
-    Raises:
-        RecipeError: they cannot, as the recipe has it.
-    """
-    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
-    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:

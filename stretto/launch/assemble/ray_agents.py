@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, Place, RayPlacerSpec
+from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, PlaceAgents, RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
 from stretto.launch.preflight.plan import Plan
 from stretto.processes.channel import ConductorEnd
@@ -39,7 +39,7 @@ class RayAgents:
         self._process = RoleProcess("the placer of Ray", RAY_PLACER, self._log, spawner=FRESH)
         self._restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         self._channel: ConductorEnd[FromPlacer] | None = None
-        self._order = Place(engines=0)
+        self._order = PlaceAgents(engines=0)
         self._one = asyncio.Lock()
 
     async def place(self, engines: int, ranks: int) -> None:
@@ -50,7 +50,7 @@ class RayAgents:
             RoleFailed, RoleDied: the placer failed.
         """
         async with self._one:
-            self._order = Place(engines=engines, ranks=ranks)
+            self._order = PlaceAgents(engines=engines, ranks=ranks)
             if self._channel is None:
                 await self._start()
             await self._ask()

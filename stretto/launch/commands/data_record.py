@@ -8,7 +8,7 @@ import msgspec
 
 from stretto.core.records import Record
 from stretto.launch.preflight.plan import Plan
-from stretto.rollout.mixture import PromptSource
+from stretto.rollout.prompts import PromptSource
 from stretto.store.export import ExportedQuestion
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.sources.task import DatasetTask

@@ -32,6 +32,7 @@ from stretto.worlds.sources.readers import is_local
 
 _GYM = "reasoning-gym:"
 _GYM_QUESTIONS = 256
+_SEED = 20_250_530  # of the questions that are made: not that of a run, which is trained on others
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,20 @@ class DataChoice:
         asked = [self._source(place) | further for place in self.data]
         reward = "reasoning_gym" if gym else MAPPINGS[self.mapping].reward if self.mapping is not None else None
         for section, defaults in (
-            ("task", {"kind": "dataset", "sources": asked, "held_out_sources": [] if gym else asked}),
+            ("task", {"kind": "dataset", "sources": asked, "held_out_sources": asked}),
             ("trainer", {}),
             ("evaluation", {"prompts": sys.maxsize}),
             ("rewards", {"function": reward} if reward is not None else {}),
         ):
             if isinstance(tree.setdefault(section, {}), dict):
                 tree[section] = defaults | tree[section]
+        tree.setdefault("seed", _SEED)
         return tree
 
     def _source(self, place: str) -> dict[str, Any]:
         if place.startswith(_GYM):
             name = place.removeprefix(_GYM)
-            return {"kind": "reasoning_gym", "task": name, "size": _GYM_QUESTIONS, "held_out": _GYM_QUESTIONS}
+            return {"kind": "reasoning_gym", "task": name, "size": _GYM_QUESTIONS, "held_out": 0}
         chosen = MAPPINGS.get(self.mapping or "")
         local = is_local(place, Path.cwd())
         found = {

@@ -23,6 +23,7 @@ from stretto.rewards.service.loading import PLACE, load_reward
 from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
+from stretto.weights.config import ChosenMedium, Route, choose
 
 _LARGEST_PORT = 65_535
 
@@ -125,3 +126,13 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def medium_of(recipe: Recipe) -> ChosenMedium:
+    """How weights reach the engines of a run, and why.
+
+    Raises:
+        RecipeError: they cannot, as the recipe has it.
+    """
+    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
+    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))

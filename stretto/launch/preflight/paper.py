@@ -15,8 +15,8 @@ from stretto.launch.preflight.checks import (
 )
 from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts, prompts_as_bytes
 from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.odd_rows import repeated
 from stretto.launch.preflight.plan import Outline
-from stretto.launch.preflight.repeats import repeated
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward

@@ -20,12 +20,12 @@ from stretto.launch.preflight.checks import (
     check_top_k,
     check_vocabulary,
     longest_prompt_allowed,
+    medium_of,
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
 from stretto.launch.preflight.gold import sift
-from stretto.launch.preflight.lookalikes import strange_digits
-from stretto.launch.preflight.repeats import repeated
+from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward
@@ -34,7 +34,7 @@ from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
-from stretto.rollout.mixture import PromptSource
+from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
@@ -90,6 +90,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         )
     )
     check_engine_keys(recipe)
+    medium_of(recipe)
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_in_flight(recipe.rollout)

@@ -24,8 +24,7 @@ from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.process import EngineProcess
-from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
+from stretto.processes.role import RESTART_DELAY_SECONDS, ReplaceableProcess, RestartBudget, RoleProcess
 from stretto.processes.spawn import Spawner
 
 RETRY_SECONDS = 0.05
@@ -58,7 +57,7 @@ class EngineHandle:
     """
 
     spec: EngineSpec
-    process: EngineProcess
+    process: ReplaceableProcess
     client: Engine
     deadlines: DeadlinesConfig
     restarts: RestartBudget

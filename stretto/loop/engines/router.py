@@ -33,7 +33,7 @@ class Router:
 
     def start(self, completions: int) -> str | None:
         """The engine that gets a group of `completions`; None while there is none."""
-        engine = min(self._free(), key=lambda name: self._load[name], default=None)
+        engine = min(self._free(), key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
         return engine

@@ -1,9 +1,10 @@
-"""Warnings about rows of a dataset that repeat the question of another row."""
+"""Warnings about rows of a dataset: they repeat the question of another row, or have digits of another script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stretto.launch.preflight.encoding import place_of
 from stretto.worlds.data.task import Question, Questions
 
 
@@ -40,3 +41,20 @@ def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]
         return []
     row, other = pairs[0]
     return [f"{what}: {len(pairs):,}; the first is {row.place}, as in {other.place}"]
+
+
+def strange_digits(questions: Questions) -> list[str]:
+    """A sentence about gold answers with digits such as ``１２`` (full width), which no completion in plain digits
+    equals."""
+    found = [(row, strange) for row in (*questions.training, *questions.held_out) if (strange := _strange(row))]
+    if not found:
+        return []
+    row, strange = found[0]
+    return [
+        f"gold answers with digits other than 0 to 9, which completions in plain digits do not equal: {len(found):,}; "
+        f"the first is {place_of(row)}: {strange!r} (U+{ord(strange):04X})"
+    ]
+
+
+def _strange(row: Question) -> str:
+    return next((letter for letter in row.answer if not letter.isascii() and letter.isdecimal()), "")
