@@ -104,7 +104,11 @@ def run_of(laboratory: Laboratory, name: str, listen: str, *more: str) -> Iterat
     with laboratory.train(run_dir, *_GIVEN, f"cluster.listen={listen}", *more) as command, ExitStack() as stack:
         machines = Machines(laboratory, run_dir, command, story, stack)
         wait_until((run_dir / "join.json").exists, "the gate", command)
-        yield machines
+        try:
+            yield machines
+        except AssertionError as hang:
+            story.problems.append(str(hang))
+            print(said(run_dir)[-3000:], *(agent.processes() for agent in machines.agents), flush=True)
         ended, seconds = command.stop(signal.SIGINT)
         story.steps = steps_done(run_dir)
         if ended.code != 130 or seconds > 30:
