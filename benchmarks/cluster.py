@@ -209,6 +209,8 @@ class Host:
             ip("-n", self.name, "link", "set", "lo", "up")
             yield self
         finally:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("link", "delete", f"stv{self.number}")  # a namespace outlives its name while a process is in it
             ip("netns", "delete", self.name)
 
     def cut(self) -> None:
@@ -242,7 +244,6 @@ def heals_within_the_lease(laboratory: Laboratory) -> Story:
     with two_hosts(laboratory, "heals after 10 s, lease 15 s", 15) as (machines, shaky):
         before = said(machines.run_dir)
         shaky.cut()
-        machines.goes_on(3)
         time.sleep(10)
         shaky.heal()
         machines.goes_on(10)
