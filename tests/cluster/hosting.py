@@ -74,7 +74,6 @@ async def hosted(
             mailbox=MAILBOX,
             weights_port=int(source.rpartition(":")[2]),
             weights_key=KEY,
-            delta="auto",
             size=1024,
             published=published,
             lease=lease,
