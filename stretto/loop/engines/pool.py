@@ -109,6 +109,10 @@ class EnginePool:
         """The engines of the pool, those that start included, in the order in which they came."""
         return list(self._engines)
 
+    def has(self, name: str) -> bool:
+        """Whether the engine is one of the pool, starting or not."""
+        return name in self._engines
+
     @property
     def live(self) -> int:
         """The oldest version that any engine serves. One that is being replaced, lags or leaves does not count: it has
