@@ -138,7 +138,9 @@ class _Engine:
 
     def piece(self, begin: int, end: int, version: int) -> Segment:
         count = max(0, end - begin)
-        return Segment(tuple(range(_FIRST_ID + begin, _FIRST_ID + begin + count)), (_LOGPROB,) * count, (version,) * count)
+        return Segment(
+            tuple(range(_FIRST_ID + begin, _FIRST_ID + begin + count)), (_LOGPROB,) * count, (version,) * count
+        )
 
     def partials(self, known: dict[str, list[int]]) -> Partials:
         return {id: pieces for id, counts in known.items() if id in self.open and (pieces := self._new(id, counts))}
@@ -262,9 +264,7 @@ class _Machine:
     @classmethod
     async def listening(cls, number: int, spec: FleetSpec, counts: _Counts) -> _Machine:
         engine = _Engine(spec, counts, random.Random(number))
-        server = await asyncio.get_running_loop().create_server(
-            lambda: _Connection(engine), _HOST, 0, backlog=_BACKLOG
-        )
+        server = await asyncio.get_running_loop().create_server(lambda: _Connection(engine), _HOST, 0, backlog=_BACKLOG)
         return cls(number, spec, engine, f"{_HOST}:{server.sockets[0].getsockname()[1]}", server)
 
     async def work(self) -> None:
