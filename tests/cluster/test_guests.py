@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster.messages import Beat, MachineReady, Mirrored, Place, RunTerms, ToAgent
+from stretto.cluster.messages import Beat, MachineReady, Mirrored, RolePlace, RunTerms, ToAgent
 from stretto.cluster.wire import Wire
 from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
@@ -41,7 +41,7 @@ async def guest_at(address: str, folder: Path, answer: float = 0.3) -> AsyncIter
     """The client of an engine at an address, and the agent of its machine."""
     async with hosted(folder) as host:
         wire = await joined_by_hand(host.address, introduction())
-        wire.send(MachineReady((Place(address, "/tmp"),), "/m", "/w"))
+        wire.send(MachineReady((RolePlace(address, "/tmp"),), "/m", "/w"))
         machine = await host.machine()
         spec = EngineSpec("engine-3", address, "", "", "", "{}", 1, 0.0)
         guest = GuestEngine(spec, machine, DeadlinesConfig(answer=answer, load=0.3), "key", None)
