@@ -20,10 +20,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import RESULTS, Table, save
 from stretto.audit.check import check_run
@@ -305,6 +306,17 @@ PARTITIONS: dict[str, Callable[[Laboratory], Story]] = {
     "never": never_heals,
     "slow": slow_road,
 }
+
+
+def summary(campaign: Mapping[str, Any]) -> str:
+    """The lines of docs/faults.md: a campaign of `kills` or `partitions`."""
+    lines = ["| run | joins | kills | drains | steps | s to the next step, median | longest | problems |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for run in campaign["runs"]:
+        median, longest = statistics.median(run["pauses"]), max(run["pauses"])
+        counts = " | ".join(str(run[key]) for key in ("joins", "kills", "drains", "steps"))
+        lines.append(f"| {run['name']} | {counts} | {median:.1f} | {longest:.1f} | {len(run['problems'])} |")
+    return "\n".join(lines)
 
 
 def _shown(story: Story) -> Story:

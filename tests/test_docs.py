@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from benchmarks import report
+from benchmarks.cluster import summary as machines_killed_and_cut_off
 from benchmarks.faults import summary as kills_summary
 from benchmarks.picture import Drawn
 from benchmarks.staleness import summary
@@ -144,6 +145,12 @@ def test_the_table_of_random_kills_is_the_committed_result() -> None:
     page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
     assert kills_summary(results) in page
+
+
+def test_the_tables_of_machines_that_come_and_go_are_the_committed_result() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "cluster.json").read_text())["results"]
+    assert not [campaign for campaign in results.values() if machines_killed_and_cut_off(campaign) not in page]
 
 
 def test_the_results_in_the_readme_are_the_committed_ones() -> None:

@@ -1,6 +1,11 @@
-"""One cache of built models for all system tests of a session."""
+"""One cache of built models for all system tests of a session; a home for agents, in which nothing may be left."""
 
 from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,3 +15,22 @@ from tests.launch.running import Laboratory
 @pytest.fixture(scope="session")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The run's folder; what agents leave among temporary files, or in shared memory, is found at the end."""
+    (tmp_path / "newest").write_text("7")
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        before = shared()
+        yield tmp_path
+        until_now = time.monotonic() + 10
+        while left := [*Path(temporary).iterdir(), *(shared() - before)]:
+            assert time.monotonic() < until_now, left
+            time.sleep(0.02)
+
+
+def shared() -> set[Path]:
+    return set(Path("/dev/shm").glob("stretto-agent-*"))

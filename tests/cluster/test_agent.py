@@ -5,8 +5,6 @@
 - The newest version is pulled, whatever is published while another one travels.
 - A conductor or an agent that was stopped for less than the lease loses nothing; for more, the roles end, and the agent
   joins again. A run that comes back at its address gets its machines back; another run there does not.
-- With TLS, who has no certificate of the run's authority gets no word out of it.
-- Its clock is known to the run.
 """
 
 from __future__ import annotations
@@ -14,17 +12,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import ssl
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from stretto.cluster.agent import Offer, run_agent
@@ -32,9 +26,8 @@ from stretto.cluster.machine import JoinedMachine, RemoteProcess
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
-from stretto.processes.handshake import call
 from stretto.weights.mirror import Mirror
-from tests.cluster.hosting import RUN, TOKEN, Road, authority, hosted, introduction, joined_by_hand, until
+from tests.cluster.hosting import RUN, TOKEN, Road, hosted, until
 from tests.launch.running import children
 
 ROLE = "tests.loop.toy_engine"
@@ -43,25 +36,6 @@ ROLE = "tests.loop.toy_engine"
 class ToySpec(Record, frozen=True):
     address: str
     model: str
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The run's folder; what agents leave among temporary files, or in shared memory, is found at the end."""
-    (tmp_path / "newest").write_text("7")
-    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as temporary:
-        monkeypatch.setenv("TMPDIR", temporary)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        before = shared()
-        yield tmp_path
-        until_now = time.monotonic() + 10
-        while left := [*Path(temporary).iterdir(), *(shared() - before)]:
-            assert time.monotonic() < until_now, left
-            time.sleep(0.02)
-
-
-def shared() -> set[Path]:
-    return set(Path("/dev/shm").glob("stretto-agent-*"))
 
 
 def now(work: Coroutine[Any, Any, None]) -> None:
@@ -351,86 +325,5 @@ def test_an_address_that_is_not_of_this_machine_is_refused(home: Path) -> None:
                 await run_agent(
                     Offer(host.address, TOKEN, patience=5.0, advertised="192.0.2.1"), print, asyncio.Event()
                 )
-
-    now(work())
-
-
-# ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_with_tls_only_a_certificate_of_the_runs_authority_lets_a_machine_in(home: Path) -> None:
-    ours, theirs = str(authority(home / "ours")), str(authority(home / "theirs"))
-
-    async def work() -> None:
-        async with hosted(home, tls=ours, published=3) as host:
-            with pytest.raises(HandshakeRefused, match="does not accept our TLS"):
-                await run_agent(Offer(host.address, TOKEN, tls=theirs, patience=0.0), print, asyncio.Event())
-            with pytest.raises(MachineLost, match="closed the connection during the handshake"):
-                await run_agent(Offer(host.address, TOKEN, patience=0.0), print, asyncio.Event())  # without TLS
-            with pytest.raises(HandshakeRefused, match="the key is wrong"):
-                await joined_by_hand(host.address, introduction(), "another", tls=ours)
-            assert host.gate.machines == {}
-            async with agent(host.address, tls=ours):
-                machine = await host.machine()
-                assert await machine.until_mirrored(3, 10) == 3
-
-    now(work())
-
-
-def test_a_client_without_a_certificate_gets_no_word_out_of_a_gate_with_tls(home: Path) -> None:
-    ours = str(authority(home / "ours"))
-    bare = ssl.create_default_context(cafile=f"{ours}/ca.pem")
-    bare.check_hostname = False
-
-    async def work() -> None:
-        async with hosted(home, tls=ours) as host:
-            name, port = host.address.split(":")
-            reader, writer = await asyncio.open_connection(name, int(port), ssl=bare)
-            said = msgspec.msgpack.encode(introduction())
-            with pytest.raises(HandshakeRefused):  # it has the token, and sends it to nobody
-                await call(reader, writer, TOKEN, said, peer="the run", seconds=5)
-            writer.transport.abort()
-            assert host.gate.machines == {}
-
-    now(work())
-
-
-# ── clocks ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_clock_of_a_machine_is_known_to_the_run_by_the_shortest_round_trip(home: Path) -> None:
-    """The road takes 50 ms each way; the clock is the same, so the offset is that of the road's two halves."""
-
-    async def work() -> None:
-        async with hosted(home) as host, Road(host.address, delay=0.05).opened() as road, agent(road.address):
-            machine = await host.machine()
-            role, client = await toy(machine, home)
-            await asyncio.sleep(1.2)
-            assert abs(role.clock_offset) < 0.05
-            await client.close()
-
-    now(work())
-
-
-def has_time_namespaces() -> bool:
-    command = ["unshare", "--time", "--monotonic", "5000", "true"]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not has_time_namespaces(), reason="this kernel, or this user, has no time namespaces")
-def test_a_machine_whose_clock_is_far_ahead_is_understood(home: Path) -> None:
-    async def work() -> None:
-        async with hosted(home) as host:
-            process = lone(host.address, home, before=("unshare", "--time", "--monotonic", "5000"))
-            try:
-                machine = await host.machine()
-                await until(lambda: abs(machine.clock_offset + 5000) < 0.5)
-            finally:
-                process.kill()
-                process.communicate()
-            await machine.lost
 
     now(work())
