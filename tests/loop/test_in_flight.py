@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
+import pytest
 
-from stretto.core.errors import EngineLost
+from stretto.core.errors import EngineLeft, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
 
 ANSWER = tuple(range(100, 110))
 
@@ -121,7 +122,7 @@ def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:
                 raise EngineLeft("engine-1", "has left the run")
             break
     assert tries == 2 * LOSSES + 1
-    with pytest.raises(EngineLost):  # noqa: PT012 - the attempts are the promise
+    with pytest.raises(EngineLost):
         for attempt in attempts():
             with attempt:
                 raise EngineLost("engine-1", "was killed")
