@@ -123,6 +123,10 @@ def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:
             break
     assert tries == 2 * LOSSES + 1
     with pytest.raises(EngineLost):
-        for attempt in attempts():
-            with attempt:
-                raise EngineLost("engine-1", "was killed")
+        _lose_engines()
+
+
+def _lose_engines() -> None:
+    for attempt in attempts():
+        with attempt:
+            raise EngineLost("engine-1", "was killed")
