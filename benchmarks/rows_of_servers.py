@@ -1,4 +1,4 @@
-"""The row of a table of results, and those of the benchmarks with vLLM and SGLang (`benchmarks.rows` has the others)."""
+"""A row of the tables of results, and the rows of the benchmarks with vLLM and SGLang (the others: `benchmarks.rows`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import report
-from benchmarks.rows import PEERS, SECTIONS, Row, async_sync, ratios_to, span, training, trl, verifier
+from benchmarks.rows import PEERS, SECTIONS, async_sync, ratios_to, span, training, trl, verifier
+from benchmarks.rows_of_servers import Row
 
 _HEAD = """# Results
 
