@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.rows_of_servers import Row, added, dtypes, server_learns
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured, with what it is compared with."""
+
+    what: str
+    ours: str
+    peer: str = ""
+    ratio: str = ""
+
+    def __str__(self) -> str:
+        return f"| {self.what} | {self.ours} | {self.peer or '–'} | {self.ratio or '–'} |"
 
 
 def span(values: Sequence[float], form: str) -> str:
@@ -247,6 +259,9 @@ def _checkpoints(results: dict[str, Any]) -> list[Row]:
     ]
 
 
+# ── weights ─────────────────────────────────────────────────────────────────────────────────────────
+
+
 def _weights(results: dict[str, Any]) -> list[Row]:
     rows = []
     rays = {row["bytes"]: row for row in (results["ray"] or {"rows": []})["rows"]}
@@ -363,12 +378,5 @@ SECTIONS: dict[str, dict[str, Make]] = {
     "Training": {"training": training, "checkpoints": _checkpoints},
     "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
-    "vLLM and SGLang": {
-        "servers-learn-vllm": server_learns,
-        "servers-learn-sglang": server_learns,
-        "servers-kills-sglang": server_learns,
-        "servers-dtypes": dtypes,
-        "external": added,
-    },
     "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},
 }

@@ -1,28 +1,14 @@
-"""A row of the tables of results, and the rows of the benchmarks with vLLM and SGLang (the others: `benchmarks.rows`)."""
+"""Rows of the results page for runs and measurements with real servers of vLLM and SGLang."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-MAKERS = {"native": "stretto", "vllm": "vLLM", "sglang": "SGLang"}
+from benchmarks.rows import Make, Row
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was measured, with what it is compared with."""
-
-    what: str
-    ours: str
-    peer: str = ""
-    ratio: str = ""
-
-    def __str__(self) -> str:
-        return f"| {self.what} | {self.ours} | {self.peer or '–'} | {self.ratio or '–'} |"
-
-
-def server_learns(results: dict[str, Any]) -> list[Row]:
+def _server_learns(results: dict[str, Any]) -> list[Row]:
     name, told, kills = MAKERS[results["kind"]], results["rescored"], results["kills"]
     start, end, steps = results["initial_accuracy"], results["final_accuracy"], results["steps"]
     broken, balance = len(results["laws_broken"]), results["balance"]
@@ -48,7 +34,7 @@ def server_learns(results: dict[str, Any]) -> list[Row]:
     return rows if "note" not in results else [*rows[:2], Row(f"{name}: that run is {results['note']}", "")]
 
 
-def dtypes(results: list[dict[str, Any]]) -> list[Row]:
+def _dtypes(results: list[dict[str, Any]]) -> list[Row]:
     told = {(row["kind"], row["dtype"]): f"{row['error_mean']:.1e} ({row['error_largest']:.1e})" for row in results}
     what = "`behavior_logprob_error` in bfloat16, mean (largest)"
     return [
@@ -58,7 +44,7 @@ def dtypes(results: list[dict[str, Any]]) -> list[Row]:
     ]
 
 
-def added(results: dict[str, Any]) -> list[Row]:
+def _added(results: dict[str, Any]) -> list[Row]:
     found = []
     for row in results["rows"]:
         server = median(turn["server"] for turn in row["server_alone"])
@@ -68,3 +54,14 @@ def added(results: dict[str, Any]) -> list[Row]:
         )
         found.append(Row(what, f"{ours:.1f}", f"the server alone: {server:.0f}", f"+{ours / server:.1%}"))
     return found
+
+
+MAKERS = {"native": "stretto", "vllm": "vLLM", "sglang": "SGLang"}
+
+SECTION: dict[str, Make] = {
+    "servers-learn-vllm": _server_learns,
+    "servers-kills-sglang": _server_learns,
+    "servers-learn-sglang": _server_learns,
+    "servers-dtypes": _dtypes,
+    "external": _added,
+}
