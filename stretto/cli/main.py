@@ -116,7 +116,8 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|ADDRESS|local",
-            help="Place the engines on a Ray cluster: the running one, that one, a new one.",
+            help="Start the engines on a Ray cluster: the one that runs here, the one at ADDRESS, or a new one on this "
+            "machine.",
         ),
     ] = None,
 ) -> None:
@@ -263,9 +264,9 @@ def serve(
 @app.command()
 def scale(
     run: RunFolder,
-    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="The number of engines from now on.")],
+    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="How many engines the run is to have.")],
 ) -> None:
-    """Change the number of engines of a run that is going on."""
+    """Start or end engines of a running run; those that end give their completions to the others."""
     from stretto.launch.commands.join import scale as change
 
     print(change(run, changes))

@@ -24,8 +24,8 @@ from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.assemble.remote_ranks import RemoteRanks
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address
+from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
-from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.guest import guest
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
@@ -34,7 +34,7 @@ from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RolePro
 from stretto.processes.spawn import Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
-from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.weights.config import ChosenMedium
 from stretto.weights.role import WeightsServerSpec
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
@@ -126,11 +126,7 @@ class Cluster:
 
     @property
     def medium(self) -> ChosenMedium:
-        """How weights reach the engines, and why.
-
-        Raises:
-            RecipeError: they cannot, as the recipe has it.
-        """
+        """How weights reach the engines, and why."""
         return medium_of(self.plan.recipe)
 
     async def supervise(self) -> NoReturn:
@@ -232,12 +228,12 @@ class Cluster:
 
     def _joined(self, machine: JoinedMachine) -> None:
         if machine.kind == "rank":
-            self.report(f"{machine.host} has joined with places for {len(machine.places)} rank(s)")
+            self.report(f"{machine.host} has joined: it takes {len(machine.places)} rank(s) of the trainer")
             self.ranks.joined(machine)
             self._tasks.add(machine.name, self._let_go(machine))
             return
         names = [self._join(machine, place) for place in range(len(machine.places))]
-        self.report(f"{machine.host} has joined with {', '.join(names)}; their weights come over the network")
+        self.report(f"{machine.host} has joined: it starts {', '.join(names)}, with weights over the network")
         self._tasks.add(machine.name, self._look_after(machine, names))
 
     async def _let_go(self, machine: JoinedMachine) -> None:
@@ -271,7 +267,7 @@ class Cluster:
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(name in self.engines.names for name in names):
-                machine.dismiss("its engines have left the run: its log says why")
+                machine.dismiss("its engines have left the run, whose log says why")
                 break
         if machine.leaving.done() and not machine.lost.done():
             for name in names:
@@ -326,16 +322,6 @@ class Cluster:
         machine = self._hosts.pop(name, None)
         if machine is not None and machine not in self._hosts.values():
             machine.dismiss("stretto scale")
-
-
-def medium_of(recipe: Recipe) -> ChosenMedium:
-    """How weights reach the engines of a run, and why.
-
-    Raises:
-        RecipeError: they cannot, as the recipe has it.
-    """
-    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
-    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:

@@ -23,6 +23,7 @@ from stretto.rewards.service.loading import PLACE, load_reward
 from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
+from stretto.weights.config import ChosenMedium, Route, choose
 
 _LARGEST_PORT = 65_535
 
@@ -114,6 +115,20 @@ def check_kind(base: ModelFolder) -> None:
     config = check_fit(base)
     refuse_unsupported(config)
     refuse_untrainable(config)
+
+
+def medium_of(recipe: Recipe) -> ChosenMedium:
+    """How weights reach the engines of a run, and why.
+
+    Raises:
+        RecipeError: they cannot, as the recipe has it.
+    """
+    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
+    chosen = choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
+    if chosen.medium == "broadcast":
+        found = '"broadcast" is a medium of the package (stretto.weights.broadcast), and no run uses it yet'
+        raise RecipeError([Problem("weights.medium", found, 'use "http", or "auto"')])
+    return chosen
 
 
 def is_free(port: int) -> bool:

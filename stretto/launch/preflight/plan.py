@@ -20,6 +20,7 @@ from stretto.launch.preflight.checks import (
     check_top_k,
     check_vocabulary,
     longest_prompt_allowed,
+    medium_of,
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
@@ -92,6 +93,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_in_flight(recipe.rollout)
+    medium_of(recipe)
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
