@@ -14,14 +14,14 @@ import asyncio
 import cProfile
 import dataclasses
 import os
-import pstats
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -47,7 +47,7 @@ class Phase:
 
     @property
     def p99(self) -> float:
-        return round(statistics.quantiles(self.late, n=100)[98], 1) if len(self.late) > 1 else 0.0
+        return round(sorted(self.late)[int(0.99 * len(self.late))], 1) if self.late else 0.0
 
 
 @contextmanager
@@ -117,9 +117,41 @@ async def announcements(run: SimulatedRun, engines: int) -> dict[str, float]:
     }
 
 
-async def measured(setting: Setting, path: Path, profile: str) -> dict[str, object]:
-    """One setting."""
-    engines, found = setting.engines, dict[str, object]()
+@contextmanager
+def profiled(file: str) -> Iterator[None]:
+    """Write the profile of the block, in seconds of a core, if there is a file for it."""
+    with cProfile.Profile(time.process_time) if file else nullcontext() as profiler:
+        yield
+    if profiler is not None:
+        profiler.dump_stats(file)
+
+
+async def training(run: SimulatedRun) -> dict[str, float]:
+    """All steps, from the first admission to the last batch on record."""
+    before = await run.fleet.do("report")
+    with phase() as whole:
+        await run.conduct()
+    after, balance = await run.fleet.do("report"), run.ledger.balance()
+    finished = balance.trained + balance.buffered
+    crossed = after.sent - before.sent + after.received - before.received
+    return {
+        "trajectories": finished,
+        "seconds": digits(whole.seconds),
+        "cpu_seconds": digits(whole.cpu),
+        "trajectories_per_second": digits(finished / whole.seconds),
+        "trajectories_per_cpu_second": digits(finished / whole.cpu),
+        "share_of_a_core": digits(whole.cpu / whole.seconds),
+        "tokens_per_cpu_second": digits(finished * run.setting.tokens / whole.cpu),
+        "bytes_per_trajectory": digits(crossed / finished),
+        "timer_p99_ms": whole.p99,
+        "timer_max_ms": round(max(whole.late), 1),
+        "fleet_cpu_seconds": digits(after.cpu_seconds - before.cpu_seconds),
+    }
+
+
+async def measured(setting: Setting, path: Path, profile: str) -> dict[str, Any]:
+    """One setting; `profile` is a file for the profile of its training, or empty."""
+    engines, found = setting.engines, dict[str, Any]()
     async with simulated_run(setting, path) as run:
         empty = resident()
         with phase() as joins:
@@ -132,41 +164,16 @@ async def measured(setting: Setting, path: Path, profile: str) -> dict[str, obje
         }
         found["memory_kib_per_engine"] = round((resident() - empty) / engines / 1024, 1)
         found["idle"] = await idle(run, engines)
-        before = await run.fleet.do("report")
-        profiler = cProfile.Profile()
-        if profile:
-            profiler.enable()
-        with phase() as training:
-            await run.conduct()
-        if profile:
-            profiler.disable()
-            pstats.Stats(profiler).dump_stats(profile)
-        after = await run.fleet.do("report")
-        finished = run.ledger.balance().trained + run.ledger.balance().buffered
-        found["training"] = {
-            "trajectories": finished,
-            "seconds": digits(training.seconds),
-            "cpu_seconds": digits(training.cpu),
-            "trajectories_per_second": digits(finished / training.seconds),
-            "trajectories_per_cpu_second": digits(finished / training.cpu),
-            "share_of_a_core": digits(training.cpu / training.seconds),
-            "tokens_per_cpu_second": digits(finished * setting.tokens / training.cpu),
-            "bytes_per_trajectory": digits((after.sent - before.sent + after.received - before.received) / finished),
-            "timer_p99_ms": training.p99,
-            "timer_max_ms": round(max(training.late), 1),
-            "fleet_cpu_seconds": digits(after.cpu_seconds - before.cpu_seconds),
-        }
+        with profiled(profile):
+            found["training"] = await training(run)
         found["announcement"] = await announcements(run, engines)
         found["memory_mib_in_all"] = round(resident() / 2**20)
-    for sentence in run.said:
-        print(f"    {sentence}") if "joined" not in sentence else None
-    print(check_run(path))
     checked, balance = check_run(path), inspect_run(path).trajectories
     found["kept"] = checked.kept and balance.trained == setting.steps * setting.batch * setting.group
     return found
 
 
-def row(setting: Setting, found: dict[str, dict[str, float]]) -> tuple[object, ...]:
+def row(setting: Setting, found: dict[str, Any]) -> tuple[object, ...]:
     """Of the table."""
     joins, still, training, told = found["registrations"], found["idle"], found["training"], found["announcement"]
     return (
@@ -216,7 +223,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
             found = run(measured(setting, Path(folder) / "run", words.profile))
         rows.append({"setting": asdict(setting), **found})
-        table.add(*row(setting, found))  # type: ignore[arg-type]
+        table.add(*row(setting, found))
         table.show_last()
         print(found, flush=True)
     if not (words.dry or words.profile or words.uvloop):

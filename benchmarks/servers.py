@@ -257,7 +257,7 @@ def dtypes(steps: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
         python = [] if kind == "native" else [f"engine.python={Environment(kind).ensure()}"]
         for dtype in ("float32", "bfloat16"):
             engine = [f"engine.kind={kind}", *python, f"engine.dtype={dtype}"]
-            run = train([*HEADS, *engine, f"trainer.steps={steps}", "evaluation.prompts=16"])
+            run = train([*HEADS, "warm_start.threads=1", *engine, f"trainer.steps={steps}", "evaluation.prompts=16"])
             told = [step.trainer for step in run.steps]
             row = {
                 "kind": kind,

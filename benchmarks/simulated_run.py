@@ -24,7 +24,7 @@ from benchmarks.fleet import FleetReport, FleetSpec
 from benchmarks.runs import RECIPE
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Sampling, Update, Verdict
-from stretto.core.tasks import cancel_and_wait, run_beside
+from stretto.core.tasks import cancel_and_wait
 from stretto.launch.assemble.cluster import Cluster, identity_of
 from stretto.launch.assemble.roles import Roles
 from stretto.launch.assemble.run import CONTROLLER
@@ -265,6 +265,7 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
         spec = FleetSpec(address, token, setting.engines, setting.tokens, setting.seconds)
         fleet = await Fleet.started(spec)
         gc.collect()
+        gc.freeze()  # as `stretto train` does
         run = SimulatedRun(setting, folder, ledger, pool, cluster, roles, fleet, said)
         supervising = asyncio.ensure_future(roles.supervise())
         try:
@@ -275,11 +276,4 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
             await cluster.close("the run has ended", False)
             await fleet.end()
             ledger.close()
-
-
-async def conducted(setting: Setting, path: Path) -> list[str]:
-    """A whole run; what it has said."""
-    async with simulated_run(setting, path) as run:
-        await run_beside(run.roles.supervise(), run.all_up())
-        await run.conduct()
-    return run.said
+            gc.unfreeze()

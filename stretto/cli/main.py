@@ -62,8 +62,6 @@ app = typer.Typer(
     "signal n. Built models and warm starts are cached in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
 )
 app.add_typer(score)
-app.command()(engine)
-app.command()(rank)
 
 
 def _print_version(asked: bool) -> None:
@@ -259,6 +257,10 @@ def serve(
         from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
+
+
+app.command()(engine)
+app.command()(rank)
 
 
 @app.command()

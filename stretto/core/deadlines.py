@@ -25,7 +25,7 @@ class Wait:
 
 
 #: By event loop, as a loop itself has its open tasks.
-_OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Wait]] = WeakKeyDictionary()
+_OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
@@ -56,12 +56,12 @@ async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[]
 def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
     """Name a wait that has its bound elsewhere."""
     loop = asyncio.get_running_loop()
-    wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, [])
-    waits.append(wait)
+    wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, {})
+    waits[wait] = None
     try:
         yield
     finally:
-        waits.remove(wait)
+        del waits[wait]
 
 
 def open_waits() -> list[Wait]:

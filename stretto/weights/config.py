@@ -61,13 +61,24 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
                 )
             ]
         )
-    if config.medium == "broadcast" and route.engines == "native":
+    if config.medium == "http" and not route.elsewhere:
         raise RecipeError(
             [
                 Problem(
                     "weights.medium",
-                    '"broadcast" needs servers that join a collective group, and engine.kind is "native"',
-                    'use "http", or "auto", or engine.kind = "sglang"',
+                    '"http", and all engines are on the machine of the run, where they map the trainer\'s file',
+                    'give cluster.listen, for machines that join, or use "auto"',
+                )
+            ]
+        )
+    if config.medium == "broadcast":
+        raise RecipeError(
+            [
+                Problem(
+                    "weights.medium",
+                    '"broadcast" is not carried by a run: no byte of it is verified, and engines could not come and go '
+                    "(`stretto.weights.broadcast` does it for servers of your own)",
+                    'use "http", or "auto"',
                 )
             ]
         )

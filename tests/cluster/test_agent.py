@@ -34,7 +34,7 @@ from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
 from stretto.processes.handshake import call
 from stretto.weights.mirror import Mirror
-from tests.cluster.hosting import RUN, TOKEN, Road, hosted, introduction, joined_by_hand, until
+from tests.cluster.hosting import RUN, TOKEN, Road, authority, hosted, introduction, joined_by_hand, until
 from tests.launch.running import children
 
 ROLE = "tests.loop.toy_engine"
@@ -356,20 +356,6 @@ def test_an_address_that_is_not_of_this_machine_is_refused(home: Path) -> None:
 
 
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def authority(folder: Path) -> Path:
-    """A folder with a new authority, a key, and a certificate that it has signed."""
-    folder.mkdir()
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *new, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
-    openssl("req", *new, "-subj", "/CN=machine", "-keyout", "key.pem", "-out", "cert.csr")
-    openssl("x509", "-req", "-in", "cert.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "cert.pem", "-days", "2")
-    return folder
 
 
 def test_with_tls_only_a_certificate_of_the_runs_authority_lets_a_machine_in(home: Path) -> None:

@@ -1,4 +1,5 @@
-"""Promises: the client loads no torch; a stream of bytes that is no HTTP, or no engine's, is a named error."""
+"""Promises: the client loads no torch; requests that follow each other share a connection, unless it was idle for long;
+a stream of bytes that is no HTTP, or no engine's, is a named error."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import EngineLost, WireError
+from stretto.engine.http import connections as connections_module
 from stretto.engine.http.client import HttpEngine
 
 
@@ -43,6 +45,36 @@ async def answering(path: Path, reply: bytes) -> AsyncIterator[HttpEngine]:
         await client.close()
         server.close()
         await asyncio.gather(*(task for task in answered if task is not None))
+
+
+@pytest.mark.parametrize(("idle", "connections"), [(60.0, 1), (0.0, 3)])
+@pytest.mark.parametrize(
+    "reply",
+    [b"content-length: 1\r\n\r\n\x90", b"transfer-encoding: chunked\r\n\r\n1\r\n\x90\r\n0\r\n\r\n"],
+    ids=["a length", "chunks"],
+)
+def test_requests_that_follow_each_other_share_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, idle: float, connections: int
+) -> None:
+    monkeypatch.setattr(connections_module, "_IDLE_SECONDS", idle)
+    accepted = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        while await reader.read(1 << 16):
+            writer.write(b"HTTP/1.1 200 OK\r\n" + reply)
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_unix_server(answer, tmp_path / "e.sock"):
+            client = HttpEngine("engine-0", f"unix:{tmp_path / 'e.sock'}", health_seconds=5)
+            for _ in range(3):
+                assert await client.spans() == []
+            await client.close()
+            await asyncio.gather(*(writer.wait_closed() for writer in accepted))
+        assert len(accepted) == connections
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from stretto.core.engine import EngineHealth
 from stretto.core.errors import EngineLeft, EngineLost, MachineLost
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, StopReason
+from stretto.core.tasks import first_of
 
 TOKEN_SECONDS = 0.2
 
@@ -69,7 +70,7 @@ class SimulatedProcess:
         assert self._end is not None
         gone = asyncio.ensure_future(self.machine.gone.wait())
         try:
-            await asyncio.wait([self._end, gone], return_when=asyncio.FIRST_COMPLETED)
+            await first_of(self._end, gone)
         finally:
             gone.cancel()
         if not self._end.done():

@@ -25,9 +25,13 @@ def test_other_machines_pull(engines: Literal["native", "vllm", "sglang"]) -> No
 
 
 def test_what_the_recipe_asks_for_is_taken() -> None:
-    for medium in ("http", "broadcast"):
-        choice = choose(WeightsConfig.model_validate({"medium": medium}), Route("sglang", elsewhere=True))
-        assert (choice.medium, choice.reason) == (medium, "the recipe asks for it")
+    choice = choose(WeightsConfig(medium="http"), Route("sglang", elsewhere=True))
+    assert (choice.medium, choice.reason) == ("http", "the recipe asks for it")
+
+
+def test_nothing_travels_where_no_engine_is_elsewhere() -> None:
+    with pytest.raises(RecipeError, match=r'weights\.medium: "http", and all engines are on the machine .* "auto"'):
+        choose(WeightsConfig(medium="http"), Route("native", elsewhere=False))
 
 
 def test_shared_memory_does_not_reach_another_machine() -> None:
@@ -35,6 +39,6 @@ def test_shared_memory_does_not_reach_another_machine() -> None:
         choose(WeightsConfig(medium="shared_memory"), Route("vllm", elsewhere=True))
 
 
-def test_the_engine_of_this_package_joins_no_group() -> None:
-    with pytest.raises(RecipeError, match=r'weights\.medium: "broadcast" needs servers'):
-        choose(WeightsConfig(medium="broadcast"), Route("native", elsewhere=True))
+def test_a_run_broadcasts_nothing() -> None:
+    with pytest.raises(RecipeError, match=r'weights\.medium: "broadcast" is not carried by a run.* use "http"'):
+        choose(WeightsConfig(medium="broadcast"), Route("sglang", elsewhere=True))

@@ -165,10 +165,10 @@ def _delta(server: str, event: bytes, told: int, top: int) -> Delta:
     if (meta := message.meta_info) is None:
         return Delta()
     count, sent = meta.completion_tokens, len(meta.output_token_logprobs)
-    if told + sent == count:
+    if sent >= count:  # the last event of an aborted request repeats everything, behind what was still on its way
+        new = slice(sent - count + told, sent)
+    elif told + sent == count:
         new = slice(0, sent)
-    elif sent >= count:  # the last event of an aborted request repeats everything
-        new = slice(told, count)
     else:
         raise WireError(f"{server} sends a completion with {count} tokens and {told + sent} log-probabilities")
     tokens, likeliest = meta.output_token_logprobs[new], meta.output_top_logprobs[new]

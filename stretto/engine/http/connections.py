@@ -21,6 +21,7 @@ from stretto.core.errors import EngineLost, WireError
 from stretto.engine.wire import MSGPACK, split_address
 
 _CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 2.0  # servers close what is idle for five seconds, say; a request that meets that would be lost
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the road is, or its end
 
 
@@ -43,13 +44,15 @@ class Connection(asyncio.Protocol):
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._parts = bytearray()
-        self.complete = False
+        self.complete = self._kept = False
+        self._completed = 0.0
         self.status = 0
 
     @property
     def reusable(self) -> bool:
-        """The last response is over and the connection stands."""
-        return not self._lost and self.complete and bool(self._parser.should_keep_alive())
+        """The last response is over, not long ago, and the connection stands."""
+        idle = asyncio.get_running_loop().time() - self._completed
+        return not self._lost and self.complete and self._kept and idle < _IDLE_SECONDS
 
     def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
         """Begin an exchange in bodies of the type `media`."""
@@ -106,6 +109,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.complete = True
+        self._kept = bool(self._parser.should_keep_alive())  # the parser knows now, and not any more afterwards
+        self._completed = asyncio.get_running_loop().time()
 
 
 class Connections:

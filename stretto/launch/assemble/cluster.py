@@ -14,12 +14,12 @@ from typing import NoReturn
 import msgspec
 
 from stretto.cluster.gate import Doors, Gate
+from stretto.cluster.join_file import JOIN, TOKEN, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import RunTerms
 from stretto.cluster.placing import RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
-from stretto.core.records import Record
 from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.assemble.remote_ranks import RemoteRanks
@@ -37,36 +37,11 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
 from stretto.weights.role import WeightsServerSpec
 
-TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
-JOIN = "join.json"  #: of a run folder: what a machine needs to join
 _WEIGHTS_ROLE = "stretto.weights.role"
 _STOP_GRACE = 1.0
 _ANYWHERE = "0.0.0.0:0"
 _LOOK_SECONDS = 1.0
 _FIRST = asyncio.FIRST_COMPLETED
-
-
-class JoinFile(Record, frozen=True):
-    """``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto scale`."""
-
-    run: str
-    token: str
-    address: str = ""  # of the gate for other machines; "" if none can join
-    control: str = ""  # of the gate for commands on the machine of the run
-    tls: str = ""
-
-
-def read_join_file(folder: Path) -> JoinFile:
-    """What a run has said of itself.
-
-    Raises:
-        RecipeError: it is not running, or not ours to read.
-    """
-    try:
-        return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)
-    except (OSError, msgspec.MsgspecError) as error:
-        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise RecipeError([Problem(str(folder / JOIN), found, "give the folder of a run that is going on")]) from None
 
 
 @dataclass
@@ -266,8 +241,13 @@ class Cluster:
         """Drain a machine's engines when it asks for it, and let it go when it has none; returns when it is gone."""
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
+<<<<<<< HEAD
             if not any(name in self.engines.names for name in names):
                 machine.dismiss("its engines have left the run, whose log says why")
+=======
+            if not any(self.engines.has(name) for name in names):
+                machine.dismiss("its engines have left the run: its log says why")
+>>>>>>> cluster
                 break
         if machine.leaving.done() and not machine.lost.done():
             for name in names:

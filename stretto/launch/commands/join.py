@@ -12,10 +12,10 @@ import msgspec
 
 from stretto import __version__
 from stretto.cluster.agent import Offer, places_of_gpus, run_agent
+from stretto.cluster.join_file import TOKEN, read_join_file
 from stretto.cluster.messages import ANSWER, Answer, Scale
 from stretto.cluster.wire import Wire, connect
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
-from stretto.launch.assemble.cluster import TOKEN, read_join_file
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -163,6 +164,7 @@ class Prepared:
             logbook.note(f"starts at version {self.beginning.version}")
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
+            gc.freeze()  # each collection would go through the modules of torch, for tenths of a second
             try:
                 code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
             except SystemExit as end:
@@ -170,6 +172,8 @@ class Prepared:
             except (StrettoError, OSError) as error:
                 logbook.note(f"failed: {described(error) if isinstance(error, OSError) else error}")
                 raise
+            finally:
+                gc.unfreeze()
             logbook.note(f"ends with exit code {code}")
             return code
 

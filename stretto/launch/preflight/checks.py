@@ -140,3 +140,13 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def medium_of(recipe: Recipe) -> ChosenMedium:
+    """How weights reach the engines of a run, and why.
+
+    Raises:
+        RecipeError: they cannot, as the recipe has it.
+    """
+    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
+    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))

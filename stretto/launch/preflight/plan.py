@@ -90,6 +90,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         )
     )
     check_engine_keys(recipe)
+    medium_of(recipe)
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_in_flight(recipe.rollout)

@@ -330,8 +330,8 @@ class EngineHandle:
         """Return when it serves `version` or a newer one."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while self.version is None or self.version < version:
-                if self.leaving or self.lags:
-                    raise EngineLeft(self.name, "has left the run" if self.leaving else "lags")
+                if not self.takes:
+                    raise EngineLeft(self.name, "is not up any more")
                 await asyncio.sleep(RETRY_SECONDS)
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,6 +64,8 @@ class EnginePool:
         }
         self._own = frozenset(self._engines)
         self._left: dict[str, EngineHandle] = {}  # for their counters
+        self._counted: dict[str, int] = {}  # the versions of the engines that count
+        self._versions: Counter[int] = Counter()  # how many engines count with each
         self._deadlines, self._lag = deadlines, lag
         self._published = -1
         self._on_load: Callable[[int], None] = lambda version: None
@@ -106,22 +109,38 @@ class EnginePool:
         """The engines of the pool, those that start included, in the order in which they came."""
         return list(self._engines)
 
+    def has(self, name: str) -> bool:
+        """Whether the engine is one of the pool, starting or not."""
+        return name in self._engines
+
     @property
     def live(self) -> int:
         """The oldest version that any engine serves. One that is being replaced, lags or leaves does not count: it has
         the newest version before it gets groups again."""
-        return min((e.version for e in self._engines.values() if e.counts and e.version is not None), default=-1)
+        return min(self._versions, default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
         up = engine.takes
-        if up != (engine.name in self._router.up):
+        if up != self._router.gives(engine.name):
             (self._router.join if up else self._router.leave)(engine.name)
+        self._count(engine.name, engine.version if engine.counts else None)
         if engine.version is not None:
             self.roster.serves(engine.name, self._kind, engine.host, engine.version)
         elif engine.state is EngineState.DOWN:
             self.roster.left(engine.name, engine.how)
         self._free.set()
         self._on_load(self.live)  # grows also when the one that served the oldest version dies
+
+    def _count(self, name: str, version: int | None) -> None:
+        """The engine counts with a version, or not any more. Of hundreds of engines each tells of each version: nothing
+        here may go through all of them."""
+        if (before := self._counted.pop(name, None)) is not None:
+            self._versions[before] -= 1
+            if not self._versions[before]:
+                del self._versions[before]
+        if version is not None:
+            self._counted[name] = version
+            self._versions[version] += 1
 
     # ── start, joins, ends ───────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class Router:
@@ -19,7 +19,7 @@ class Router:
     """
 
     def __init__(self, engines: Iterable[str] = ()) -> None:
-        self._up = list(engines)
+        self._up = dict.fromkeys(engines)  # in the order in which they came
         self._load = dict.fromkeys(self._up, 0)
 
     @property
@@ -27,13 +27,17 @@ class Router:
         """The engines that get groups."""
         return frozenset(self._up)
 
+    def gives(self, engine: str) -> bool:
+        """Whether the engine gets groups."""
+        return engine in self._up
+
     def load(self, engine: str) -> int:
         """Completions that the engine has in flight."""
         return self._load.get(engine, 0)
 
     def start(self, completions: int) -> str | None:
         """The engine that gets a group of `completions`; None while there is none."""
-        engine = min(self._free(), key=lambda name: self._load[name], default=None)
+        engine = min(self._free(), key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
         return engine
@@ -44,14 +48,14 @@ class Router:
 
     def leave(self, engine: str) -> None:
         """The engine is down: it gets no more groups."""
-        self._up.remove(engine)
+        del self._up[engine]
 
     def join(self, engine: str) -> None:
         """The engine is up and has the newest version."""
         self._load.setdefault(engine, 0)
-        self._up.append(engine)
+        self._up[engine] = None
 
-    def _free(self) -> list[str]:
+    def _free(self) -> Collection[str]:
         """The engines that may get a group now."""
         return self._up
 
@@ -64,5 +68,5 @@ class ExclusiveRouter(Router):
     ('engine-0', None)
     """
 
-    def _free(self) -> list[str]:
+    def _free(self) -> Collection[str]:
         return [engine for engine in self._up if not self._load[engine]]

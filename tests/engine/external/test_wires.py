@@ -55,17 +55,18 @@ def vllm_event(places: range, ended: str | None = None, version: str = "7") -> b
     return b"data: " + json.dumps(message).encode() + b"\n\n"
 
 
-def sglang_event(places: range, ended: str | None = None, *, count: int | None = None) -> bytes:
+def sglang_event(places: Sequence[int], ended: str | None = None, *, count: int | None = None) -> bytes:
+    end = max(places) + 1
     meta: dict[str, Any] = {
         "id": "s1",
         "finish_reason": {"type": ended, "length": 4} if ended else None,
         "prompt_tokens": 5,
         "weight_version": "7",
         "output_token_logprobs": [[LOGPROBS[at], TOKENS[at], None] for at in places],
-        "completion_tokens": places.stop if count is None else count,
+        "completion_tokens": end if count is None else count,
     }
     if ended:
-        meta["weight_versions"] = [{"version": "7", "start": 0, "end": places.stop}]
+        meta["weight_versions"] = [{"version": "7", "start": 0, "end": end}]
     message = {"text": "0(", "output_ids": [TOKENS[at] for at in places], "meta_info": meta}
     return b"data: " + json.dumps(message).encode() + b"\n\n"
 
@@ -76,6 +77,12 @@ STREAMS = {
     "sglang": [sglang_event(range(1)), sglang_event(range(1, 2)), sglang_event(range(2, 4), "length"), DONE],
     "sglang, cumulative": [sglang_event(range(1)), sglang_event(range(2)), sglang_event(range(4), "length"), DONE],
     "sglang, aborted": [sglang_event(range(3)), sglang_event(range(4), "abort"), DONE],
+    "sglang, aborted with an event on its way": [
+        sglang_event(range(1)),
+        sglang_event((*range(1, 4), *range(4)), "abort"),
+        DONE,
+    ],
+    "sglang, aborted with an event on its way before the first": [sglang_event((*range(4), *range(4)), "abort"), DONE],
     "sglang, aborted without news": [sglang_event(range(4)), sglang_event(range(4), "abort"), DONE],
 }
 GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}

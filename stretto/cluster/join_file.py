@@ -1,0 +1,36 @@
+"""``join.json`` of a run folder: what a machine needs to join the run; without torch, as all of its agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.core.records import Record
+
+TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
+JOIN = "join.json"  #: of a run folder: what a machine needs to join
+
+
+class JoinFile(Record, frozen=True):
+    """``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto scale`."""
+
+    run: str
+    token: str
+    address: str = ""  # of the gate for other machines; "" if none can join
+    control: str = ""  # of the gate for commands on the machine of the run
+    tls: str = ""
+
+
+def read_join_file(folder: Path) -> JoinFile:
+    """What a run has said of itself.
+
+    Raises:
+        RecipeError: it is not running, or not ours to read.
+    """
+    try:
+        return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise RecipeError([Problem(str(folder / JOIN), found, "give the folder of a run that is going on")]) from None
