@@ -9,7 +9,6 @@ import pytest
 
 from stretto.core.errors import RecipeError
 from stretto.launch.commands.train import check
-from stretto.launch.preflight.checks import medium_of
 from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.test_paper import LARGE, RECIPES, assert_is_a_command, commands_in, containers, script
 
@@ -52,15 +51,6 @@ def test_engines_that_are_given_need_an_address_where_they_join() -> None:
     assert load_recipe(tiny, ["cluster.placer=given", "cluster.listen=0.0.0.0:0"]).cluster.placer == "given"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "found"),
-    [
-        (["weights.medium=broadcast", "engine.kind=sglang"], "no run uses it yet"),
-        (["weights.medium=broadcast"], 'engine.kind is "native"'),
-        (["weights.medium=shared_memory"], "does not reach engines on other machines"),
-    ],
-)
-def test_a_way_of_the_weights_that_a_run_does_not_have_is_refused(overrides: list[str], found: str) -> None:
-    recipe = load_recipe(RECIPES / "ray_2x8.toml", overrides)
-    with pytest.raises(RecipeError, match=found):
-        medium_of(recipe)
+def test_a_medium_that_a_run_does_not_carry_is_refused_with_a_config_alone() -> None:
+    with pytest.raises(RecipeError, match='"broadcast" is not carried by a run'):
+        check(RECIPES / "ray_2x8.toml", [f"model.path={LARGE}", "weights.medium=broadcast"])

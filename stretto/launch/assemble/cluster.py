@@ -241,13 +241,8 @@ class Cluster:
         """Drain a machine's engines when it asks for it, and let it go when it has none; returns when it is gone."""
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
-<<<<<<< HEAD
-            if not any(name in self.engines.names for name in names):
-                machine.dismiss("its engines have left the run, whose log says why")
-=======
             if not any(self.engines.has(name) for name in names):
-                machine.dismiss("its engines have left the run: its log says why")
->>>>>>> cluster
+                machine.dismiss("its engines have left the run, whose log says why")
                 break
         if machine.leaving.done() and not machine.lost.done():
             for name in names:

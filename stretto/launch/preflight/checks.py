@@ -117,20 +117,6 @@ def check_kind(base: ModelFolder) -> None:
     refuse_untrainable(config)
 
 
-def medium_of(recipe: Recipe) -> ChosenMedium:
-    """How weights reach the engines of a run, and why.
-
-    Raises:
-        RecipeError: they cannot, as the recipe has it.
-    """
-    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
-    chosen = choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
-    if chosen.medium == "broadcast":
-        found = '"broadcast" is a medium of the package (stretto.weights.broadcast), and no run uses it yet'
-        raise RecipeError([Problem("weights.medium", found, 'use "http", or "auto"')])
-    return chosen
-
-
 def is_free(port: int) -> bool:
     """Whether a server can listen on this port of the loopback interface now."""
     with socket.socket() as probe:

@@ -94,7 +94,6 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
     check_in_flight(recipe.rollout)
-    medium_of(recipe)
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
