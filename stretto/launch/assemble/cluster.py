@@ -95,7 +95,8 @@ class Cluster:
             self.report(
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
-        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
+        tls = str(Path(config.tls).resolve()) if config.tls else ""
+        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control, tls=tls))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
