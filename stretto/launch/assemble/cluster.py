@@ -99,17 +99,14 @@ class Cluster:
             self.report(
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
-        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
+        tls = str(Path(config.tls).resolve()) if config.tls else ""
+        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control, tls=tls))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
     @property
     def medium(self) -> ChosenMedium:
-        """How weights reach the engines, and why.
-
-        Raises:
-            RecipeError: they cannot, as the recipe has it.
-        """
+        """How weights reach the engines, and why."""
         return medium_of(self.plan.recipe)
 
     async def supervise(self) -> NoReturn:
@@ -211,12 +208,12 @@ class Cluster:
 
     def _joined(self, machine: JoinedMachine) -> None:
         if machine.kind == "rank":
-            self.report(f"{machine.host} has joined with places for {len(machine.places)} rank(s)")
+            self.report(f"{machine.host} has joined: it takes {len(machine.places)} rank(s) of the trainer")
             self.ranks.joined(machine)
             self._tasks.add(machine.name, self._let_go(machine))
             return
         names = [self._join(machine, place) for place in range(len(machine.places))]
-        self.report(f"{machine.host} has joined with {', '.join(names)}; their weights come over the network")
+        self.report(f"{machine.host} has joined: it starts {', '.join(names)}, with weights over the network")
         self._tasks.add(machine.name, self._look_after(machine, names))
 
     async def _let_go(self, machine: JoinedMachine) -> None:
@@ -255,7 +252,7 @@ class Cluster:
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(self.engines.has(name) for name in names):
-                machine.dismiss("its engines have left the run: its log says why")
+                machine.dismiss("its engines have left the run, whose log says why")
                 break
         if machine.leaving.done() and not machine.lost.done():
             await self.engines.drain(names, machine.leaving.result())
