@@ -139,6 +139,7 @@ async def running_roles(
         # Steps that are done again may take longer than an engine waits for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
         serve = partial(engines.start, version)
+        finished = False
         try:
             await cluster.open()
             starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
@@ -146,10 +147,11 @@ async def running_roles(
             await stop.unless(engines.until_up(recipe.cluster.wait))
             record_facts(folder, rewards.facts)
             yield Roles(engines, trainer, rewards, cluster)
+            finished = not stop.requested
         finally:
-            why, again = ("the run was stopped", True) if stop.requested else ("the run has ended", False)
+            why = "the run has ended" if finished else "the run was stopped, and may go on"
             await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
-            await end_all(report, cluster.close(why, again))
+            await end_all(report, cluster.close(why, again=not finished))
 
 
 @contextmanager
