@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec
-from stretto.core.errors import Problem, RecipeError
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec, Refused
+from stretto.core.errors import Problem, RecipeError, RoleFailed
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
 from stretto.processes.run_role import run_role
@@ -29,8 +29,10 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     _HAS_RAY = True
+    _RAYS_ERRORS: tuple[type[Exception], ...] = (ray.exceptions.RayError,)
 except ImportError:  # the message says how to have it
     _HAS_RAY = False
+    _RAYS_ERRORS = ()
 
 _TOKEN = "STRETTO_TOKEN"
 _KNOCK_SECONDS = 10.0
@@ -154,10 +156,25 @@ def _described(resources: Mapping[str, float], names: Mapping[str, float]) -> st
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
 
 
+def reply(
+    place: Callable[[PlaceAgents], AgentsPlaced],
+    order: PlaceAgents,
+    rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
+) -> AgentsPlaced | Refused:
+    """What comes of an order; one that fails costs no agent that is there."""
+    try:
+        return place(order)
+    except RecipeError as error:
+        return Refused(problem=str(error), exit_code=error.exit_code)
+    except rays_errors as error:
+        problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return Refused(problem=problem, exit_code=RoleFailed.exit_code)
+
+
 def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
     placer = RayPlacer(spec)
     while (order := orders.receive()) is not None:
-        orders.send(placer.place(order))
+        orders.send(reply(placer.place, order))
 
 
 def main(arguments: list[str]) -> int:

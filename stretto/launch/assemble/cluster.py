@@ -144,7 +144,7 @@ class Cluster:
             gpus=recipe.cluster.gpus,
             seconds=recipe.cluster.wait,
         )
-        self._ray = RayAgents(self.plan, self.folder, spec, self.identity.token, self.report)
+        self._ray = RayAgents(recipe.deadlines, self.folder.role_log("ray"), spec, self.identity.token, self.report)
         await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
         self._tasks.add("ray", self._ray.supervise())
 
