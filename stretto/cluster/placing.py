@@ -41,8 +41,8 @@ class AgentsPlaced(Record, frozen=True, tag=True):
 
 
 class Refused(Record, frozen=True, tag=True):
-    """The order cannot be carried out; the placer goes on with the agents that it has. `exit_code` is that of the error:
-    2 where the cluster lacks what was ordered, else Ray has failed."""
+    """The order cannot be carried out; the placer goes on with the agents that it has. `exit_code` is that of the
+    error: 2 where the cluster lacks what was ordered, else Ray has failed."""
 
     problem: str
     exit_code: int

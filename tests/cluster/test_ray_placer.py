@@ -3,19 +3,21 @@
 - An order that fails costs no agent that is there: the placer says why, and takes the next one.
 - A placer that dies is replaced, and places the agents of the last order that was carried out; the run ends, by
   `RoleDied`, only after as many failures as a role is allowed.
+- Fewer engines are wanted: only dismissed agents go, and a placement group goes with its last agent, never before. More
+  are wanted, or as many: dismissed agents are replaced first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from stretto.cluster.placing import AgentsPlaced, PlaceAgents, RayPlacerSpec, Refused
-from stretto.cluster.ray_placer import reply
+from stretto.cluster.ray_placer import Fleet, Placed, Room, reply
 from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.loop.config import DeadlinesConfig
@@ -130,7 +132,9 @@ def test_a_reply_says_why_an_order_failed() -> None:
 
     assert reply(place, PlaceAgents(engines=4)) == AgentsPlaced(nodes=("here",))
     refused = reply(place, PlaceAgents(engines=5))
-    assert isinstance(refused, Refused) and refused.exit_code == 2 and "needs 5 CPU" in refused.problem
+    assert isinstance(refused, Refused)
+    assert refused.exit_code == 2
+    assert "needs 5 CPU" in refused.problem
 
 
 def test_an_error_of_ray_fails_the_order_alone() -> None:
@@ -143,3 +147,76 @@ def test_an_error_of_ray_fails_the_order_alone() -> None:
     assert reply(place, PlaceAgents(engines=1), (Unavailable,)) == Refused(
         problem="Unavailable: the actor is restarting", exit_code=1
     )
+
+
+class Cluster:
+    """Ray as a fleet sees it. Agents are their numbers; a group that is removed takes its agents with it."""
+
+    def __init__(self, in_one_group: bool) -> None:
+        self.in_one_group = in_one_group
+        self.alive: dict[int, str] = {}  # groups, by agent
+        self.dismissed: dict[int, int] = {}  # how often one is asked before it says that it is dismissed, by agent
+        self.removed: list[str] = []
+        self._next = 0
+
+    def start(self, kind: str, count: int) -> list[Placed]:
+        numbers = range(self._next, self._next + count)
+        self._next += count
+        rooms = [Room(f"group-{number}", 1) for number in numbers]
+        if self.in_one_group:
+            rooms = [Room(f"group-{numbers[0]}", count)] * count
+        self.alive |= {number: room.group for number, room in zip(numbers, rooms, strict=True)}
+        return [Placed(number, room) for number, room in zip(numbers, rooms, strict=True)]
+
+    def gone(self, agents: Sequence[Placed]) -> list[Placed]:
+        found = [agent for agent in agents if self.dismissed.get(agent.actor) == 0]
+        self.dismissed = {number: max(0, left - 1) for number, left in self.dismissed.items()}
+        return found
+
+    def end(self, actor: int) -> None:
+        del self.alive[actor]
+
+    def remove(self, group: str) -> None:
+        self.removed.append(group)
+        self.alive = {number: of for number, of in self.alive.items() if of != group}
+
+
+@pytest.mark.parametrize("in_one_group", [False, True])
+def test_scaling_down_and_up_again_ends_the_dismissed_agent_alone_and_starts_one(in_one_group: bool) -> None:
+    cluster = Cluster(in_one_group)
+    fleet = Fleet("engine", cluster, patience=10.0)
+    assert len(fleet.bring(4)) == 4
+    cluster.dismissed = {3: 2}  # under way: it is asked twice before it has ended
+    assert fleet.bring(3) == []
+    assert sorted(cluster.alive) == [0, 1, 2]
+    assert [agent.actor for agent in fleet.bring(4)] == [4]
+    assert sorted(cluster.alive) == [0, 1, 2, 4] == sorted(agent.actor for agent in fleet.agents)
+
+
+def test_a_group_is_removed_with_its_last_agent() -> None:
+    cluster = Cluster(in_one_group=True)
+    fleet = Fleet("rank", cluster, patience=0.0)
+    fleet.bring(2)
+    cluster.dismissed = {0: 0}
+    fleet.bring(1)
+    assert cluster.removed == []
+    cluster.dismissed = {1: 0}
+    fleet.bring(0)
+    assert cluster.removed == ["group-0"]
+
+
+def test_an_agent_that_was_dismissed_since_its_engines_failed_is_replaced() -> None:
+    cluster = Cluster(in_one_group=False)
+    fleet = Fleet("engine", cluster, patience=0.0)
+    fleet.bring(2)
+    cluster.dismissed = {0: 0}
+    assert [agent.actor for agent in fleet.bring(2)] == [2]
+    assert cluster.removed == ["group-0"]
+
+
+def test_an_agent_that_nobody_dismisses_stays() -> None:
+    cluster = Cluster(in_one_group=False)
+    fleet = Fleet("engine", cluster, patience=0.0)
+    fleet.bring(2)
+    assert fleet.bring(1) == []
+    assert sorted(cluster.alive) == [0, 1]

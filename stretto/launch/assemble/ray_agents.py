@@ -12,7 +12,7 @@ import msgspec
 
 from stretto.cluster.join_file import TOKEN
 from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, PlaceAgents, RayPlacerSpec, Refused
-from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed, StrettoError
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RestartBudget, RoleProcess
