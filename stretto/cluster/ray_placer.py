@@ -23,6 +23,7 @@ from stretto.core.errors import Problem, RecipeError, RoleFailed
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
 from stretto.processes.run_role import run_role
+from stretto.processes.spawn import TOKEN
 
 try:
     import ray
@@ -35,8 +36,8 @@ except ImportError:  # the message says how to have it
     _HAS_RAY = False
     _RAYS_ERRORS = ()
 
-_TOKEN = "STRETTO_TOKEN"
 _KNOCK_SECONDS = 10.0
+_MISTAKE_SECONDS, _LONGEST_PAUSE = 5.0, 60.0
 _ANSWER_SECONDS = 5.0
 _DISMISSAL_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
@@ -44,16 +45,30 @@ _COMMAND = "stretto.cli.main"  # `stretto engine --join` or `stretto rank --join
 
 
 class AgentHost:
-    """A Ray actor with an agent as its child; when the agent dies, so does the actor, and Ray starts both anew."""
+    """A Ray actor with an agent as its child; when the agent dies, so does the actor, and Ray starts both anew.
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", _COMMAND, *words]
-        ours = os.environ | dict(environment) | {PARENT: str(os.getpid())}
-        self._agent = subprocess.Popen(command, env=ours, stdin=subprocess.DEVNULL)
-        threading.Thread(target=self._end_with_it, daemon=True).start()
+    An agent that ends by a mistake of the user (the certificates of this node, the token) is started again by the actor
+    itself, after `pause` seconds, and after twice as many each time: Ray would start it without a pause.
+    """
 
-    def _end_with_it(self) -> None:
-        if self._agent.wait() != 0:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], pause: float = _MISTAKE_SECONDS) -> None:
+        self._command, self._environment = command, environment
+        self._agent = self._start()
+        threading.Thread(target=self._look_after, args=(pause,), daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        ours = os.environ | dict(self._environment) | {PARENT: str(os.getpid())}
+        return subprocess.Popen(self._command, env=ours, stdin=subprocess.DEVNULL)
+
+    def _look_after(self, pause: float) -> None:
+        while (code := self._agent.wait()) == RecipeError.exit_code:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                self._agent = self._start()
+            except OSError:  # no room for a process: Ray starts the actor anew, here or elsewhere
+                break
+        if code != 0:
             os._exit(1)
 
     def node(self) -> str:
@@ -145,6 +160,7 @@ class RayPlacer:
 
     def __init__(self, spec: RayPlacerSpec) -> None:
         self._spec = spec
+        self._token = os.environ.pop(TOKEN)  # before a cluster on this machine is started, which would inherit it
         self._engines, self._ranks = Fleet("engine", self), Fleet("rank", self)
         if not _HAS_RAY:
             remedy = "pip install 'ray>=2.50' in this environment, and on every node of the cluster"
@@ -197,7 +213,7 @@ class RayPlacer:
         host = ray.remote(AgentHost).options(
             max_restarts=-1, num_cpus=self._spec.cpus, num_gpus=self._spec.gpus, scheduling_strategy=at
         )
-        return Placed(host.remote([kind, *self._spec.join], {_TOKEN: os.environ[_TOKEN]}), room)
+        return Placed(host.remote([sys.executable, "-m", _COMMAND, kind, *self._spec.join], {TOKEN: self._token}), room)
 
     def gone(self, agents: Sequence[Placed]) -> list[Placed]:
         """See `Ground`."""

@@ -5,22 +5,30 @@
   `RoleDied`, only after as many failures as a role is allowed.
 - Fewer engines are wanted: only dismissed agents go, and a placement group goes with its last agent, never before. More
   are wanted, or as many: dismissed agents are replaced first.
+- An agent that ends by a mistake of the user is started again after a pause, by its actor.
+- The token of a run is in the environment of none of the roles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from stretto.cluster.placing import AgentsPlaced, PlaceAgents, RayPlacerSpec, Refused
-from stretto.cluster.ray_placer import Fleet, Placed, Room, reply
+from stretto.cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
+from stretto.launch.assemble.cluster import identity_of
 from stretto.launch.assemble.ray_agents import RayAgents
+from stretto.launch.commands.join import offer
 from stretto.loop.config import DeadlinesConfig
+from stretto.processes.spawn import environment
+from stretto.store.folder.run_folder import RunFolder
 
 
 def in_a_loop(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
@@ -220,3 +228,24 @@ def test_an_agent_that_nobody_dismisses_stays() -> None:
     fleet.bring(2)
     assert fleet.bring(1) == []
     assert sorted(cluster.alive) == [0, 1]
+
+
+def test_an_agent_that_ends_by_a_mistake_is_started_again_by_its_actor(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    script = f'echo "$STRETTO_TOKEN" >> {tries}; [ $(wc -l < {tries}) -ge 3 ] || exit 2'
+    host = AgentHost(["/bin/sh", "-c", script], {"STRETTO_TOKEN": "token"}, pause=0.05)
+    until = time.monotonic() + 30
+    while not host.is_dismissed() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert host.is_dismissed()
+    assert tries.read_text() == "token\n" * 3
+
+
+def test_the_token_is_taken_out_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_TOKEN", "token")
+    assert "STRETTO_TOKEN" not in environment(1)  # of the fork server, which is older than what reads the token
+    brought = offer("here:7420", None, count=1, host=None, tls=None, patience=1.0)
+    assert (brought.token, os.environ.get("STRETTO_TOKEN")) == ("token", None)
+    monkeypatch.setenv("STRETTO_TOKEN", "token")
+    assert identity_of(RunFolder(tmp_path / "run")).token == "token"
+    assert "STRETTO_TOKEN" not in os.environ

@@ -10,14 +10,13 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.cluster.join_file import TOKEN
 from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, PlaceAgents, RayPlacerSpec, Refused
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
-from stretto.processes.spawn import FRESH
+from stretto.processes.spawn import FRESH, TOKEN
 
 _NAME = "the placer of Ray"
 _GRACE = 5.0
