@@ -40,7 +40,7 @@ class AgentsPlaced(Record, frozen=True, tag=True):
     nodes: tuple[str, ...]
 
 
-class Refused(Record, frozen=True, tag=True):
+class NotPlaced(Record, frozen=True, tag=True):
     """The order cannot be carried out; the placer goes on with the agents that it has. `exit_code` is that of the
     error: 2 where the cluster lacks what was ordered, else Ray has failed."""
 
@@ -48,6 +48,6 @@ class Refused(Record, frozen=True, tag=True):
     exit_code: int
 
 
-FromPlacer = AgentsPlaced | Refused | Failed
+FromPlacer = AgentsPlaced | NotPlaced | Failed
 FROM_PLACER: msgspec.msgpack.Decoder[FromPlacer] = msgspec.msgpack.Decoder(FromPlacer)
 TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceAgents)

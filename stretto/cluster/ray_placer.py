@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec, Refused
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleFailed
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
@@ -277,15 +277,15 @@ def reply(
     place: Callable[[PlaceAgents], AgentsPlaced],
     order: PlaceAgents,
     rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
-) -> AgentsPlaced | Refused:
+) -> AgentsPlaced | NotPlaced:
     """What comes of an order; one that fails costs no agent that is there."""
     try:
         return place(order)
     except RecipeError as error:
-        return Refused(problem=str(error), exit_code=error.exit_code)
+        return NotPlaced(problem=str(error), exit_code=error.exit_code)
     except rays_errors as error:
         problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return Refused(problem=problem, exit_code=RoleFailed.exit_code)
+        return NotPlaced(problem=problem, exit_code=RoleFailed.exit_code)
 
 
 def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:

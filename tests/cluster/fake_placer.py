@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec, Refused
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import Failed
@@ -30,9 +30,9 @@ def main() -> int:
                 if word == "placed-and-dies":
                     return 1
             case "refused":
-                orders.send(Refused(problem="no room", exit_code=2))
+                orders.send(NotPlaced(problem="no room", exit_code=2))
             case "broken":
-                orders.send(Refused(problem="RayActorError: it is dead", exit_code=1))
+                orders.send(NotPlaced(problem="RayActorError: it is dead", exit_code=1))
             case "fails":
                 orders.send(Failed(problem="Ray does not answer", exit_code=2))
                 return 2

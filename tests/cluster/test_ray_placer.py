@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster.placing import AgentsPlaced, PlaceAgents, RayPlacerSpec, Refused
+from stretto.cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
 from stretto.launch.assemble.cluster import identity_of
@@ -140,7 +140,7 @@ def test_a_reply_says_why_an_order_failed() -> None:
 
     assert reply(place, PlaceAgents(engines=4)) == AgentsPlaced(nodes=("here",))
     refused = reply(place, PlaceAgents(engines=5))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, NotPlaced)
     assert refused.exit_code == 2
     assert "needs 5 CPU" in refused.problem
 
@@ -152,7 +152,7 @@ def test_an_error_of_ray_fails_the_order_alone() -> None:
     def place(order: PlaceAgents) -> AgentsPlaced:
         raise Unavailable("the actor is restarting\nand more")
 
-    assert reply(place, PlaceAgents(engines=1), (Unavailable,)) == Refused(
+    assert reply(place, PlaceAgents(engines=1), (Unavailable,)) == NotPlaced(
         problem="Unavailable: the actor is restarting", exit_code=1
     )
 

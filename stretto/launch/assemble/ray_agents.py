@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, PlaceAgents, RayPlacerSpec, Refused
+from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.channel import ConductorEnd
@@ -76,7 +76,7 @@ class RayAgents:
         reply = await self._channel.receive("to place agents", 3 * self.spec.seconds)
         if isinstance(reply, Failed):
             await self._process.last_words()
-        if isinstance(reply, Failed | Refused):
+        if isinstance(reply, Failed | NotPlaced):
             if reply.exit_code == _USERS_MISTAKE:
                 raise RecipeError([Problem("Ray", reply.problem)])
             raise RoleFailed(_NAME, reply.problem, reply.exit_code)
