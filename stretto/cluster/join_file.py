@@ -9,7 +9,6 @@ import msgspec
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Record
 
-TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 JOIN = "join.json"  #: of a run folder: what a machine needs to join
 
 

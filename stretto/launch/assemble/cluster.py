@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from stretto.cluster.gate import Doors, Gate
-from stretto.cluster.join_file import JOIN, TOKEN, JoinFile, read_join_file
+from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import RunTerms
 from stretto.cluster.placing import RayPlacerSpec
@@ -31,7 +31,7 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.processes.handshake import new_key
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
-from stretto.processes.spawn import Spawner
+from stretto.processes.spawn import TOKEN, Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
@@ -145,7 +145,7 @@ class Cluster:
             gpus=recipe.cluster.gpus,
             seconds=recipe.cluster.wait,
         )
-        self._ray = RayAgents(self.plan, self.folder, spec, self.identity.token, self.report)
+        self._ray = RayAgents(recipe.deadlines, self.folder.role_log("ray"), spec, self.identity.token, self.report)
         await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
         self._tasks.add("ray", self._ray.supervise())
 
@@ -327,5 +327,5 @@ def identity_of(folder: RunFolder) -> JoinFile:
         known = read_join_file(folder.path)
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
-    token = os.environ.get(TOKEN) or known.token
+    token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
     return msgspec.structs.replace(known, token=token, address="", control="")
