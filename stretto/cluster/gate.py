@@ -121,7 +121,9 @@ class Gate:
     def _greeting(self, context: ssl.SSLContext | None) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
         def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if len(self._strangers) >= _STRANGERS:
-                next(iter(self._strangers)).transport.abort()
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
+                oldest.transport.abort()
             self._strangers[writer] = None
             task = asyncio.create_task(self._serve(reader, writer, context))
             self._callers.add(task)
