@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from stretto.cluster.messages import (
     StopRole,
     ToAgent,
 )
+from stretto.cluster.scratch import own_folder, own_memory, sweeper
 from stretto.cluster.wire import Wire, connect
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
@@ -60,7 +60,6 @@ from stretto.core.tasks import NamedTasks, cancel_and_wait
 from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
 from stretto.processes.tls import client_context
-from stretto.weights.folder import SHARED, own, remove_abandoned, shared_folder
 from stretto.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
@@ -69,7 +68,6 @@ _LOOK_SECONDS = 0.5
 _BEAT_SECONDS = 1.0
 _LOG_BYTES = 64 << 10  # of each role, with each heartbeat
 _LEAVE_SECONDS = 30.0
-_PREFIX = "stretto-agent-"
 _REMEMBERED = 16  # round trips, of which the shortest tells the clock
 
 
@@ -155,7 +153,7 @@ class _Session:
     say: Callable[[str], None]
     folder: Path
     memory: Path  # holds the weights
-    held: int  # a descriptor: while it is open, the weights are in use
+    held: tuple[int, int]  # descriptors: while they are open, folder and memory are in use
     sweeper: subprocess.Popen[bytes]
     seats: list[_Seat] = field(default_factory=list)  # once the model is here
     clock_offset: float = 0.0
@@ -178,10 +176,11 @@ class _Session:
                 terms = await wire.receive()
             if not isinstance(terms, RunTerms):
                 raise MachineLost(gate, "closed the connection")
-            folder = Path(tempfile.mkdtemp(prefix="stretto-"))
+            folder, lock = own_folder()
+            undo.callback(os.close, lock)
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            memory, held = _memory(folder, terms)
-            session = cls(offer, terms, wire, say, folder, memory, held, _sweeper(folder, memory))
+            memory, held = own_memory(folder, terms)
+            session = cls(offer, terms, wire, say, folder, memory, (lock, held), sweeper(folder, memory))
             session._wish(terms.published)  # before any order: a later one is of a newer version
             undo.pop_all()
         return session
@@ -219,8 +218,9 @@ class _Session:
                 await seat.process.stop(0.0)
             seat.port.close()
         await self.wire.close()
-        os.close(self.held)
         await asyncio.to_thread(self.sweeper.communicate)
+        for descriptor in self.held:
+            os.close(descriptor)
 
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 
@@ -359,26 +359,6 @@ class _Session:
             if data := log.read(_LOG_BYTES):
                 seat.told += len(data)
                 self.wire.send(LogText(name=seat.name, text=data.decode(errors="replace")))
-
-
-def _memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
-    """A folder of our own for the weights, in shared memory if it has room, and the descriptor that marks it as in use.
-    Those that killed agents have left are removed."""
-    for left in SHARED.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
-            remove_abandoned(left)
-            left.rmdir()
-    while True:
-        memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared_folder(terms.size, folder)))
-        with contextlib.suppress(FileNotFoundError):  # another agent has removed it as one that was left
-            return memory, own(terms.mailbox, memory)
-
-
-def _sweeper(*folders: Path) -> subprocess.Popen[bytes]:
-    """A process that removes the folders when it is told to, or when this process has died, however that was."""
-    quiet = subprocess.DEVNULL
-    command = ["/bin/sh", "-c", 'read _; rm -rf -- "$@"', "stretto", *map(str, folders)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def places_of_gpus(count: int) -> tuple[Mapping[str, str], ...]:

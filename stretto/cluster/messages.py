@@ -14,7 +14,6 @@ import msgspec
 
 from stretto.core.records import Record
 
-
 #: What a clock and a mirror can say; another number is a message that no agent sends.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]

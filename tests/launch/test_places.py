@@ -27,7 +27,7 @@ def test_a_machine_that_leaves_or_is_dismissed_is_given_no_ranks(tmp_path: Path)
             await until(leaves.leaving.done)
             dismissed.dismiss("stretto scale")
             assert [machine for machine, _ in ranks._free()] == [stays]
-            assert not (leaves.lost.done() or dismissed.lost.done())
+            assert [machine.lost.done() for machine in host.joined] == [False, False, False]
             for wire in wires:
                 wire.cut()
 
