@@ -24,6 +24,7 @@ import msgspec
 
 from stretto import __version__
 from stretto.cluster.messages import (
+    AGENTS_TLS,
     TO_AGENT,
     Beat,
     Dismissed,
@@ -44,11 +45,12 @@ from stretto.cluster.messages import (
     ToAgent,
 )
 from stretto.cluster.scratch import own_folder, own_memory, sweeper
-from stretto.cluster.wire import Wire, connect
+from stretto.cluster.wire import Wire, connect, speaks_tls
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
     DeadlineExceeded,
     HandshakeBroken,
+    HandshakeRefused,
     MachineLost,
     Problem,
     RecipeError,
@@ -170,7 +172,12 @@ class _Session:
         with contextlib.ExitStack() as undo:
             undo.callback(writer.transport.abort)
             ours = msgspec.msgpack.encode(join)
-            await call(reader, writer, offer.token, ours, peer=gate, seconds=_HANDSHAKE_SECONDS)
+            try:
+                await call(reader, writer, offer.token, ours, peer=gate, seconds=_HANDSHAKE_SECONDS)
+            except HandshakeBroken:
+                if not offer.tls and await speaks_tls(offer.address):
+                    raise HandshakeRefused(gate, "speaks TLS, and this machine shows no certificate") from None
+                raise
             wire = Wire(gate, reader, writer, TO_AGENT)
             async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
                 terms = await wire.receive()
@@ -318,13 +325,18 @@ class _Session:
         seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung)
         own = self.offer.environments[order.place] if self.offer.environments else {}
         try:
-            await process.start(msgspec.Raw(order.spec), order.threads, environment=order.environment | dict(own))
+            await process.start(self._spec(order), order.threads, environment=order.environment | dict(own))
             self.wire.send(RoleStarted(place=order.place, turn=order.turn))
             how = await process.ended()
         except RoleDied as death:
             how = death.how
         self._send_log(seat)
         self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how, killed=process.killed))
+
+    def _spec(self, order: StartRole) -> msgspec.Raw:
+        fields: dict[str, object] = msgspec.json.decode(order.spec)
+        told = {name: self.offer.tls for name, value in fields.items() if value == AGENTS_TLS}
+        return msgspec.Raw(msgspec.json.encode(fields | told))
 
     async def _stop(self, place: int, grace: float) -> None:
         if (process := self._seat(place).process) is not None:

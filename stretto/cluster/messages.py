@@ -20,6 +20,10 @@ Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
+#: In a spec: the folder of certificates on the agent's machine, which the agent alone knows.
+AGENTS_TLS = "(the agent's folder of certificates)"
+
+
 class Join(Record, frozen=True, tag=True):
     """A machine offers places for roles. `run` is the run that it had joined before, "" at first."""
 
@@ -103,7 +107,7 @@ class Mirrored(Record, frozen=True, tag=True):
 
 class StartRole(Record, frozen=True, tag=True):
     """Start ``python -m MODULE SPEC`` in a place. `turn` counts the starts there: what comes late of an earlier one is
-    told by it."""
+    told by it. A field of the spec that is `AGENTS_TLS` gets the agent's own folder of certificates."""
 
     place: int
     turn: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -29,6 +30,7 @@ import pytest
 
 from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.machine import JoinedMachine, RemoteProcess
+from stretto.cluster.messages import AGENTS_TLS
 from stretto.cluster.scratch import own_folder
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError
 from stretto.core.records import Record
@@ -331,7 +333,7 @@ def test_a_run_that_comes_back_at_its_address_gets_its_machines_back_and_another
 def test_a_second_gate_at_the_address_of_a_run_is_refused(home: Path) -> None:
     async def work() -> None:
         async with hosted(home) as host:
-            with pytest.raises(RecipeError, match="address already in use"):
+            with pytest.raises(RecipeError, match="Address already in use"):
                 await host.gate.open(host.address)
 
     now(work())
@@ -386,14 +388,35 @@ def test_with_tls_only_a_certificate_of_the_runs_authority_lets_a_machine_in(hom
         async with hosted(home, tls=ours, published=3) as host:
             with pytest.raises(HandshakeRefused, match="does not accept our TLS"):
                 await run_agent(Offer(host.address, TOKEN, tls=theirs, patience=0.0), print, asyncio.Event())
-            with pytest.raises(MachineLost, match="closed the connection during the handshake"):
-                await run_agent(Offer(host.address, TOKEN, patience=0.0), print, asyncio.Event())  # without TLS
+            with pytest.raises(HandshakeRefused, match="speaks TLS, and this machine shows no certificate"):
+                await run_agent(Offer(host.address, TOKEN, patience=60.0), print, asyncio.Event())  # at once
             with pytest.raises(HandshakeRefused, match="the key is wrong"):
                 await joined_by_hand(host.address, introduction(), "another", tls=ours)
             assert host.gate.machines == {}
             async with agent(host.address, tls=ours):
                 machine = await host.machine()
                 assert await machine.until_mirrored(3, 10) == 3
+
+    now(work())
+
+
+class SecretSpec(Record, frozen=True):
+    tls: str
+    address: str = "a:1"
+
+
+def test_a_role_gets_the_folder_of_certificates_of_its_own_machine(home: Path) -> None:
+    """The run's is at another path there."""
+    ours = authority(home / "ours")
+    elsewhere = str(shutil.copytree(ours, home / "elsewhere"))
+
+    async def work() -> None:
+        async with hosted(home, tls=str(ours)) as host, agent(host.address, tls=elsewhere):
+            machine = await host.machine()
+            process = machine.role(0, "teller", "tests.cluster.telling_role", {})
+            await process.start(SecretSpec(AGENTS_TLS), 1)
+            await process.ended()
+            assert msgspec.json.encode(SecretSpec(elsewhere)).decode() in (home / "logs" / "teller.txt").read_text()
 
     now(work())
 
