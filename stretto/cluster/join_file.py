@@ -19,7 +19,7 @@ class JoinFile(Record, frozen=True):
     token: str
     address: str = ""  # of the gate for other machines; "" if none can join
     control: str = ""  # of the gate for commands on the machine of the run
-    tls: str = ""
+    tls: str = ""  # folder of certificates, where the run sees it; "" for none
 
 
 def read_join_file(folder: Path) -> JoinFile:

@@ -246,11 +246,10 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
 async def _up(
     cluster: Cluster, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Open the gate, start all roles, and wait for engines that join if the run has none of its own."""
+    """Open the gate, start all roles, and wait for the first engine: those that join may still be starting."""
     await cluster.open()
     await gather_or_cancel(*(start() for start in starts))
-    if not engines.names:
-        await engines.until_up(patience)
+    await engines.until_up(patience)
 
 
 async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:
