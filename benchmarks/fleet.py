@@ -33,8 +33,8 @@ from stretto.cluster.messages import (
     MachineReady,
     Mirrored,
     NewVersion,
-    Place,
     RoleEnded,
+    RolePlace,
     RoleStarted,
     RunTerms,
     StartRole,
@@ -276,7 +276,7 @@ class _Machine:
         terms = await wire.receive()
         assert isinstance(terms, RunTerms)
         self.engine.version = max(0, terms.published)
-        wire.send(MachineReady(places=(Place(self.address, "/tmp"),), model="/model", mailbox_folder="/mailbox"))
+        wire.send(MachineReady(places=(RolePlace(self.address, "/tmp"),), model="/model", mailbox_folder="/mailbox"))
         beats = asyncio.create_task(self._beats(wire, min(_BEAT_SECONDS, terms.lease / 5)))
         try:
             while (order := await wire.receive()) is not None:

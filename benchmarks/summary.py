@@ -14,7 +14,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import report
-from benchmarks.rows import PEERS, SECTIONS, Row, async_sync, ratios_to, span, training, trl, verifier
+from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, trl, verifier
+from benchmarks.rows import SECTIONS as OF_STRETTO
+from benchmarks.server_rows import SECTION
+
+SECTIONS = {**OF_STRETTO, "vLLM and SGLang": SECTION}
 
 _HEAD = """# Results
 

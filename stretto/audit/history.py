@@ -25,7 +25,7 @@ _ENGINES = 5  # the place of the engines in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
 MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store"})
-MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "keep_versions", "checkpoint_every"})}
+MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "remote_ranks", "keep_versions", "checkpoint_every"})}
 
 _TRAJECTORIES = """
     SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,

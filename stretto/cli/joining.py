@@ -7,14 +7,19 @@ from typing import Annotated, NoReturn, Optional
 import typer
 
 JoinAddress = Annotated[
-    str, typer.Option("--join", metavar="ADDRESS|RUN_DIR", help="host:port of a run, or its folder if it is seen here.")
+    str,
+    typer.Option(
+        "--join",
+        metavar="ADDRESS|RUN_DIR",
+        help="Where the run listens (host:port), or its folder, if this machine sees it.",
+    ),
 ]
 JoinToken = Annotated[
     Optional[str],  # noqa: UP045 - typer reads this form on every supported Python
-    typer.Option("--token", envvar="STRETTO_TOKEN", help="Token of the run, from its join.json."),
+    typer.Option("--token", envvar="STRETTO_TOKEN", help="Token of the run; it is in join.json of the run folder."),
 ]
 JoinCount = Annotated[
-    int, typer.Option("--count", min=1, max=64, help="Processes on this machine; its GPUs are dealt to them.")
+    int, typer.Option("--count", min=1, max=64, help="Engines, or ranks, on this machine, which share its GPUs evenly.")
 ]
 JoinHost = Annotated[
     Optional[str],  # noqa: UP045 - typer reads this form on every supported Python
@@ -24,11 +29,15 @@ JoinHost = Annotated[
 ]
 JoinTls = Annotated[
     Optional[str],  # noqa: UP045 - typer reads this form on every supported Python
-    typer.Option("--tls", metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem."),
+    typer.Option(
+        "--tls", metavar="FOLDER", help="Folder with ca.pem, cert.pem and key.pem, if the run has cluster.tls."
+    ),
 ]
 JoinPatience = Annotated[
     float,
-    typer.Option("--patience", min=0, max=1e9, help="Seconds to look for the run, at first and after it was lost."),
+    typer.Option(
+        "--patience", min=0, max=1e9, help="Seconds to look for the run: at the start, and again after a loss."
+    ),
 ]
 
 
@@ -49,7 +58,10 @@ def engine(
     tls: JoinTls = None,
     patience: JoinPatience = 600.0,
 ) -> None:
-    """Join a run that goes on elsewhere, and generate for it until it ends. Ctrl-C drains this machine first."""
+    """Join a run on another machine and generate for it until it ends.
+
+    Ctrl-C or SIGTERM leaves: other engines go on with the completions of this machine. A second signal changes nothing.
+    """
     _join("engine", join, token, count, host, tls, patience)
 
 
@@ -61,5 +73,8 @@ def rank(
     tls: JoinTls = None,
     patience: JoinPatience = 600.0,
 ) -> None:
-    """Join a run that goes on elsewhere, and train for it as ranks of its trainer (trainer.remote_ranks)."""
+    """Join a run on another machine as ranks of its trainer (trainer.remote_ranks), until it ends.
+
+    Orders are authenticated by a key; torch's own connections between ranks are neither authenticated nor encrypted.
+    """
     _join("rank", join, token, count, host, tls, patience)

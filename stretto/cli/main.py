@@ -62,8 +62,6 @@ app = typer.Typer(
     "signal n. Built models and warm starts are cached in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
 )
 app.add_typer(score)
-app.command()(engine)
-app.command()(rank)
 
 
 def _print_version(asked: bool) -> None:
@@ -116,7 +114,8 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|ADDRESS|local",
-            help="Place the engines on a Ray cluster: the running one, that one, a new one.",
+            help="Start the engines on a Ray cluster: the one that runs here, the one at ADDRESS, or a new one on this "
+            "machine.",
         ),
     ] = None,
 ) -> None:
@@ -260,12 +259,16 @@ def serve(
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
 
 
+app.command()(engine)
+app.command()(rank)
+
+
 @app.command()
 def scale(
     run: RunFolder,
-    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="The number of engines from now on.")],
+    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="How many engines the run is to have.")],
 ) -> None:
-    """Change the number of engines of a run that is going on."""
+    """Start or end engines of a running run; those that end give their completions to the others."""
     from stretto.launch.commands.join import scale as change
 
     print(change(run, changes))

@@ -244,7 +244,7 @@ class _Session:
                 continue
             try:
                 pulled = await mirror.pull(wanted)
-            except WireError:  # not yet there, or not any more: the conductor bounds the wait
+            except (WireError, SourceLost, DeadlineExceeded):  # not there, or not any more: then its engines lag
                 await self._look_again()
                 continue
             here = wanted

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 
 class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -29,3 +29,9 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
         60.0, gt=0, description="seconds behind the newest version after which an engine gets no groups for a while"
     )
     wait: float = Field(600.0, gt=0, description="seconds to wait for the first engine to join")
+
+    @model_validator(mode="after")
+    def _given_engines_can_join(self) -> Self:
+        if self.placer == "given" and not self.listen:
+            raise ValueError('placer = "given" needs listen = "HOST:PORT": the engines join the run there')
+        return self

@@ -12,6 +12,8 @@
     │   ├── RoleFailed           it reported an error from which it cannot continue
     │   ├── CheckpointLost       the trainer ended before a checkpoint was written
     │   ├── EngineLost           an engine that cannot be reached, or that broke off a completion
+    │   │   └── EngineLeft       one that has left the run: what was asked of it is not the cause
+    │   ├── MachineLost          a machine that ran roles, and does not answer any more or has left
     │   ├── SourceLost           a server of weights that cannot be reached, or that broke off a transfer
     │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
     │   └── NothingMoves         no process makes progress; names who waits for what
@@ -19,6 +21,7 @@
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   ├── RefusedRequest       a request the engine will not serve; names the field
     │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
+    │       └── HandshakeBroken  a peer that closed the connection, or speaks something else
     ├── StoreError               the run folder's contents contradict themselves
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)

@@ -37,6 +37,7 @@ from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import Workflow
 
 _POLL_SECONDS = 1.0
+_KEEP_SECONDS = 5.0  # an engine that does not tell its tokens by then tells them the next time
 _SILENT_BATCHES = 4  # filtered groups for this many batches, and none for one, are reported
 
 Result = TypeVar("Result")
@@ -231,7 +232,7 @@ class Conductor:
     async def _journaling(self) -> NoReturn:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            await self.in_flight.keep()
+            await self.in_flight.keep(_KEEP_SECONDS)
 
     async def _observing(self) -> None:
         watchdog = Watchdog(self._progress, self.deadlines.still)

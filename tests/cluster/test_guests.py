@@ -44,7 +44,7 @@ async def guest_at(address: str, folder: Path, answer: float = 0.3) -> AsyncIter
         wire.send(MachineReady((RolePlace(address, "/tmp"),), "/m", "/w"))
         machine = await host.machine()
         spec = EngineSpec("engine-3", address, "", "", "", "{}", 1, 0.0)
-        guest = GuestEngine(spec, machine, DeadlinesConfig(answer=answer, load=0.3), "key", None)
+        guest = GuestEngine(spec, machine, DeadlinesConfig(answer=answer, load=0.3), "key", None, lambda: 7)
         try:
             yield guest, wire
         finally:

@@ -1,4 +1,5 @@
-"""What people take along for many machines: the keys of `[cluster]` and `[weights]`, and the commands that join."""
+"""What people take along for many machines: the keys of `[cluster]` and `[weights]`, and the commands that join. What
+cannot be is refused before a run starts."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.core.errors import RecipeError
 from stretto.launch.commands.train import check
 from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.test_paper import LARGE, RECIPES, assert_is_a_command, commands_in, containers, script
@@ -40,3 +42,15 @@ def test_the_engines_on_kubernetes_join() -> None:
     container = containers()["Deployment"]
     assert container["command"] == ["stretto"]
     assert_is_a_command(container["args"])
+
+
+def test_engines_that_are_given_need_an_address_where_they_join() -> None:
+    tiny = RECIPES.parent / "tests" / "launch" / "recipes" / "tiny.toml"
+    with pytest.raises(RecipeError, match='placer = "given" needs listen = "HOST:PORT"'):
+        load_recipe(tiny, ["cluster.placer=given"])
+    assert load_recipe(tiny, ["cluster.placer=given", "cluster.listen=0.0.0.0:0"]).cluster.placer == "given"
+
+
+def test_a_medium_that_a_run_does_not_carry_is_refused_with_a_config_alone() -> None:
+    with pytest.raises(RecipeError, match='"broadcast" is not carried by a run'):
+        check(RECIPES / "ray_2x8.toml", [f"model.path={LARGE}", "weights.medium=broadcast"])

@@ -94,7 +94,7 @@ class Story:
 
     async def drain(self, name: str) -> None:
         self.out.add(name)
-        await self.pool.drain(name, "asked to")
+        await self.pool.drain([name], "asked to")
 
     async def cut(self, name: str) -> None:
         """A partition, which heals before the lease is over or does not."""

@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
+import pytest
 
-from stretto.core.errors import EngineLost
+from stretto.core.errors import EngineLeft, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
 
 ANSWER = tuple(range(100, 110))
 
@@ -110,3 +111,22 @@ def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() ->
     (completion,) = asyncio.run(main())
     assert completion.engines == (("a", 4), ("b", 6))
     assert journal.whole == completion.segment
+
+
+def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:
+    tries = 0
+    for attempt in attempts():
+        with attempt:
+            tries += 1
+            if tries <= 2 * LOSSES:
+                raise EngineLeft("engine-1", "has left the run")
+            break
+    assert tries == 2 * LOSSES + 1
+    with pytest.raises(EngineLost):
+        _lose_engines()
+
+
+def _lose_engines() -> None:
+    for attempt in attempts():
+        with attempt:
+            raise EngineLost("engine-1", "was killed")

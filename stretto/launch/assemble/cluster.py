@@ -37,10 +37,13 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
 from stretto.weights.role import WeightsServerSpec
 
+#: Files among the sockets of a run.
+CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
 _WEIGHTS_ROLE = "stretto.weights.role"
 _STOP_GRACE = 1.0
 _ANYWHERE = "0.0.0.0:0"
 _LOOK_SECONDS = 1.0
+_MOST_ENGINES = 1024
 _FIRST = asyncio.FIRST_COMPLETED
 
 
@@ -58,6 +61,7 @@ class Cluster:
     weights_port: int = 0
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
+    _scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: NamedTasks = field(default_factory=NamedTasks)
     _ray: RayAgents | None = None
     _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
@@ -85,7 +89,7 @@ class Cluster:
         """
         config, medium = self.plan.recipe.cluster, self.medium
         self.report(f"weights.medium is {medium.medium}: {medium.reason}")
-        control = await self.gate.open(f"unix:{self.endpoints.sockets}/control.sock")
+        control = await self.gate.open(f"unix:{self.endpoints.sockets}/{CONTROL}")
         address = ""
         if listen := config.listen or (_ANYWHERE if config.placer == "ray" else ""):
             self._serve_weights(listen)
@@ -95,17 +99,14 @@ class Cluster:
             self.report(
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
-        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control))
+        tls = str(Path(config.tls).resolve()) if config.tls else ""
+        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control, tls=tls))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
     @property
     def medium(self) -> ChosenMedium:
-        """How weights reach the engines, and why.
-
-        Raises:
-            RecipeError: they cannot, as the recipe has it.
-        """
+        """How weights reach the engines, and why."""
         return medium_of(self.plan.recipe)
 
     async def supervise(self) -> NoReturn:
@@ -152,7 +153,7 @@ class Cluster:
 
     def _serve_weights(self, listen: str) -> None:
         host = listen.rpartition(":")[0] or "0.0.0.0"
-        key_file = self.endpoints.sockets / "weights.key"
+        key_file = self.endpoints.sockets / WEIGHTS_KEY
         key_file.touch(0o600)
         key_file.write_text(self.weights_key)
         reserved = socket.socket()
@@ -207,12 +208,12 @@ class Cluster:
 
     def _joined(self, machine: JoinedMachine) -> None:
         if machine.kind == "rank":
-            self.report(f"{machine.host} has joined with places for {len(machine.places)} rank(s)")
+            self.report(f"{machine.host} has joined: it takes {len(machine.places)} rank(s) of the trainer")
             self.ranks.joined(machine)
             self._tasks.add(machine.name, self._let_go(machine))
             return
         names = [self._join(machine, place) for place in range(len(machine.places))]
-        self.report(f"{machine.host} has joined with {', '.join(names)}; their weights come over the network")
+        self.report(f"{machine.host} has joined: it starts {', '.join(names)}, with weights over the network")
         self._tasks.add(machine.name, self._look_after(machine, names))
 
     async def _let_go(self, machine: JoinedMachine) -> None:
@@ -234,7 +235,12 @@ class Cluster:
         recipe, changed = plan.recipe, self.engines.changed
         role, interval = engine_role(recipe.engine), recipe.engine.load_interval
         self._hosts[spec.name] = machine
-        self.engines.join(guest(spec, number, machine, role, recipe.deadlines, changed, interval, self._context))
+        pool = self.engines
+        pool.join(
+            guest(
+                spec, number, machine, role, recipe.deadlines, changed, interval, self._context, lambda: pool.published
+            )
+        )
         return spec.name
 
     def _take_number(self) -> int:
@@ -246,11 +252,10 @@ class Cluster:
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(self.engines.has(name) for name in names):
-                machine.dismiss("its engines have left the run: its log says why")
+                machine.dismiss("its engines have left the run, whose log says why")
                 break
         if machine.leaving.done() and not machine.lost.done():
-            for name in names:
-                await self.engines.drain(name, machine.leaving.result())
+            await self.engines.drain(names, machine.leaving.result())
             machine.dismiss(machine.leaving.result())
         await machine.lost
         for name in names:
@@ -265,15 +270,19 @@ class Cluster:
         Raises:
             RecipeError: there cannot be so few, or the run cannot start more.
         """
+        if not 1 <= wanted <= _MOST_ENGINES:
+            raise RecipeError([Problem("engines", str(wanted), f"1 to {_MOST_ENGINES:,} are allowed")])
+        async with self._scaling:
+            return await self._scale(wanted)
+
+    async def _scale(self, wanted: int) -> str:
         names = self.engines.names
-        if wanted < 1:
-            raise RecipeError([Problem("engines", str(wanted), "a run needs one engine at least")])
         if wanted > len(names):
             return await self._grow(wanted)
         leaving = names[wanted:]
-        for name in reversed(leaving):
-            await self.engines.drain(name, "stretto scale")
-            await self._dismiss_if_empty(name)
+        await self.engines.drain(leaving, "stretto scale")
+        for name in leaving:
+            self._dismiss_if_empty(name)
         if self._ray is not None:
             await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
         return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
@@ -297,7 +306,7 @@ class Cluster:
         self.engines.join(EngineHandle.to(spec, logs, recipe.deadlines, role, self.spawner, changed, interval))
         return spec.name
 
-    async def _dismiss_if_empty(self, name: str) -> None:
+    def _dismiss_if_empty(self, name: str) -> None:
         machine = self._hosts.pop(name, None)
         if machine is not None and machine not in self._hosts.values():
             machine.dismiss("stretto scale")

@@ -66,7 +66,9 @@ class RayAgents:
         await self._channel.send(self._order)
         reply = await self._channel.receive("to place agents", 3 * self.spec.seconds)
         if not isinstance(reply, Failed):
-            self.say(f"Ray has placed {self._order.engines} engine(s) on {', '.join(sorted(set(reply.nodes)))}")
+            ranks = f" and {self._order.ranks} rank(s)" if self._order.ranks else ""
+            nodes = ", ".join(sorted(set(reply.nodes)))
+            self.say(f"Ray has placed {self._order.engines} engine(s){ranks} on the nodes {nodes}")
             return
         if reply.exit_code == _USERS_MISTAKE:
             raise RecipeError([Problem("Ray", reply.problem)])

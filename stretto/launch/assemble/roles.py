@@ -19,7 +19,7 @@ import msgspec
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
-from stretto.launch.assemble.cluster import Cluster, identity_of
+from stretto.launch.assemble.cluster import CONTROL, WEIGHTS_KEY, Cluster, identity_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
@@ -128,6 +128,7 @@ async def running_roles(
             spawner=spawner,
             lag=recipe.cluster.lag,
             kind=recipe.engine.kind,
+            patience=recipe.cluster.wait if recipe.cluster.placer != "local" else 0.0,
         )
         cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder))
         elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
@@ -138,18 +139,19 @@ async def running_roles(
         # Steps that are done again may take longer than an engine waits for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
         serve = partial(engines.start, version)
+        finished = False
         try:
             await cluster.open()
             starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
             await stop.unless(gather_or_cancel(rewards.start(), *starts))
-            if not engines.names:
-                await stop.unless(engines.until_up(recipe.cluster.wait))
+            await stop.unless(engines.until_up(recipe.cluster.wait))
             record_facts(folder, rewards.facts)
             yield Roles(engines, trainer, rewards, cluster)
+            finished = not stop.requested
         finally:
-            why, again = ("the run was stopped", True) if stop.requested else ("the run has ended", False)
+            why = "the run has ended" if finished else "the run was stopped, and may go on"
             await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
-            await end_all(report, cluster.close(why, again))
+            await end_all(report, cluster.close(why, again=not finished))
 
 
 @contextmanager
@@ -215,9 +217,10 @@ def _sweep(folder: RunFolder, mailbox: str) -> None:
         if lock.is_held(sockets):
             return
         remove(mailbox, sockets)
-        for path in sockets.glob("engine-*.sock"):
+        for path in (*sockets.glob("engine-*.sock"), sockets / CONTROL):
             if path.is_socket():
                 path.unlink()
+        (sockets / WEIGHTS_KEY).unlink(missing_ok=True)
         if [path.name for path in sockets.iterdir()] == [lock.NAME]:
             (sockets / lock.NAME).unlink()
         sockets.rmdir()

@@ -124,8 +124,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         totals = ledger.get(TOTALS, Totals)
         earlier = EarlierTotals() if totals is None else EarlierTotals.of(totals)
         ledger.put("seed", plan.recipe.seed)
-        engines, workers = plan.recipe.engine.count, plan.recipe.rewards.workers
-        reporter.say(f"starting the roles: {engines} engine(s), the trainer, {workers} reward worker(s)")
+        reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
         async with running_roles(
             plan=plan,
             folder=folder,
@@ -142,6 +141,12 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 recorder = _recorder(context, roles, earlier, since)
                 await run_beside(roles.supervise(), _train(context, roles, recorder))
         return stop.exit_code
+
+
+def _roles_of(recipe: Recipe) -> str:
+    local = recipe.cluster.placer == "local"
+    engines = f"{recipe.engine.count} engine(s)" if local else "engines on other machines"
+    return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s)"
 
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:

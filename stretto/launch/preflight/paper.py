@@ -12,6 +12,7 @@ from stretto.launch.preflight.checks import (
     check_reward_function,
     check_top_k,
     longest_prompt_allowed,
+    medium_of,
 )
 from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts, prompts_as_bytes
 from stretto.launch.preflight.gold import sift
@@ -46,6 +47,7 @@ def outline(recipe: Recipe) -> Outline:
     check_engine_keys(recipe, here=False)
     check_reward_function(recipe.rewards)
     check_in_flight(recipe.rollout)
+    medium_of(recipe)
     base, config = outlined(base_folder(recipe))
     refuse_unsupported(config)
     refuse_untrainable(config)

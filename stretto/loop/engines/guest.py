@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.cluster.machine import SILENT_SECONDS, JoinedMachine
-from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, MachineLost
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, MachineLost, RefusedRequest, WireError
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.loop.config import DeadlinesConfig
@@ -30,7 +31,9 @@ class GuestEngine(HttpEngine):
         deadlines: DeadlinesConfig,
         key: str,
         context: ssl.SSLContext | None,
+        newest: Callable[[], int],
     ) -> None:
+        """`newest` is the newest published version: no engine can have a newer one."""
         super().__init__(
             spec.name,
             spec.address,
@@ -40,7 +43,7 @@ class GuestEngine(HttpEngine):
             key=key,
             context=context,
         )
-        self._machine = machine
+        self._machine, self._newest = machine, newest
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """As `HttpEngine.generate`; an engine that does not answer is lost to the run, and does not end it.
@@ -48,12 +51,56 @@ class GuestEngine(HttpEngine):
         Raises:
             EngineLeft: its machine is what was lost, or has fallen silent.
         """
+        asked = {request.id: request for request in requests}
         try:
             async for completion in super().generate(*requests):
+                self._check(completion, asked.get(completion.request))
                 yield completion
-        except (EngineLost, DeadlineExceeded) as loss:
+        except RefusedRequest:
+            raise
+        except (EngineLost, DeadlineExceeded, WireError) as loss:
             how = loss.how if isinstance(loss, EngineLost) else str(loss)
             raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
+
+    def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
+        """Raises WireError: it is not what was asked for, or no engine of ours could have sampled it."""
+        if request is None or not 0 <= completion.member < len(request.seeds):
+            raise WireError(f"sent a completion of {completion.request!r} that it was not asked for")
+        prefix = request.prefixes[completion.member] if request.prefixes else Segment()
+        if completion.token_ids[: len(prefix.token_ids)] != prefix.token_ids:
+            raise WireError(f"sent a completion of {completion.request!r} that does not go on with its tokens")
+        self._check_segment(completion.segment, completion.request)
+
+    def _check_segment(self, segment: Segment, request: str) -> None:
+        if not len(segment.token_ids) == len(segment.behavior_logprobs) == len(segment.versions):
+            raise WireError(f"sent tokens of {request!r} without a log-probability and a version for each")
+        if segment.versions and not 0 <= min(segment.versions) <= max(segment.versions) <= self._newest():
+            raise WireError(f"sent tokens of {request!r} with versions that are not published")
+
+    def _published(self, version: int) -> int:
+        if version > self._newest():
+            raise WireError(f"{self.name} says that it has version {version}, and the newest is {self._newest()}")
+        return version
+
+    async def health(self) -> EngineHealth:
+        """As `HttpEngine.health`.
+
+        Raises:
+            WireError: it has a version that is not published.
+        """
+        health = await super().health()
+        self._published(health.version)
+        return health
+
+    async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """As `HttpEngine.partials`; what was not asked for is a WireError."""
+        found = await super().partials(known)
+        for request, pieces in found.items():
+            if any(member not in range(len(known.get(request, ()))) for member in pieces):
+                raise WireError(f"{self.name} sent tokens of {request!r} that it was not asked for")
+            for piece in pieces.values():
+                self._check_segment(piece, request)
+        return found
 
     async def _machine_is_gone(self) -> bool:
         """When a machine goes, the connections to its engines may break before the one to its agent."""
@@ -67,7 +114,7 @@ class GuestEngine(HttpEngine):
         may take as long as its machine's mirror allows: one that takes too long makes the engine lag."""
         try:
             version = await self._machine.until_mirrored(version, _PULL_SECONDS)
-            return await super().update(version)
+            return self._published(await super().update(version))
         except (MachineLost, DeadlineExceeded) as loss:
             raise EngineLost(self.name, str(loss)) from None
 
@@ -81,10 +128,12 @@ def guest(
     changed: Callable[[EngineHandle], None],
     load_interval: float,
     context: ssl.SSLContext | None,
+    newest: Callable[[], int],
 ) -> EngineHandle:
-    """The engine in a place of a machine, not started yet; `role` is the module of its process."""
+    """The engine in a place of a machine, not started yet; `role` is the module of its process, `newest` as for
+    `GuestEngine`."""
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
-    client = GuestEngine(spec, machine, deadlines, key, context)
+    client = GuestEngine(spec, machine, deadlines, key, context, newest)
     restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
     return EngineHandle(spec, process, client, deadlines, restarts, changed, load_interval, machine.host)

@@ -75,6 +75,7 @@ class EngineHandle:
     _missing: deque[tuple[int, float]] = field(default_factory=deque)  # versions to load; when they came
     _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
+    _awaited: int = 0  # requests that wait for it to load a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     _restarts: int = 0
     _health: EngineHealth | None = None
@@ -196,11 +197,12 @@ class EngineHandle:
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
         """A new process for one that ended, which happened as `how` says; `publication` as for `start`."""
-        while True:
+        while not self.leaving:
             self._count_death(how)
             say(f"{self.name} {how}: a new one is started")
             try:
-                return await self.start(publication)
+                await self.start(publication)
+                break
             except RoleDied as death:
                 how = death.how
             except DeadlineExceeded as late:
@@ -292,7 +294,7 @@ class EngineHandle:
     async def _until_due(self) -> None:
         """`load_interval` seconds after the last load; at once if it has no requests."""
         due = self._loaded + self.load_interval
-        while self.open and (early := due - asyncio.get_running_loop().time()) > 0:
+        while self.open and not self._awaited and (early := due - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(early, _POLL_SECONDS))
 
     async def _newest(self) -> int:
@@ -327,12 +329,23 @@ class EngineHandle:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def until_it_serves(self, version: int) -> None:
-        """Return when it serves `version` or a newer one."""
-        async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
-            while self.version is None or self.version < version:
-                if not self.takes:
-                    raise EngineLeft(self.name, "is not up any more")
-                await asyncio.sleep(RETRY_SECONDS)
+        """Return when it serves `version` or a newer one, which it then loads whether that is due or not.
+
+        Raises:
+            EngineLeft: it is not up any more.
+            EngineLost: it does not for `deadlines.start` seconds.
+        """
+        self._awaited += 1
+        try:
+            async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
+                while self.version is None or self.version < version:
+                    if not self.takes:
+                        raise EngineLeft(self.name, "is not up any more")
+                    await asyncio.sleep(RETRY_SECONDS)
+        except DeadlineExceeded as late:
+            raise EngineLost(self.name, str(late)) from None
+        finally:
+            self._awaited -= 1
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 

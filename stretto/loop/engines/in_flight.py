@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 
 import msgspec
@@ -23,8 +24,24 @@ from stretto.store.ledger.reading import UnfinishedGroup
 LOSSES = 3
 
 
+class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
+    """Ends with the loss of an engine, which is raised if it is the last attempt."""
+
+    def __init__(self, last: bool) -> None:
+        self._last, self.lost = last, False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, EngineLeft):  # what was asked of it is not the cause
+            return True
+        self.lost = isinstance(error, EngineLost)
+        return self.lost and not self._last
+
+
 def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
-    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised.
+    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised. An engine
+    that leaves the run is no loss.
 
     Example::
 
@@ -32,9 +49,11 @@ def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
             with attempt:
                 return await generated()
     """
-    for _ in range(LOSSES):
-        yield contextlib.suppress(EngineLost)
-    yield contextlib.nullcontext()
+    losses = 0
+    while True:
+        attempt = _Attempt(last=losses == LOSSES)
+        yield attempt
+        losses += attempt.lost
 
 
 class Engines(Protocol):

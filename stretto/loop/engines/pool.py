@@ -53,6 +53,7 @@ class EnginePool:
         spawner: Spawner = FRESH,
         lag: float = math.inf,
         kind: str = "native",
+        patience: float = 0.0,
     ) -> None:
         """`role` is the module of an engine's process, `kind` the make. `load_interval` is that of the engine's
         configuration, in seconds; `router` chooses among the engines that are up (default: the least loaded). `lag`:
@@ -66,7 +67,7 @@ class EnginePool:
         self._left: dict[str, EngineHandle] = {}  # for their counters
         self._counted: dict[str, int] = {}  # the versions of the engines that count
         self._versions: Counter[int] = Counter()  # how many engines count with each
-        self._deadlines, self._lag = deadlines, lag
+        self._deadlines, self._lag, self._patience = deadlines, lag, patience
         self._published = -1
         self._on_load: Callable[[int], None] = lambda version: None
         self._keep: Callable[[], Awaitable[None]] = _nothing
@@ -106,8 +107,9 @@ class EnginePool:
 
     @property
     def names(self) -> list[str]:
-        """The engines of the pool, those that start included, in the order in which they came."""
-        return list(self._engines)
+        """The engines of the pool, those that start included and those that leave not, in the order in which they
+        came."""
+        return [name for name, engine in self._engines.items() if not engine.leaving]
 
     def has(self, name: str) -> bool:
         """Whether the engine is one of the pool, starting or not."""
@@ -157,6 +159,8 @@ class EnginePool:
         try:
             await engine.start(engine.spec.publication_seconds)
         except RoleDied as death:
+            if engine.leaving:
+                return
             if not engine.process.killed:
                 raise
             await engine.replace(death.how, self._say, engine.spec.publication_seconds)
@@ -190,15 +194,19 @@ class EnginePool:
                 raise
             await self.leave(engine.name, str(loss))
 
-    async def drain(self, name: str, why: str) -> None:
-        """Take an engine out of the run: it gets no more groups, its tokens are journaled, and other engines continue
-        them; returns when it has ended."""
-        if (engine := self._engines.get(name)) is None:
-            return  # it has gone by itself
-        engine.leaves()
-        await self._keep()
+    async def drain(self, names: Sequence[str], why: str) -> None:
+        """Take engines out of the run: they get no more groups, their tokens are journaled, and other engines continue
+        them; returns when they have ended."""
+        engines = [self._engines[name] for name in names if name in self._engines]  # others have gone by themselves
+        for engine in engines:
+            engine.leaves()
+        if engines:
+            await self._keep()
+            await gather_to_the_end(*(self._let_go(engine, why) for engine in engines))
+
+    async def _let_go(self, engine: EngineHandle, why: str) -> None:
         await engine.give_up()
-        await self.leave(name, why)
+        await self.leave(engine.name, why)
 
     async def leave(self, name: str, why: str) -> None:
         """An engine is gone, or as good as gone: what it has is continued by others from the last journaled token."""
@@ -228,7 +236,7 @@ class EnginePool:
         """End all engines; returns when they are gone."""
         self._stopped = True
         await self._supervised.close()
-        await gather_to_the_end(*(engine.stop(grace) for engine in self._engines.values()))
+        await gather_to_the_end(*(engine.stop(grace) for engine in self._all))
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -272,7 +280,7 @@ class EnginePool:
         while (name := self._router.start(completions)) is None:
             self._free.clear()  # below: a replacement that is not ready in time has another one by then
             up, limits = bool(self._router.up), self._deadlines
-            awaited, seconds = ("free", limits.answer) if up else ("up", 2 * limits.start)
+            awaited, seconds = ("free", limits.answer) if up else ("up", max(2 * limits.start, self._patience))
             async with deadline("conductor", f"an engine to be {awaited}", seconds):
                 await self._free.wait()
         return name
@@ -322,9 +330,9 @@ class EnginePool:
         """Return when every engine serves `version` or a newer one; loads it where needed."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
-        for name, engine in [*self._engines.items()]:
-            if engine.serves or name in self._own:  # one that joins has the newest version before it gets requests
-                await self._guarded(engine, engine.reach(version))
+        # One that joins has the newest version before it gets requests.
+        serving = [engine for name, engine in self._engines.items() if engine.serves or name in self._own]
+        await gather_or_cancel(*(self._guarded(engine, engine.reach(version)) for engine in serving))
 
     # ── counters ─────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,110 @@
+"""What an engine on another machine may say: nothing that it was not asked for, and no version that is not published.
+A lie is the loss of that engine; it reaches neither the ledger nor the live version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.core.errors import EngineLost, WireError
+from stretto.core.frames import frame
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
+from stretto.engine.wire import UpdateReply
+from stretto.loop.engines.guest import GuestEngine
+from tests.cluster.test_gate import now
+from tests.cluster.test_guests import guest_at
+
+NEWEST = 7  # as `guest_at` has it
+PREFIX = Segment((3, 4), (-0.1, -0.2), (5, 5))
+REQUEST = GenerateRequest(
+    id="0.0.0", prompt_token_ids=(3,), seeds=(1, 2), sampling=Sampling(max_tokens=9), prefixes=(PREFIX, PREFIX)
+)
+
+
+def ended(member: int = 0, request: str = "0.0.0", **changes: object) -> Completion:
+    honest = Segment((3, 4, 8), (-0.1, -0.2, -0.3), (5, 5, 7), stop_reason=StopReason.STOP)
+    return Completion.of(request, member, msgspec.structs.replace(honest, **changes))
+
+
+@asynccontextmanager
+async def answering(body: bytes) -> AsyncIterator[str]:
+    """A server that gives every request this body; its address."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def heard(folder: Path, body: bytes, ask: Callable[[GuestEngine], Awaitable[object]]) -> None:
+    async def work() -> None:
+        async with answering(body) as address, guest_at(address, folder) as (guest, _):
+            await ask(guest)
+
+    now(work())
+
+
+async def generated(guest: GuestEngine) -> list[Completion]:
+    return [completion async for completion in guest.generate(REQUEST)]
+
+
+def test_honest_completions_pass(tmp_path: Path) -> None:
+    heard(tmp_path, frame(ended(0)) + frame(ended(1)), generated)
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [
+        (ended(request="0.1.0"), "was not asked for"),
+        (ended(member=2), "was not asked for"),
+        (ended(token_ids=(3, 9, 8)), "does not go on with its tokens"),
+        (ended(versions=(5, 5)), "without a log-probability and a version for each"),
+        (ended(behavior_logprobs=(-0.1,)), "without a log-probability and a version for each"),
+        (ended(versions=(5, 5, NEWEST + 1)), "versions that are not published"),
+        (ended(versions=(5, 5, -1)), "versions that are not published"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_the_loss_of_the_engine(tmp_path: Path, lie: Completion, what: str) -> None:
+    with pytest.raises(EngineLost, match=what):
+        heard(tmp_path, frame(lie) + frame(ended(1)), generated)
+
+
+def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> None:
+    with pytest.raises(EngineLost, match="no engine of ours sends"):
+        heard(tmp_path, frame({"hello": 1}), generated)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        {"0.9.0": {0: Segment((1,), (-0.1,), (5,))}},
+        {"0.0.0": {2: Segment((1,), (-0.1,), (5,))}},
+        {"0.0.0": {0: Segment((1,), (-0.1,), (NEWEST + 1,))}},
+    ],
+)
+def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: dict[str, dict[int, Segment]]) -> None:
+    with pytest.raises(WireError, match=r"was not asked for|are not published"):
+        heard(tmp_path, msgspec.msgpack.encode(pieces), lambda guest: guest.partials({"0.0.0": [2, 2]}))
+
+
+def test_a_version_that_is_not_published_is_refused(tmp_path: Path) -> None:
+    async def told(guest: GuestEngine) -> None:
+        guest._machine.mirrored = NEWEST
+        await guest.update(NEWEST)
+
+    heard(tmp_path, msgspec.msgpack.encode(UpdateReply(version=NEWEST)), told)
+    with pytest.raises(WireError, match="says that it has version 1000000000, and the newest is 7"):
+        heard(tmp_path, msgspec.msgpack.encode(UpdateReply(version=10**9)), told)
