@@ -88,8 +88,8 @@ def test_a_machine_joins_serves_and_leaves_without_a_trace(home: Path) -> None:
             assert len(list(Path(machine.mailbox_folder).glob("*.weights"))) == 2
             process, client = await toy(machine, home)
             other, other_client = await toy(machine, home, place=1)
-            await until(lambda: (home / "logs" / "toy-0.txt").exists())
-            assert "listens at 127.0.0.1" in (home / "logs" / "toy-0.txt").read_text()
+            log = home / "logs" / "toy-0.txt"
+            await until(lambda: log.exists() and "listens at 127.0.0.1" in log.read_text())
             process.kill()
             assert await process.ended() == "was killed by SIGKILL (out of memory?)"
             assert process.killed
