@@ -269,7 +269,9 @@ class Cluster:
             RecipeError: there cannot be so few, or the run cannot start more.
         """
         if not 1 <= wanted <= _MOST_ENGINES:
-            raise RecipeError([Problem("engines", str(wanted), f"1 to {_MOST_ENGINES:,} are allowed")])
+            raise RecipeError(
+                [Problem("engines", str(wanted), f"a run needs one engine at least, and has {_MOST_ENGINES:,} at most")]
+            )
         async with self._scaling:
             return await self._scale(wanted)
 
