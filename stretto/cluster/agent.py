@@ -58,7 +58,7 @@ from stretto.core.errors import (
     SourceLost,
     WireError,
 )
-from stretto.core.tasks import NamedTasks, cancel_and_wait
+from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
 from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
 from stretto.processes.tls import client_context
@@ -213,7 +213,7 @@ class _Session:
             return str(error)
         finally:
             await cancel_and_wait([*tasks])
-            await self._end()
+            await to_the_end(self._end())
 
     async def _end(self) -> None:
         for seat in self.seats:

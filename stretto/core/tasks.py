@@ -45,6 +45,16 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
         await cancel_and_wait([*tasks])
 
 
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which a cancellation does not cut short: it is raised when the work is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
     """Run all of them to their end, then raise the first failure as it is."""
     for end in await asyncio.gather(*coroutines, return_exceptions=True):

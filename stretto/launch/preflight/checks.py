@@ -99,12 +99,10 @@ def check_ports(config: EngineConfig) -> None:
 def check_cluster(recipe: Recipe) -> None:
     """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
     config, problems = recipe.cluster, []
-    if not config.listen and config.placer != "ray":
+    ranks = recipe.trainer.remote_ranks
+    if ranks and not config.listen and config.placer != "ray":
         found, remedy = "and cluster.listen is empty: no machine can join", 'give cluster.listen="HOST:PORT"'
-        if config.placer == "given":
-            problems.append(Problem("cluster.placer", f"'given', {found}", remedy))
-        if ranks := recipe.trainer.remote_ranks:
-            problems.append(Problem("trainer.remote_ranks", f"{ranks}, {found}", remedy))
+        problems.append(Problem("trainer.remote_ranks", f"{ranks}, {found}", remedy))
     try:
         server_context(config.tls or "")
     except RecipeError as error:
