@@ -220,7 +220,9 @@ class _Session:
             seat.port.close()
         await self.wire.close()
         os.close(self.held)
-        await asyncio.to_thread(self.sweeper.communicate)
+        assert self.sweeper.stdin is not None, "it is a pipe"
+        self.sweeper.stdin.close()
+        await asyncio.to_thread(self.sweeper.wait)
 
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 
