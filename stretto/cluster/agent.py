@@ -213,16 +213,16 @@ class _Session:
         for seat in self.seats:
             if seat.process is not None:
                 seat.process.kill()
-        await self._tasks.close()
-        for seat in self.seats:
-            if seat.process is not None:
-                await seat.process.stop(0.0)
-            seat.port.close()
-        await self.wire.close()
-        os.close(self.held)
-        assert self.sweeper.stdin is not None, "it is a pipe"
-        self.sweeper.stdin.close()
-        await asyncio.to_thread(self.sweeper.wait)
+        try:
+            await self._tasks.close()
+            for seat in self.seats:
+                if seat.process is not None:
+                    await seat.process.stop(0.0)
+                seat.port.close()
+            await self.wire.close()
+        finally:
+            os.close(self.held)
+            self.sweeper.communicate()  # nothing else is left to do meanwhile
 
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 
