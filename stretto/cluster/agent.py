@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import msgspec
 
 from stretto import __version__
 from stretto.cluster.messages import (
+    AGENTS_TLS,
     TO_AGENT,
     Beat,
     Dismissed,
@@ -44,11 +44,13 @@ from stretto.cluster.messages import (
     StopRole,
     ToAgent,
 )
-from stretto.cluster.wire import Wire, connect
+from stretto.cluster.scratch import own_folder, own_memory, sweeper
+from stretto.cluster.wire import Wire, connect, speaks_tls
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
     DeadlineExceeded,
     HandshakeBroken,
+    HandshakeRefused,
     MachineLost,
     Problem,
     RecipeError,
@@ -60,7 +62,6 @@ from stretto.core.tasks import NamedTasks, cancel_and_wait
 from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
 from stretto.processes.tls import client_context
-from stretto.weights.folder import SHARED, own, remove_abandoned, shared_folder
 from stretto.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
@@ -69,7 +70,6 @@ _LOOK_SECONDS = 0.5
 _BEAT_SECONDS = 1.0
 _LOG_BYTES = 64 << 10  # of each role, with each heartbeat
 _LEAVE_SECONDS = 30.0
-_PREFIX = "stretto-agent-"
 _REMEMBERED = 16  # round trips, of which the shortest tells the clock
 
 
@@ -155,7 +155,7 @@ class _Session:
     say: Callable[[str], None]
     folder: Path
     memory: Path  # holds the weights
-    held: int  # a descriptor: while it is open, the weights are in use
+    held: tuple[int, int]  # descriptors: while they are open, folder and memory are in use
     sweeper: subprocess.Popen[bytes]
     seats: list[_Seat] = field(default_factory=list)  # once the model is here
     clock_offset: float = 0.0
@@ -172,16 +172,22 @@ class _Session:
         with contextlib.ExitStack() as undo:
             undo.callback(writer.transport.abort)
             ours = msgspec.msgpack.encode(join)
-            await call(reader, writer, offer.token, ours, peer=gate, seconds=_HANDSHAKE_SECONDS)
+            try:
+                await call(reader, writer, offer.token, ours, peer=gate, seconds=_HANDSHAKE_SECONDS)
+            except HandshakeBroken:
+                if not offer.tls and await speaks_tls(offer.address):
+                    raise HandshakeRefused(gate, "speaks TLS, and this machine shows no certificate") from None
+                raise
             wire = Wire(gate, reader, writer, TO_AGENT)
             async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
                 terms = await wire.receive()
             if not isinstance(terms, RunTerms):
                 raise MachineLost(gate, "closed the connection")
-            folder = Path(tempfile.mkdtemp(prefix="stretto-"))
+            folder, lock = own_folder()
+            undo.callback(os.close, lock)
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            memory, held = _memory(folder, terms)
-            session = cls(offer, terms, wire, say, folder, memory, held, _sweeper(folder, memory))
+            memory, held = own_memory(folder, terms)
+            session = cls(offer, terms, wire, say, folder, memory, (lock, held), sweeper(folder, memory))
             session._wish(terms.published)  # before any order: a later one is of a newer version
             undo.pop_all()
         return session
@@ -221,8 +227,9 @@ class _Session:
                 seat.port.close()
             await self.wire.close()
         finally:
-            os.close(self.held)
             self.sweeper.communicate()  # nothing else is left to do meanwhile
+            for descriptor in self.held:
+                os.close(descriptor)
 
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 
@@ -320,13 +327,18 @@ class _Session:
         seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung)
         own = self.offer.environments[order.place] if self.offer.environments else {}
         try:
-            await process.start(msgspec.Raw(order.spec), order.threads, environment=order.environment | dict(own))
+            await process.start(self._spec(order), order.threads, environment=order.environment | dict(own))
             self.wire.send(RoleStarted(place=order.place, turn=order.turn))
             how = await process.ended()
         except RoleDied as death:
             how = death.how
         self._send_log(seat)
         self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how, killed=process.killed))
+
+    def _spec(self, order: StartRole) -> msgspec.Raw:
+        fields: dict[str, object] = msgspec.json.decode(order.spec)
+        told = {name: self.offer.tls for name, value in fields.items() if value == AGENTS_TLS}
+        return msgspec.Raw(msgspec.json.encode(fields | told))
 
     async def _stop(self, place: int, grace: float) -> None:
         if (process := self._seat(place).process) is not None:
@@ -361,26 +373,6 @@ class _Session:
             if data := log.read(_LOG_BYTES):
                 seat.told += len(data)
                 self.wire.send(LogText(name=seat.name, text=data.decode(errors="replace")))
-
-
-def _memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
-    """A folder of our own for the weights, in shared memory if it has room, and the descriptor that marks it as in use.
-    Those that killed agents have left are removed."""
-    for left in SHARED.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
-            remove_abandoned(left)
-            left.rmdir()
-    while True:
-        memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=shared_folder(terms.size, folder)))
-        with contextlib.suppress(FileNotFoundError):  # another agent has removed it as one that was left
-            return memory, own(terms.mailbox, memory)
-
-
-def _sweeper(*folders: Path) -> subprocess.Popen[bytes]:
-    """A process that removes the folders when it is told to, or when this process has died, however that was."""
-    quiet = subprocess.DEVNULL
-    command = ["/bin/sh", "-c", 'read _; rm -rf -- "$@"', "stretto", *map(str, folders)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def places_of_gpus(count: int) -> tuple[Mapping[str, str], ...]:

@@ -24,13 +24,11 @@ import msgspec
 from stretto import __version__
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, Answer, FromAgent, Join, RunTerms, Scale
-from stretto.cluster.wire import Wire
+from stretto.cluster.wire import Wire, bound
 from stretto.core.errors import (
     DeadlineExceeded,
     HandshakeBroken,
     HandshakeRefused,
-    Problem,
-    RecipeError,
     StrettoError,
 )
 from stretto.core.frames import frame
@@ -83,20 +81,13 @@ class Gate:
         Raises:
             RecipeError: the address cannot be had.
         """
-        host, _, port = listen.rpartition(":")
-        try:
-            if listen.startswith("unix:"):
-                greet = self._greeting(None)
-                self._servers.append(await asyncio.start_unix_server(greet, listen.removeprefix("unix:")))
-                return listen
-            greet = self._greeting(server_context(tls))
-            server = await asyncio.start_server(greet, host.strip("[]") or "0.0.0.0", int(port), backlog=_BACKLOG)
-        except (OSError, ValueError, OverflowError) as error:
-            found = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            remedy = "give host:port of this machine, with a free port"
-            raise RecipeError([Problem(f"cluster.listen: {listen!r}", found, remedy)]) from None
-        self._servers.append(server)
-        return f"{host or '0.0.0.0'}:{server.sockets[0].getsockname()[1]}"
+        if listen.startswith("unix:"):
+            greet = self._greeting(None)
+            self._servers.append(await asyncio.start_unix_server(greet, listen.removeprefix("unix:")))
+            return listen
+        greet, reserved = self._greeting(server_context(tls)), bound(listen)
+        self._servers.append(await asyncio.start_server(greet, sock=reserved, backlog=_BACKLOG))
+        return f"{listen.rpartition(':')[0] or '0.0.0.0'}:{reserved.getsockname()[1]}"
 
     def publish(self, version: int) -> None:
         """Tell every machine that a version can be pulled."""
@@ -121,7 +112,9 @@ class Gate:
     def _greeting(self, context: ssl.SSLContext | None) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
         def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if len(self._strangers) >= _STRANGERS:
-                next(iter(self._strangers)).transport.abort()
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
+                oldest.transport.abort()
             self._strangers[writer] = None
             task = asyncio.create_task(self._serve(reader, writer, context))
             self._callers.add(task)

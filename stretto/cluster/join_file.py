@@ -9,7 +9,6 @@ import msgspec
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Record
 
-TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 JOIN = "join.json"  #: of a run folder: what a machine needs to join
 
 
@@ -20,7 +19,7 @@ class JoinFile(Record, frozen=True):
     token: str
     address: str = ""  # of the gate for other machines; "" if none can join
     control: str = ""  # of the gate for commands on the machine of the run
-    tls: str = ""
+    tls: str = ""  # folder of certificates, where the run sees it; "" for none
 
 
 def read_join_file(folder: Path) -> JoinFile:

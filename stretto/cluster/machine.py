@@ -37,6 +37,7 @@ from stretto.core.tasks import first_of
 SILENT_SECONDS = 4.0  #: several heartbeats
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
+_MOST_LOG = 64 << 20  # bytes of a role's log: a machine cannot fill our disk
 
 
 class JoinedMachine:
@@ -47,6 +48,7 @@ class JoinedMachine:
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
+        self.dismissed = False
         self.spans: list[Span] = []  # of its mirror, since they were taken
         self.places: tuple[RolePlace, ...] = ()
         self.model = self.mailbox_folder = ""
@@ -128,7 +130,10 @@ class JoinedMachine:
         if name not in logs:
             raise WireError(f"the log of {name!r}, which it does not run")
         with contextlib.suppress(OSError), logs[name].open("a", encoding="utf-8", errors="replace") as log:
-            log.write(text)  # a disk that is full, which the ledger names, is no reason to lose a machine
+            if log.tell() < _MOST_LOG:
+                log.write(text)  # a disk that is full, which the ledger names, is no reason to lose a machine
+                if log.tell() >= _MOST_LOG:
+                    log.write(f"\n(its machine has more of this log: {_MOST_LOG:,} bytes are kept here)\n")
 
     def publish(self, version: int) -> None:
         """A version can be pulled."""
@@ -153,6 +158,11 @@ class JoinedMachine:
                     raise MachineLost(self.name, self.lost.result())
         return self.mirrored
 
+    @property
+    def stays(self) -> bool:
+        """Whether roles can still be started there."""
+        return not (self.lost.done() or self.leaving.done() or self.dismissed)
+
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
         """The process of a role in one of its places."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
@@ -165,6 +175,7 @@ class JoinedMachine:
 
     def dismiss(self, why: str, again: bool = False) -> None:
         """Tell it that its work is over: it ends, or comes back."""
+        self.dismissed = True
         self._wire.send(Dismissed(why=why, again=again))
 
 

@@ -8,11 +8,20 @@ gate ──► command   Answer
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from stretto.core.records import Record
+
+#: What a clock and a mirror can say; another number is a message that no agent sends.
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
+Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+#: In a spec: the folder of certificates on the agent's machine, which the agent alone knows.
+AGENTS_TLS = "(the agent's folder of certificates)"
 
 
 class Join(Record, frozen=True, tag=True):
@@ -71,8 +80,8 @@ class MachineReady(Record, frozen=True, tag=True):
 class Beat(Record, frozen=True, tag=True):
     """A heartbeat: the sender's clock, and what it has found to be the gate's clock less its own, in seconds."""
 
-    sent: float
-    clock_offset: float
+    sent: Offset
+    clock_offset: Offset
 
 
 class Echo(Record, frozen=True, tag=True):
@@ -91,14 +100,14 @@ class NewVersion(Record, frozen=True, tag=True):
 class Mirrored(Record, frozen=True, tag=True):
     """The machine's mailbox has a version, for `size` bytes over the network, in `seconds`."""
 
-    version: int
-    size: int
-    seconds: float
+    version: Count
+    size: Count
+    seconds: Seconds
 
 
 class StartRole(Record, frozen=True, tag=True):
     """Start ``python -m MODULE SPEC`` in a place. `turn` counts the starts there: what comes late of an earlier one is
-    told by it."""
+    told by it. A field of the spec that is `AGENTS_TLS` gets the agent's own folder of certificates."""
 
     place: int
     turn: int

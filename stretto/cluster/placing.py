@@ -40,6 +40,14 @@ class AgentsPlaced(Record, frozen=True, tag=True):
     nodes: tuple[str, ...]
 
 
-FromPlacer = AgentsPlaced | Failed
+class NotPlaced(Record, frozen=True, tag=True):
+    """The order cannot be carried out; the placer goes on with the agents that it has. `exit_code` is that of the
+    error: 2 where the cluster lacks what was ordered, else Ray has failed."""
+
+    problem: str
+    exit_code: int
+
+
+FromPlacer = AgentsPlaced | NotPlaced | Failed
 FROM_PLACER: msgspec.msgpack.Decoder[FromPlacer] = msgspec.msgpack.Decoder(FromPlacer)
 TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceAgents)

@@ -11,17 +11,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, AgentsPlaced, PlaceAgents, RayPlacerSpec
-from stretto.core.errors import Problem, RecipeError
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.core.errors import Problem, RecipeError, RoleFailed
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
 from stretto.processes.run_role import run_role
+from stretto.processes.spawn import TOKEN
 
 try:
     import ray
@@ -29,25 +31,44 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     _HAS_RAY = True
+    _RAYS_ERRORS: tuple[type[Exception], ...] = (ray.exceptions.RayError,)
 except ImportError:  # the message says how to have it
     _HAS_RAY = False
+    _RAYS_ERRORS = ()
 
-_TOKEN = "STRETTO_TOKEN"
 _KNOCK_SECONDS = 10.0
+_MISTAKE_SECONDS, _LONGEST_PAUSE = 5.0, 60.0
+_ANSWER_SECONDS = 5.0
+_DISMISSAL_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
 _COMMAND = "stretto.cli.main"  # `stretto engine --join` or `stretto rank --join`
 
 
 class AgentHost:
-    """A Ray actor with an agent as its child; when the agent dies, so does the actor, and Ray starts both anew."""
+    """A Ray actor with an agent as its child; when the agent dies, so does the actor, and Ray starts both anew.
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", _COMMAND, *words]
-        ours = os.environ | dict(environment) | {PARENT: str(os.getpid())}
-        self._agent = subprocess.Popen(command, env=ours, stdin=subprocess.DEVNULL)
-        threading.Thread(target=self._end_with_it, daemon=True).start()
+    An agent that ends by a mistake of the user (the certificates of this node, the token) is started again by the actor
+    itself, after `pause` seconds, and after twice as many each time: Ray would start it without a pause.
+    """
 
-    def _end_with_it(self) -> None:
-        if self._agent.wait() != 0:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], pause: float = _MISTAKE_SECONDS) -> None:
+        self._command, self._environment = command, environment
+        self._agent = self._start()
+        threading.Thread(target=self._look_after, args=(pause,), daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        ours = os.environ | dict(self._environment) | {PARENT: str(os.getpid())}
+        return subprocess.Popen(self._command, env=ours, stdin=subprocess.DEVNULL)
+
+    def _look_after(self, pause: float) -> None:
+        while (code := self._agent.wait()) == RecipeError.exit_code:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                self._agent = self._start()
+            except OSError:  # no room for a process: Ray starts the actor anew, here or elsewhere
+                break
+        if code != 0:
             os._exit(1)
 
     def node(self) -> str:
@@ -59,10 +80,75 @@ class AgentHost:
         return self._agent.poll() == 0
 
 
-@dataclass(frozen=True)
-class _Placed:
-    actor: Any
+@dataclass(eq=False)
+class Room:
+    """A placement group and how many of its agents are left. Ray ends all that is in a group that is removed."""
+
     group: Any
+    agents: int
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """An agent on the cluster."""
+
+    actor: Any
+    room: Room
+
+
+class Ground(Protocol):
+    """What a fleet needs of Ray."""
+
+    def start(self, kind: str, count: int) -> list[Placed]:
+        """Start agents.
+
+        Raises:
+            RecipeError: there is no room for all of them; none was started.
+        """
+        ...
+
+    def gone(self, agents: Sequence[Placed]) -> list[Placed]:
+        """Those that were dismissed or have died for good; none that Ray starts anew."""
+        ...
+
+    def end(self, actor: Any) -> None: ...
+
+    def remove(self, group: Any) -> None: ...
+
+
+class Fleet:
+    """The agents of one kind."""
+
+    def __init__(self, kind: str, ground: Ground, patience: float = _DISMISSAL_SECONDS) -> None:
+        """`patience`: seconds for a dismissal that is under way."""
+        self._kind, self._ground, self._patience = kind, ground, patience
+        self.agents: list[Placed] = []
+
+    def bring(self, wanted: int) -> list[Placed]:
+        """Let the dismissed go, and start those that are then missing, which are returned. No agent that works is
+        ended: one too many stays until the conductor dismisses it.
+
+        Raises:
+            RecipeError: there is no room.
+        """
+        until = time.monotonic() + self._patience
+        self._let_go()
+        while len(self.agents) > wanted and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+            self._let_go()
+        if len(self.agents) >= wanted:
+            return []
+        started = self._ground.start(self._kind, wanted - len(self.agents))
+        self.agents += started
+        return started
+
+    def _let_go(self) -> None:
+        for agent in self._ground.gone(self.agents):
+            self.agents.remove(agent)
+            self._ground.end(agent.actor)
+            agent.room.agents -= 1
+            if not agent.room.agents:
+                self._ground.remove(agent.room.group)
 
 
 class RayPlacer:
@@ -74,7 +160,8 @@ class RayPlacer:
 
     def __init__(self, spec: RayPlacerSpec) -> None:
         self._spec = spec
-        self._kinds: dict[str, list[_Placed]] = {"engine": [], "rank": []}
+        self._token = os.environ.pop(TOKEN)  # before a cluster on this machine is started, which would inherit it
+        self._engines, self._ranks = Fleet("engine", self), Fleet("rank", self)
         if not _HAS_RAY:
             remedy = "pip install 'ray>=2.50' in this environment, and on every node of the cluster"
             raise RecipeError([Problem("cluster.placer = 'ray'", "Ray is not installed", remedy)])
@@ -90,38 +177,58 @@ class RayPlacer:
             ) from None
 
     def place(self, order: PlaceAgents) -> AgentsPlaced:
-        """Have as many agents as ordered: dismissed ones are let go, new ones started."""
-        self._bring("engine", order.engines, "SPREAD")
-        self._bring("rank", order.ranks, "PACK")
-        placed = [agent.actor for agents in self._kinds.values() for agent in agents]
-        return AgentsPlaced(nodes=tuple(ray.get([actor.node.remote() for actor in placed], timeout=self._spec.seconds)))
+        """Have as many agents as ordered: dismissed ones are let go, missing ones started.
 
-    def _bring(self, kind: str, wanted: int, strategy: str) -> None:
-        agents = self._kinds[kind]
-        for agent in [agent for agent in agents if len(agents) > wanted and _dismissed(agent)]:
-            ray.kill(agent.actor)
-            remove_placement_group(agent.group)
-            agents.remove(agent)
-        more = wanted - len(agents)
-        if more <= 0:
-            return
+        Raises:
+            RecipeError: there is no room for more.
+            ray.exceptions.RayError: an agent did not start.
+        """
+        new = self._engines.bring(order.engines) + self._ranks.bring(order.ranks)
+        old = [agent for agent in self._engines.agents + self._ranks.agents if agent not in new]
+        nodes = ray.get([agent.actor.node.remote() for agent in new], timeout=self._spec.seconds)
+        return AgentsPlaced(nodes=(*nodes, *(node for node in _answers(old, "node") if isinstance(node, str))))
+
+    def start(self, kind: str, count: int) -> list[Placed]:
+        """See `Ground`."""
         bundle = {"CPU": self._spec.cpus} | ({"GPU": self._spec.gpus} if self._spec.gpus else {})
-        self._check(bundle, kind, more)
-        group = placement_group([bundle] * more, strategy=strategy)
+        self._check(bundle, kind, count)
+        # Ranks come together. Each engine has a group of its own, whose room is free again when it goes; Ray puts a
+        # group of one on the node with the most room, so engines spread (LeastResourceScorer in Ray's scorer.cc).
+        sizes = [count] if kind == "rank" else [1] * count
+        rooms = [Room(placement_group([bundle] * size, strategy="PACK"), size) for size in sizes]
         try:
-            ray.get(group.ready(), timeout=self._spec.seconds)
-        except ray.exceptions.GetTimeoutError:
-            remove_placement_group(group)
+            ray.get([room.group.ready() for room in rooms], timeout=self._spec.seconds)
+        except ray.exceptions.RayError as error:
+            for room in rooms:
+                remove_placement_group(room.group)
+            if not isinstance(error, ray.exceptions.GetTimeoutError):
+                raise
             free = _described(_untyped(ray).available_resources(), bundle)
-            found = f"found no room for {more} more {kind}(s) of {_described(bundle, bundle)}; free: {free}"
+            found = f"found no room for {count} more {kind}(s) of {_described(bundle, bundle)}; free: {free}"
             raise RecipeError([Problem("the Ray cluster", found, "ask for fewer, or add nodes")]) from None
-        environment = {_TOKEN: os.environ[_TOKEN]}
-        for number in range(more):
-            at = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-            host = ray.remote(AgentHost).options(
-                max_restarts=-1, num_cpus=self._spec.cpus, num_gpus=self._spec.gpus, scheduling_strategy=at
-            )
-            agents.append(_Placed(host.remote([kind, *self._spec.join], environment), group))
+        return [self._agent(kind, room, number) for room in rooms for number in range(room.agents)]
+
+    def _agent(self, kind: str, room: Room, number: int) -> Placed:
+        at = PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=number)
+        host = ray.remote(AgentHost).options(
+            max_restarts=-1, num_cpus=self._spec.cpus, num_gpus=self._spec.gpus, scheduling_strategy=at
+        )
+        return Placed(host.remote([sys.executable, "-m", _COMMAND, kind, *self._spec.join], {TOKEN: self._token}), room)
+
+    def gone(self, agents: Sequence[Placed]) -> list[Placed]:
+        """See `Ground`."""
+        answers = zip(agents, _answers(agents, "is_dismissed"), strict=True)
+        return [
+            agent for agent, answer in answers if answer is True or isinstance(answer, ray.exceptions.ActorDiedError)
+        ]
+
+    def end(self, actor: Any) -> None:
+        """See `Ground`."""
+        ray.kill(actor)
+
+    def remove(self, group: Any) -> None:
+        """See `Ground`."""
+        remove_placement_group(group)
 
     def _check(self, bundle: Mapping[str, float], kind: str, more: int) -> None:
         """Refuse at once what the cluster could never give."""
@@ -146,18 +253,45 @@ def _untyped(module: Any) -> Any:
     return module
 
 
-def _dismissed(agent: _Placed) -> bool:
-    return bool(ray.get(agent.actor.is_dismissed.remote(), timeout=30.0))
+def _answers(agents: Sequence[Placed], method: str) -> list[Any]:
+    """Of each agent, its answer or Ray's error; None of one that does not answer now, as while it starts anew."""
+    calls = [getattr(agent.actor, method).remote() for agent in agents]
+    if not calls:
+        return []
+    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_SECONDS)
+    return [_answer(call) if call in answered else None for call in calls]
+
+
+def _answer(call: Any) -> Any:
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayError as error:
+        return error
 
 
 def _described(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
 
 
+def reply(
+    place: Callable[[PlaceAgents], AgentsPlaced],
+    order: PlaceAgents,
+    rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
+) -> AgentsPlaced | NotPlaced:
+    """What comes of an order; one that fails costs no agent that is there."""
+    try:
+        return place(order)
+    except RecipeError as error:
+        return NotPlaced(problem=str(error), exit_code=error.exit_code)
+    except rays_errors as error:
+        problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return NotPlaced(problem=problem, exit_code=RoleFailed.exit_code)
+
+
 def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
     placer = RayPlacer(spec)
     while (order := orders.receive()) is not None:
-        orders.send(placer.place(order))
+        orders.send(reply(placer.place, order))
 
 
 def main(arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ from msgspec import field
 from stretto.core.records import Record
 from stretto.processes.heartbeat import PARENT
 
+TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 #: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
 #: training 10 % faster on the processor. Other C libraries than glibc do not look at this.
 _MEMORY = ":".join(
@@ -116,8 +117,9 @@ def describe_exit(code: int) -> str:
 
 def environment(threads: int) -> dict[str, str]:
     """The environment of a role. The thread count is set before torch is imported; idle threads sleep and do not spin,
-    since other roles need the cores."""
-    return {"GLIBC_TUNABLES": _MEMORY} | os.environ | settings(threads)
+    since other roles need the cores. The run's token is not in it."""
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
+    return {"GLIBC_TUNABLES": _MEMORY} | inherited | settings(threads)
 
 
 def settings(threads: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ import pytest
 
 from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.machine import JoinedMachine, RemoteProcess
+from stretto.cluster.scratch import own_folder
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
@@ -227,6 +228,26 @@ def test_a_killed_agent_takes_its_roles_its_files_and_its_shared_memory_along(ho
     now(work())
 
 
+def test_what_an_agent_left_that_was_killed_with_its_sweeper_is_removed_by_a_later_one(home: Path) -> None:
+    """The folder of an agent that lives stays."""
+    program = "from stretto.cluster.scratch import own_folder; print(own_folder()[0], flush=True); input()"
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as killed:
+        assert killed.stdout is not None
+        left = Path(killed.stdout.readline().strip())
+        (left / "model").mkdir()
+        living, lock = own_folder()
+        assert left.exists()
+        killed.kill()
+    later, other = own_folder()
+    assert not left.exists()
+    assert living.exists()
+    for folder, descriptor in ((living, lock), (later, other)):
+        folder.rmdir()
+        os.close(descriptor)
+
+
 def test_an_agent_that_is_stopped_goes_on_or_comes_back(home: Path) -> None:
     async def work() -> None:
         async with hosted(home, lease=1.5) as host:
@@ -284,7 +305,7 @@ def test_a_run_that_comes_back_at_its_address_gets_its_machines_back_and_another
 def test_a_second_gate_at_the_address_of_a_run_is_refused(home: Path) -> None:
     async def work() -> None:
         async with hosted(home) as host:
-            with pytest.raises(RecipeError, match="address already in use"):
+            with pytest.raises(RecipeError, match="Address already in use"):
                 await host.gate.open(host.address)
 
     now(work())

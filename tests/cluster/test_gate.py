@@ -6,12 +6,14 @@
   connections for a bounded time, and machines join beside them.
 - A machine that says what no agent says is lost, with what it said; nothing else is.
 - A machine that falls silent is lost when its lease is over, one whose words are late is not.
+- What a machine sends of its roles' logs fills no disk: each is kept up to a bound, and says so.
 - What comes late of an earlier start of a role is not taken for the present one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,6 +24,7 @@ import pytest
 
 from stretto import __version__
 from stretto.cluster import gate as gate_module
+from stretto.cluster import machine as machine_module
 from stretto.cluster.messages import (
     Beat,
     Dismissed,
@@ -147,6 +150,28 @@ def test_a_crowd_that_says_nothing_does_not_keep_a_machine_out(tmp_path: Path, m
     now(work())
 
 
+def test_callers_that_come_in_one_turn_of_the_loop_take_no_more_places_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No task of those who are pushed out has run by then."""
+    monkeypatch.setattr(gate_module, "_STRANGERS", 8)
+
+    async def work() -> None:
+        async with hosted(tmp_path) as host:
+            ends = [socket.socketpair() for _ in range(40)]
+            streams = [await asyncio.open_unix_connection(sock=ours) for ours, _ in ends]
+            greet = host.gate._greeting(None)
+            for reader, writer in streams:
+                greet(reader, writer)
+            left = [writer for _, writer in streams if not writer.transport.is_closing()]
+            assert left == [writer for _, writer in streams[-8:]]
+            for _, theirs in ends:
+                theirs.close()
+            await until(lambda: not host.gate._strangers)
+
+    now(work())
+
+
 def test_half_a_handshake_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "_HANDSHAKE_SECONDS", 0.2)
 
@@ -172,6 +197,12 @@ def test_half_a_handshake_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
         ([MachineReady(places=READY.places * 3, model="", mailbox_folder="")], "3 places; it has offered 1, once"),
         ([LogText(name="toy", text="x" * (2 << 20))], "a frame of 2,097,"),
         ([Spec()], "sent what no agent sends"),
+        ([Mirrored(version=3, size=1, seconds=math.nan)], "sent what no agent sends (Expected `float`"),
+        ([Mirrored(version=3, size=1, seconds=math.inf)], "sent what no agent sends (Expected `float`"),
+        ([Mirrored(version=3, size=2**63, seconds=0.1)], "sent what no agent sends (Expected `int`"),
+        ([Mirrored(version=2**63, size=1, seconds=0.1)], "sent what no agent sends (Expected `int`"),
+        ([Beat(sent=1.0, clock_offset=math.nan)], "sent what no agent sends (Expected `float`"),
+        ([Beat(sent=1.0, clock_offset=-math.inf)], "sent what no agent sends (Expected `float`"),
     ],
 )
 def test_a_machine_that_says_what_no_agent_says_is_lost_with_what_it_said(
@@ -284,6 +315,26 @@ def test_a_log_that_the_disk_does_not_take_costs_its_lines_alone(tmp_path: Path)
             wire.send(Mirrored(version=3, size=1, seconds=0.1))
             assert await host.joined[0].until_mirrored(3, 10) == 3
             assert process.running
+            wire.cut()
+
+    now(work())
+
+
+def test_a_log_is_kept_up_to_a_bound_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "_MOST_LOG", 1000)
+
+    async def work() -> None:
+        async with hosted(tmp_path) as host:
+            wire = await joined_by_hand(host.address, introduction())
+            wire.send(READY)
+            await started(await host.machine(), wire)
+            for letter in "abcdef":
+                wire.send(LogText(name="toy", text=letter * 400))
+            wire.send(Mirrored(version=3, size=1, seconds=0.1))
+            await host.joined[0].until_mirrored(3, 10)
+            kept = (tmp_path / "logs" / "toy.txt").read_text()
+            said = "\n(its machine has more of this log: 1,000 bytes are kept here)\n"
+            assert kept == "a" * 400 + "b" * 400 + "c" * 400 + said
             wire.cut()
 
     now(work())

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import ssl
 import subprocess
 from pathlib import Path
@@ -15,7 +16,9 @@ import msgspec
 import pytest
 
 from stretto.cluster.agent import Offer, run_agent
-from stretto.core.errors import HandshakeRefused, MachineLost
+from stretto.cluster.messages import AGENTS_TLS
+from stretto.core.errors import HandshakeRefused
+from stretto.core.records import Record
 from stretto.processes.handshake import call
 from tests.cluster.hosting import TOKEN, Road, authority, hosted, introduction, joined_by_hand, until
 from tests.cluster.test_agent import agent, lone, now, toy
@@ -30,14 +33,35 @@ def test_with_tls_only_a_certificate_of_the_runs_authority_lets_a_machine_in(hom
         async with hosted(home, tls=ours, published=3) as host:
             with pytest.raises(HandshakeRefused, match="does not accept our TLS"):
                 await run_agent(Offer(host.address, TOKEN, tls=theirs, patience=0.0), print, asyncio.Event())
-            with pytest.raises(MachineLost, match="closed the connection during the handshake"):
-                await run_agent(Offer(host.address, TOKEN, patience=0.0), print, asyncio.Event())  # without TLS
+            with pytest.raises(HandshakeRefused, match="speaks TLS, and this machine shows no certificate"):
+                await run_agent(Offer(host.address, TOKEN, patience=60.0), print, asyncio.Event())  # at once
             with pytest.raises(HandshakeRefused, match="the key is wrong"):
                 await joined_by_hand(host.address, introduction(), "another", tls=ours)
             assert host.gate.machines == {}
             async with agent(host.address, tls=ours):
                 machine = await host.machine()
                 assert await machine.until_mirrored(3, 10) == 3
+
+    now(work())
+
+
+class SecretSpec(Record, frozen=True):
+    tls: str
+    address: str = "a:1"
+
+
+def test_a_role_gets_the_folder_of_certificates_of_its_own_machine(home: Path) -> None:
+    """The run's is at another path there."""
+    ours = authority(home / "ours")
+    elsewhere = str(shutil.copytree(ours, home / "elsewhere"))
+
+    async def work() -> None:
+        async with hosted(home, tls=str(ours)) as host, agent(host.address, tls=elsewhere):
+            machine = await host.machine()
+            process = machine.role(0, "teller", "tests.cluster.telling_role", {})
+            await process.start(SecretSpec(AGENTS_TLS), 1)
+            await process.ended()
+            assert msgspec.json.encode(SecretSpec(elsewhere)).decode() in (home / "logs" / "teller.txt").read_text()
 
     now(work())
 

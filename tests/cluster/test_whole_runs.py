@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.cluster.hosting import authority
 from tests.faults.test_company import end_well
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_for_step, wait_until
 
@@ -23,7 +25,7 @@ GIVEN = ("cluster.placer=given", "cluster.listen=127.0.0.1:0", "trainer.steps=10
 
 
 @contextmanager
-def machine(laboratory: Laboratory, run_dir: Path, *more: str) -> Iterator[Command]:
+def machine(laboratory: Laboratory, run_dir: Path, *more: str | Path) -> Iterator[Command]:
     """An agent that joins the run."""
     wait_until(lambda: bool(joining(run_dir)), "the gate")
     with laboratory.start("engine", "--join", run_dir, "--patience", "60", *more) as agent:
@@ -55,9 +57,11 @@ def weights_of(agent: Command) -> Path:
 
 
 def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, *GIVEN) as command:
-        with machine(laboratory, run_dir) as first, machine(laboratory, run_dir) as second:
+    """With TLS: the folder is that of the run's join.json for one machine, and a copy elsewhere for the other."""
+    run_dir, ours = tmp_path / "run", authority(tmp_path / "ours")
+    theirs = shutil.copytree(ours, tmp_path / "theirs")
+    with laboratory.train(run_dir, *GIVEN, f"cluster.tls={ours}") as command:
+        with machine(laboratory, run_dir) as first, machine(laboratory, run_dir, "--tls", theirs) as second:
             wait_until(lambda: said(run_dir).count("has joined, at version") == 2, "two engines", command)
             mirrors = [weights_of(first), weights_of(second)]
             goes_on(command, run_dir)
@@ -72,10 +76,10 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
                 assert (ended.code, ended.err) == (0, "")
                 assert "its agent was asked to end" in said(run_dir)
                 goes_on(command, run_dir)
-                with laboratory.start("engine", "--join", joining(run_dir), "--token", "f" * 64) as stranger:
-                    stranger.end().refused(
-                        "--join: ", "refused: the key is wrong", "give the token of the run's join.json"
-                    )
+                stranger = ("engine", "--join", joining(run_dir), "--token", "f" * 64)
+                laboratory.run(*stranger).refused("--join: ", "speaks TLS", "certificates by --tls")
+                wrong = ("refused: the key is wrong", "give the token of the run's join.json")
+                laboratory.run(*stranger, "--tls", theirs).refused("--join: ", *wrong)
                 end_well(command, laboratory, run_dir)
                 ended, _ = third.stop(signal.SIGTERM)
                 assert (ended.code, ended.err) == (0, "")

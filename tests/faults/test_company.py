@@ -146,11 +146,11 @@ def writers_in_flight(ledger: Path) -> set[str]:
 
 
 class LosingProxy:
-    """Stands where an engine's socket was, and hands on what is said. Of every fifth connection it loses the first
-    reply, if that holds answers."""
+    """Stands where an engine's socket was, and hands on what is said. The reply to every fifth request for completions
+    is lost, with its connection."""
 
     def __init__(self, address: Path) -> None:
-        self.lost = 0
+        self.asked = self.lost = 0
         self._real = address.with_suffix(".real")
         address.rename(self._real)
         self._listening = socket.socket(socket.AF_UNIX)
@@ -159,34 +159,33 @@ class LosingProxy:
         self._listening.settimeout(0.1)
 
     def serve(self, over: threading.Event) -> None:
-        number, threads = 0, list[threading.Thread]()
         while not over.is_set():
             with suppress(TimeoutError):
                 near, _ = self._listening.accept()
-                number += 1
-                threads.append(threading.Thread(target=self._hand_on, args=(near, number % 5 == 0), daemon=True))
-                threads[-1].start()
+                threading.Thread(target=self._hand_on, args=(near,), daemon=True).start()
         self._listening.close()
 
-    def _hand_on(self, near: socket.socket, loses: bool) -> None:
-        far = socket.socket(socket.AF_UNIX)
+    def _hand_on(self, near: socket.socket) -> None:
+        far, doomed = socket.socket(socket.AF_UNIX), threading.Event()
         with near, far, suppress(OSError):
             far.connect(str(self._real))
-            far.sendall(asked := near.recv(_BYTES))
-            asking = threading.Thread(target=_copy, args=(near, far), daemon=True)
-            asking.start()
-            if loses and asked.startswith(b"POST /generate "):
-                self.lost += bool(far.recv(_BYTES))
-                near.shutdown(socket.SHUT_RDWR)
-            else:
-                _copy(far, near)
+            threading.Thread(target=self._ask, args=(near, far, doomed), daemon=True).start()
+            while data := far.recv(_BYTES):
+                if doomed.is_set():
+                    self.lost += 1
+                    near.shutdown(socket.SHUT_RDWR)
+                    return
+                near.sendall(data)
 
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(_BYTES):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
+    def _ask(self, near: socket.socket, far: socket.socket, doomed: threading.Event) -> None:
+        with suppress(OSError):
+            while data := near.recv(_BYTES):
+                if data.startswith(b"POST /generate "):
+                    self.asked += 1
+                    if self.asked % 5 == 0:
+                        doomed.set()
+                far.sendall(data)
+            far.shutdown(socket.SHUT_WR)
 
 
 def test_answers_whose_replies_are_lost_are_asked_for_again_and_count_once(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_files import STRACE
-from tests.launch.running import Laboratory, assert_the_law, said, steps_done, wait_until
+from tests.launch.running import Laboratory, assert_the_law, said, steps_done, wait_for_step, wait_until
 
 SLOW_DISK: tuple[str, ...] = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=fsync,fdatasync")
 SLOW_DISK += ("-e", "inject=fsync,fdatasync:delay_exit=300000")
@@ -85,7 +85,7 @@ def test_as_many_file_descriptors_as_are_asked_for_suffice(laboratory: Laborator
 def test_file_descriptors_that_run_out_in_mid_run_are_named(laboratory: Laboratory, tmp_path: Path) -> None:
     """Another process of the user may take the limit down."""
     with laboratory.train(tmp_path / "run", "trainer.steps=100000") as command:
-        wait_until((tmp_path / "run" / "machine.json").exists, "the run folder", command)
+        wait_for_step(command, 1)
         resource.prlimit(command.process.pid, resource.RLIMIT_NOFILE, (20, 20))
         ended = command.end()
         assert ended.code == 1, ended.out + ended.err

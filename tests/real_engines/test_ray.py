@@ -132,6 +132,11 @@ def test_nodes_are_killed_and_engines_come_and_go(laboratory: Laboratory, tmp_pa
             engines_join(command, run_dir, 2)
             assert "4 engines" in laboratory.run("scale", run_dir, "engines=4").out
             engines_join(command, run_dir, 4)
+            laboratory.run("scale", run_dir, "engines=100").refused("needs 96 CPU for 96 engine(s)", "add nodes")
+            assert "3 engines" in laboratory.run("scale", run_dir, "engines=3").out
+            engines_join(command, run_dir, 3)
+            assert "4 engines" in laboratory.run("scale", run_dir, "engines=4").out
+            engines_join(command, run_dir, 4)
             assert "1 engines" in laboratory.run("scale", run_dir, "engines=1").out
             engines_join(command, run_dir, 1)
             steps = inspect_run(run_dir).steps

@@ -14,10 +14,11 @@ from typing import NoReturn
 import msgspec
 
 from stretto.cluster.gate import Doors, Gate
-from stretto.cluster.join_file import JOIN, TOKEN, JoinFile, read_join_file
+from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import RunTerms
+from stretto.cluster.messages import AGENTS_TLS, RunTerms
 from stretto.cluster.placing import RayPlacerSpec
+from stretto.cluster.wire import bound
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
@@ -31,7 +32,7 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.processes.handshake import new_key
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
-from stretto.processes.spawn import Spawner
+from stretto.processes.spawn import TOKEN, Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
@@ -95,11 +96,11 @@ class Cluster:
             self._serve_weights(listen)
             address = await self.gate.open(listen, config.tls or "")
             host, _, port = address.rpartition(":")
-            address = f"{own_address() if host == '0.0.0.0' else host}:{port}"
+            address = f"{own_address() if host in ('0.0.0.0', '[::]') else host}:{port}"
             self.report(
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
-        tls = str(Path(config.tls).resolve()) if config.tls else ""
+        tls = str(Path(config.tls).absolute()) if config.tls else ""
         write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control, tls=tls))
         if config.placer == "ray":
             await self._place_by_ray(address)
@@ -145,21 +146,18 @@ class Cluster:
             gpus=recipe.cluster.gpus,
             seconds=recipe.cluster.wait,
         )
-        self._ray = RayAgents(self.plan, self.folder, spec, self.identity.token, self.report)
+        self._ray = RayAgents(recipe.deadlines, self.folder.role_log("ray"), spec, self.identity.token, self.report)
         await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
         self._tasks.add("ray", self._ray.supervise())
 
     # ── the server of weights ────────────────────────────────────────────────────────────────────
 
     def _serve_weights(self, listen: str) -> None:
-        host = listen.rpartition(":")[0] or "0.0.0.0"
         key_file = self.endpoints.sockets / WEIGHTS_KEY
         key_file.touch(0o600)
         key_file.write_text(self.weights_key)
-        reserved = socket.socket()
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
-        self.weights_port = reserved.getsockname()[1]
+        reserved = bound(listen, 0)
+        host, self.weights_port = reserved.getsockname()[:2]
         spec = WeightsServerSpec(
             run=self.endpoints.mailbox,
             folder=str(self.endpoints.mailbox_folder),
@@ -230,7 +228,7 @@ class Cluster:
             mailbox_folder=machine.mailbox_folder,
             scratch=place.scratch,
             kernels=None,
-            tls=plan.recipe.cluster.tls or "",
+            tls=AGENTS_TLS if plan.recipe.cluster.tls else "",
         )
         recipe, changed = plan.recipe, self.engines.changed
         role, interval = engine_role(recipe.engine), recipe.engine.load_interval
@@ -271,7 +269,9 @@ class Cluster:
             RecipeError: there cannot be so few, or the run cannot start more.
         """
         if not 1 <= wanted <= _MOST_ENGINES:
-            raise RecipeError([Problem("engines", str(wanted), f"1 to {_MOST_ENGINES:,} are allowed")])
+            raise RecipeError(
+                [Problem("engines", str(wanted), f"a run needs one engine at least, and has {_MOST_ENGINES:,} at most")]
+            )
         async with self._scaling:
             return await self._scale(wanted)
 
@@ -327,5 +327,5 @@ def identity_of(folder: RunFolder) -> JoinFile:
         known = read_join_file(folder.path)
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
-    token = os.environ.get(TOKEN) or known.token
-    return msgspec.structs.replace(known, token=token, address="", control="")
+    token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
+    return msgspec.structs.replace(known, token=token, address="", control="", tls="")

@@ -5,90 +5,119 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, PlaceAgents, RayPlacerSpec
-from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
-from stretto.launch.preflight.plan import Plan
+from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
+from stretto.loop.config import DeadlinesConfig
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
+from stretto.processes.role import RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
-from stretto.processes.spawn import FRESH
-from stretto.store.folder.run_folder import RunFolder
+from stretto.processes.spawn import FRESH, TOKEN
 
+_NAME = "the placer of Ray"
 _GRACE = 5.0
+_PAUSE_SECONDS = 2.0  # a cluster that has lost a node may get another
 _USERS_MISTAKE = RecipeError.exit_code
 
 
 @dataclass
 class RayAgents:
-    """How many agents there are to be, and the process that sees to it."""
+    """How many agents there are to be, and the process that sees to it.
 
-    plan: Plan
-    folder: RunFolder
+    Attributes:
+        module: that of the placer.
+        pause: seconds before an order that failed is given again; twice as many after each failure.
+    """
+
+    deadlines: DeadlinesConfig
+    log: Path
     spec: RayPlacerSpec
     token: str
     say: Callable[[str], None]
+    module: str = RAY_PLACER
+    pause: float = _PAUSE_SECONDS
 
     def __post_init__(self) -> None:
-        deadlines = self.plan.recipe.deadlines
-        self._log = self.folder.role_log("ray")
         # Ray's own threads start and stop its processes: no heartbeat is asked of them.
-        self._process = RoleProcess("the placer of Ray", RAY_PLACER, self._log, spawner=FRESH)
-        self._restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        self._process = RoleProcess(_NAME, self.module, self.log, spawner=FRESH)
+        self._restarts = RestartBudget(self.deadlines.engine_restarts, self.deadlines.restart_window)
         self._channel: ConductorEnd[FromPlacer] | None = None
-        self._order = PlaceAgents(engines=0)
+        self._order = PlaceAgents(engines=0)  # the last one that was carried out
         self._one = asyncio.Lock()
 
     async def place(self, engines: int, ranks: int) -> None:
-        """Have agents for as many engines and ranks; they join by themselves.
+        """Have agents for as many engines and ranks; they join by themselves. A failure leaves the agents that are
+        there, unless the placer died.
 
         Raises:
             RecipeError: Ray is not there, or has too few resources.
-            RoleFailed, RoleDied: the placer failed.
+            RoleFailed, RoleDied, DeadlineExceeded: the placer failed.
         """
         async with self._one:
-            self._order = PlaceAgents(engines=engines, ranks=ranks)
             if self._channel is None:
                 await self._start()
-            await self._ask()
+            await self._ask(PlaceAgents(engines=engines, ranks=ranks))
 
     async def _start(self) -> None:
-        self._channel = channel = ConductorEnd("the placer of Ray", FROM_PLACER, str(self._log))
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = channel = ConductorEnd(_NAME, FROM_PLACER, str(self.log))
         spec = msgspec.structs.replace(self.spec, descriptor=channel.far.fileno())
-        await self._process.start(spec, 1, (channel.far.fileno(),), environment={"STRETTO_TOKEN": self.token})
+        await self._process.start(spec, 1, (channel.far.fileno(),), environment={TOKEN: self.token})
         await channel.open()
 
-    async def _ask(self) -> None:
+    async def _ask(self, order: PlaceAgents) -> None:
         assert self._channel is not None, "_start() comes first"
-        await self._channel.send(self._order)
+        await self._channel.send(order)
         reply = await self._channel.receive("to place agents", 3 * self.spec.seconds)
-        if not isinstance(reply, Failed):
-            ranks = f" and {self._order.ranks} rank(s)" if self._order.ranks else ""
-            nodes = ", ".join(sorted(set(reply.nodes)))
-            self.say(f"Ray has placed {self._order.engines} engine(s){ranks} on the nodes {nodes}")
-            return
-        if reply.exit_code == _USERS_MISTAKE:
-            raise RecipeError([Problem("Ray", reply.problem)])
-        raise RoleFailed("the placer of Ray", reply.problem, reply.exit_code)
+        if isinstance(reply, Failed):
+            await self._process.last_words()
+        if isinstance(reply, Failed | NotPlaced):
+            if reply.exit_code == _USERS_MISTAKE:
+                raise RecipeError([Problem("Ray", reply.problem)])
+            raise RoleFailed(_NAME, reply.problem, reply.exit_code)
+        self._order = order
+        ranks = f" and {order.ranks} rank(s)" if order.ranks else ""
+        nodes = ", ".join(sorted(set(reply.nodes)))
+        self.say(f"Ray has placed {order.engines} engine(s){ranks} on the nodes {nodes}")
 
     async def supervise(self) -> NoReturn:
         """Replace the placer when it dies, and its agents, which die with it.
 
         Raises:
-            RoleDied: it dies too often.
+            RoleDied: it dies too often, or its agents cannot be placed anew.
         """
         while True:
-            how = await self._process.ended()
-            if self._restarts.exceeded_by_one_more():
-                raise RoleDied("the placer of Ray", f"{how}, {len(self._restarts)} times", str(self._log))
-            self.say(f"the placer of Ray {how}: a new one is started, and its agents join anew")
-            await asyncio.sleep(RESTART_DELAY_SECONDS)
-            async with self._one:
-                await self._start()
-                await self._ask()
+            problem, pause = await self._process.ended(), self.pause
+            while problem:
+                if self._restarts.exceeded_by_one_more():
+                    raise RoleDied(_NAME, f"{problem}, {len(self._restarts)} times", str(self.log))
+                self.say(f"{_NAME}: {problem}; its agents are placed anew, and join anew")
+                await asyncio.sleep(pause)
+                problem, pause = await self._place_anew(), 2 * pause
+            self._restarts.progressed()
+
+    async def _place_anew(self) -> str:
+        """Give the last order again, to a new placer unless one is there; what is wrong, "" for nothing."""
+        async with self._one:
+            try:
+                if not self._process.running:
+                    await self._start()
+                await self._ask(self._order)
+            except DeadlineExceeded as error:
+                self._process.kill()  # its late reply would be taken for that to the next order
+                return f"{error}; {await self._process.last_words()}"
+            except RoleDied as error:
+                return await self._process.last_words() if self._process.running else error.how
+            except RoleFailed as error:
+                return error.problem
+            except RecipeError as error:  # of the cluster, which has shrunk: the recipe was kept to before
+                return str(error)
+        return ""
 
     async def close(self) -> None:
         """End the placer, and so its agents."""

@@ -59,5 +59,5 @@ class RemoteRanks:
         return places
 
     def _free(self) -> list[tuple[JoinedMachine, int]]:
-        self._machines = [machine for machine in self._machines if not machine.lost.done()]
+        self._machines = [machine for machine in self._machines if machine.stays]
         return [(machine, place) for machine in self._machines for place in range(len(machine.places))]

@@ -141,10 +141,8 @@ async def running_roles(
         serve = partial(engines.start, version)
         finished = False
         try:
-            await cluster.open()
-            starts = (train(), serve()) if version == saved_step else (_in_turn(train, serve),)
-            await stop.unless(gather_or_cancel(rewards.start(), *starts))
-            await stop.unless(engines.until_up(recipe.cluster.wait))
+            starts = (train, serve) if version == saved_step else (partial(_in_turn, train, serve),)
+            await stop.unless(_up(cluster, engines, recipe.cluster.wait, rewards.start, *starts))
             record_facts(folder, rewards.facts)
             yield Roles(engines, trainer, rewards, cluster)
             finished = not stop.requested
@@ -243,6 +241,15 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
     for end in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(end, BaseException):
             report(f"while the roles were ended: {end}")
+
+
+async def _up(
+    cluster: Cluster, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Open the gate, start all roles, and wait for the first engine: those that join may still be starting."""
+    await cluster.open()
+    await gather_or_cancel(*(start() for start in starts))
+    await engines.until_up(patience)
 
 
 async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:

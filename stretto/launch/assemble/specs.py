@@ -92,7 +92,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
 
 def _rank_host(recipe: Recipe) -> str:
     host = recipe.cluster.listen.rpartition(":")[0]
-    return own_address() if host in ("", "0.0.0.0") else host
+    return own_address() if host in ("", "0.0.0.0", "[::]") else host
 
 
 def own_address() -> str:

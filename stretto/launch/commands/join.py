@@ -12,12 +12,13 @@ import msgspec
 
 from stretto import __version__
 from stretto.cluster.agent import Offer, places_of_gpus, run_agent
-from stretto.cluster.join_file import TOKEN, read_join_file
+from stretto.cluster.join_file import read_join_file
 from stretto.cluster.messages import ANSWER, Answer, Scale
 from stretto.cluster.wire import Wire, connect
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
+from stretto.processes.spawn import TOKEN
 
 _HANDSHAKE_SECONDS = 10.0
 _SCALE_SECONDS = 120.0
@@ -38,6 +39,7 @@ def offer(
     Raises:
         RecipeError: the address or the token is missing, or is none.
     """
+    given = os.environ.pop(TOKEN, None)  # the roles of this machine would inherit it
     if Path(join).is_dir():
         known = read_join_file(Path(join))
         if not known.address:
@@ -48,7 +50,7 @@ def offer(
     host_part, _, port = join.rpartition(":")
     if not host_part or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise RecipeError([Problem("--join", repr(join), "give the run's address as host:port, or its folder")])
-    token = token or os.environ.get(TOKEN)
+    token = token or given
     if not token:
         remedy = f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
         raise RecipeError([Problem("--token", "is missing", remedy)])

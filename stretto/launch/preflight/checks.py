@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from stretto.cluster.wire import bound
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
@@ -17,6 +18,7 @@ from stretto.model.attention_support import refuse_unsupported, refuse_untrainab
 from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.tls import server_context
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE, load_reward
@@ -92,6 +94,28 @@ def check_ports(config: EngineConfig) -> None:
     taken = [port for port in ports if not is_free(port)]
     if taken:
         raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def check_cluster(recipe: Recipe) -> None:
+    """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
+    config, problems = recipe.cluster, []
+    if not config.listen and config.placer != "ray":
+        found, remedy = "and cluster.listen is empty: no machine can join", 'give cluster.listen="HOST:PORT"'
+        if config.placer == "given":
+            problems.append(Problem("cluster.placer", f"'given', {found}", remedy))
+        if ranks := recipe.trainer.remote_ranks:
+            problems.append(Problem("trainer.remote_ranks", f"{ranks}, {found}", remedy))
+    try:
+        server_context(config.tls or "")
+    except RecipeError as error:
+        problems += error.problems
+    try:
+        if config.listen:
+            bound(config.listen).close()
+    except RecipeError as error:
+        problems += error.problems
+    if problems:
+        raise RecipeError(problems)
 
 
 def check_in_flight(config: RolloutConfig) -> None:

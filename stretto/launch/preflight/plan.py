@@ -12,6 +12,7 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
+    check_cluster,
     check_devices,
     check_in_flight,
     check_kind,
@@ -93,6 +94,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     medium_of(recipe)
     check_reward_function(recipe.rewards)
     check_ports(recipe.engine)
+    check_cluster(recipe)
     check_in_flight(recipe.rollout)
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))

@@ -1,0 +1,45 @@
+"""A placer without Ray: it replies to one order after another as the file at `spec.address` says, line by line; a new
+process goes on where the one before has ended. Every order is written down beside the file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from stretto.cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.processes.channel import RoleEnd
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import Failed
+
+
+def main() -> int:
+    """`placed`, `refused` and `broken` are replies; `fails` reports a user's mistake and ends; `dies` just ends."""
+    spec = msgspec.json.decode(sys.argv[1], type=RayPlacerSpec)
+    begin_role()
+    orders: RoleEnd[PlaceAgents] = RoleEnd(spec.descriptor, TO_PLACER)
+    script, done = Path(spec.address), Path(spec.address + ".orders")
+    while (order := orders.receive()) is not None:
+        taken = len(done.read_text().split()) if done.exists() else 0
+        with done.open("a") as file:
+            file.write(f"{order.engines}\n")
+        match script.read_text().split()[taken]:
+            case "placed" | "placed-and-dies" as word:
+                orders.send(AgentsPlaced(nodes=("here",)))
+                if word == "placed-and-dies":
+                    return 1
+            case "refused":
+                orders.send(NotPlaced(problem="no room", exit_code=2))
+            case "broken":
+                orders.send(NotPlaced(problem="RayActorError: it is dead", exit_code=1))
+            case "fails":
+                orders.send(Failed(problem="Ray does not answer", exit_code=2))
+                return 2
+            case _:
+                return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

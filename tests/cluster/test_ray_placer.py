@@ -1,0 +1,251 @@
+"""Agents on a Ray cluster, without Ray.
+
+- An order that fails costs no agent that is there: the placer says why, and takes the next one.
+- A placer that dies is replaced, and places the agents of the last order that was carried out; the run ends, by
+  `RoleDied`, only after as many failures as a role is allowed.
+- Fewer engines are wanted: only dismissed agents go, and a placement group goes with its last agent, never before. More
+  are wanted, or as many: dismissed agents are replaced first.
+- An agent that ends by a mistake of the user is started again after a pause, by its actor.
+- The token of a run is in the environment of none of the roles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from stretto.cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
+from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
+from stretto.launch.assemble.cluster import identity_of
+from stretto.launch.assemble.ray_agents import RayAgents
+from stretto.launch.commands.join import offer
+from stretto.loop.config import DeadlinesConfig
+from stretto.processes.spawn import environment
+from stretto.store.folder.run_folder import RunFolder
+
+
+def in_a_loop(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
+    """A test that awaits."""
+
+    @functools.wraps(test)
+    def run(tmp_path: Path) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(test(tmp_path), 60)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+class Placer:
+    """A conductor's agents with `fake_placer` as their placer."""
+
+    def __init__(self, folder: Path, *script: str) -> None:
+        self._script = folder / "script"
+        self._script.write_text("\n".join(script))
+        spec = RayPlacerSpec(run="run", address=str(self._script), join=(), cpus=1, gpus=0, seconds=20.0)
+        limits = DeadlinesConfig(engine_restarts=2)
+        self.said: list[str] = []
+        module = "tests.cluster.fake_placer"
+        log = folder / "ray.txt"
+        self.agents = RayAgents(limits, log, spec, "token", self.said.append, module=module, pause=0.01)
+
+    @property
+    def orders(self) -> list[int]:
+        """The engines of each order so far."""
+        done = Path(f"{self._script}.orders")
+        return [int(word) for word in done.read_text().split()] if done.exists() else []
+
+    async def supervised(self, orders: int) -> None:
+        """Supervise until so many orders have been given."""
+        watch = asyncio.ensure_future(self.agents.supervise())
+        try:
+            async with asyncio.timeout(60):
+                while not watch.done() and not (len(self.orders) >= orders and "placed" in self.said[-1]):
+                    await asyncio.sleep(0.02)
+            if watch.done():
+                watch.result()
+        finally:
+            watch.cancel()
+
+
+@in_a_loop
+async def test_an_order_that_the_cluster_cannot_carry_out_is_refused_and_the_placer_goes_on(tmp_path: Path) -> None:
+    placer = Placer(tmp_path, "placed", "refused", "broken", "placed")
+    try:
+        await placer.agents.place(2, 0)
+        pid = placer.agents._process.pid
+        with pytest.raises(RecipeError, match="no room"):
+            await placer.agents.place(100, 0)
+        with pytest.raises(RoleFailed, match="RayActorError: it is dead"):
+            await placer.agents.place(3, 0)
+        await placer.agents.place(4, 0)
+        assert placer.agents._process.pid == pid
+    finally:
+        await placer.agents.close()
+    assert placer.orders == [2, 100, 3, 4]
+
+
+@in_a_loop
+async def test_a_new_placer_gets_the_last_order_that_was_carried_out(tmp_path: Path) -> None:
+    placer = Placer(tmp_path, "placed", "refused", "dies", "placed")
+    try:
+        await placer.agents.place(2, 0)
+        with pytest.raises(RecipeError):
+            await placer.agents.place(100, 0)
+        with pytest.raises(RoleDied):
+            await placer.agents.place(3, 0)
+        await placer.supervised(orders=4)
+    finally:
+        await placer.agents.close()
+    assert placer.orders == [2, 100, 3, 2]
+
+
+@in_a_loop
+async def test_a_cluster_that_has_no_room_any_more_is_asked_again(tmp_path: Path) -> None:
+    placer = Placer(tmp_path, "placed-and-dies", "refused", "placed")
+    try:
+        await placer.agents.place(2, 0)
+        await placer.supervised(orders=3)
+    finally:
+        await placer.agents.close()
+    assert placer.orders == [2, 2, 2]
+    assert sum("no room" in sentence for sentence in placer.said) == 1
+
+
+@in_a_loop
+async def test_too_many_failures_end_the_run_as_a_death_and_not_as_a_users_mistake(tmp_path: Path) -> None:
+    placer = Placer(tmp_path, "placed-and-dies", "refused", "fails")
+    try:
+        await placer.agents.place(2, 0)
+        with pytest.raises(RoleDied, match=r"Ray does not answer.*3 times"):
+            await placer.supervised(orders=9)
+    finally:
+        await placer.agents.close()
+    assert placer.orders == [2, 2, 2]
+
+
+def test_a_reply_says_why_an_order_failed() -> None:
+    def place(order: PlaceAgents) -> AgentsPlaced:
+        if order.engines > 4:
+            raise RecipeError([Problem("the Ray cluster", "needs 5 CPU", "add nodes")])
+        return AgentsPlaced(nodes=("here",))
+
+    assert reply(place, PlaceAgents(engines=4)) == AgentsPlaced(nodes=("here",))
+    refused = reply(place, PlaceAgents(engines=5))
+    assert isinstance(refused, NotPlaced)
+    assert refused.exit_code == 2
+    assert "needs 5 CPU" in refused.problem
+
+
+def test_an_error_of_ray_fails_the_order_alone() -> None:
+    class Unavailable(Exception):
+        """As Ray's own, while it starts an actor anew."""
+
+    def place(order: PlaceAgents) -> AgentsPlaced:
+        raise Unavailable("the actor is restarting\nand more")
+
+    assert reply(place, PlaceAgents(engines=1), (Unavailable,)) == NotPlaced(
+        problem="Unavailable: the actor is restarting", exit_code=1
+    )
+
+
+class Cluster:
+    """Ray as a fleet sees it. Agents are their numbers; a group that is removed takes its agents with it."""
+
+    def __init__(self, in_one_group: bool) -> None:
+        self.in_one_group = in_one_group
+        self.alive: dict[int, str] = {}  # groups, by agent
+        self.dismissed: dict[int, int] = {}  # how often one is asked before it says that it is dismissed, by agent
+        self.removed: list[str] = []
+        self._next = 0
+
+    def start(self, kind: str, count: int) -> list[Placed]:
+        numbers = range(self._next, self._next + count)
+        self._next += count
+        rooms = [Room(f"group-{number}", 1) for number in numbers]
+        if self.in_one_group:
+            rooms = [Room(f"group-{numbers[0]}", count)] * count
+        self.alive |= {number: room.group for number, room in zip(numbers, rooms, strict=True)}
+        return [Placed(number, room) for number, room in zip(numbers, rooms, strict=True)]
+
+    def gone(self, agents: Sequence[Placed]) -> list[Placed]:
+        found = [agent for agent in agents if self.dismissed.get(agent.actor) == 0]
+        self.dismissed = {number: max(0, left - 1) for number, left in self.dismissed.items()}
+        return found
+
+    def end(self, actor: int) -> None:
+        del self.alive[actor]
+
+    def remove(self, group: str) -> None:
+        self.removed.append(group)
+        self.alive = {number: of for number, of in self.alive.items() if of != group}
+
+
+@pytest.mark.parametrize("in_one_group", [False, True])
+def test_scaling_down_and_up_again_ends_the_dismissed_agent_alone_and_starts_one(in_one_group: bool) -> None:
+    cluster = Cluster(in_one_group)
+    fleet = Fleet("engine", cluster, patience=10.0)
+    assert len(fleet.bring(4)) == 4
+    cluster.dismissed = {3: 2}  # under way: it is asked twice before it has ended
+    assert fleet.bring(3) == []
+    assert sorted(cluster.alive) == [0, 1, 2]
+    assert [agent.actor for agent in fleet.bring(4)] == [4]
+    assert sorted(cluster.alive) == [0, 1, 2, 4] == sorted(agent.actor for agent in fleet.agents)
+
+
+def test_a_group_is_removed_with_its_last_agent() -> None:
+    cluster = Cluster(in_one_group=True)
+    fleet = Fleet("rank", cluster, patience=0.0)
+    fleet.bring(2)
+    cluster.dismissed = {0: 0}
+    fleet.bring(1)
+    assert cluster.removed == []
+    cluster.dismissed = {1: 0}
+    fleet.bring(0)
+    assert cluster.removed == ["group-0"]
+
+
+def test_an_agent_that_was_dismissed_since_its_engines_failed_is_replaced() -> None:
+    cluster = Cluster(in_one_group=False)
+    fleet = Fleet("engine", cluster, patience=0.0)
+    fleet.bring(2)
+    cluster.dismissed = {0: 0}
+    assert [agent.actor for agent in fleet.bring(2)] == [2]
+    assert cluster.removed == ["group-0"]
+
+
+def test_an_agent_that_nobody_dismisses_stays() -> None:
+    cluster = Cluster(in_one_group=False)
+    fleet = Fleet("engine", cluster, patience=0.0)
+    fleet.bring(2)
+    assert fleet.bring(1) == []
+    assert sorted(cluster.alive) == [0, 1]
+
+
+def test_an_agent_that_ends_by_a_mistake_is_started_again_by_its_actor(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    script = f'echo "$STRETTO_TOKEN" >> {tries}; [ $(wc -l < {tries}) -ge 3 ] || exit 2'
+    host = AgentHost(["/bin/sh", "-c", script], {"STRETTO_TOKEN": "token"}, pause=0.05)
+    until = time.monotonic() + 30
+    while not host.is_dismissed() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert host.is_dismissed()
+    assert tries.read_text() == "token\n" * 3
+
+
+def test_the_token_is_taken_out_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_TOKEN", "token")
+    assert "STRETTO_TOKEN" not in environment(1)  # of the fork server, which is older than what reads the token
+    brought = offer("here:7420", None, count=1, host=None, tls=None, patience=1.0)
+    assert (brought.token, os.environ.get("STRETTO_TOKEN")) == ("token", None)
+    monkeypatch.setenv("STRETTO_TOKEN", "token")
+    assert identity_of(RunFolder(tmp_path / "run")).token == "token"
+    assert "STRETTO_TOKEN" not in os.environ

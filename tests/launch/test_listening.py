@@ -1,0 +1,90 @@
+"""What a recipe says of other machines is tried before anything starts: each mistake with its place and a remedy."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cluster.wire import bound
+from stretto.core.errors import RecipeError
+from stretto.launch.preflight.checks import check_cluster
+from stretto.launch.recipe.recipe import Recipe, validate
+from tests.cluster.hosting import authority
+
+REMEDY = "give host:port of this machine, with a free port"
+
+
+def recipe(trainer: dict[str, Any] | None = None, **cluster: str) -> Recipe:
+    tree: dict[str, Any] = {
+        "model": {"path": "/a"},
+        "task": {"kind": "arithmetic"},
+        "sampling": {"max_tokens": 4},
+        "rollout": {"batch_size": 2},
+        "trainer": trainer or {},
+        "cluster": cluster,
+    }
+    return validate(tree, "recipe.toml")
+
+
+def refusal(asked: Recipe) -> str:
+    with pytest.raises(RecipeError) as refused:
+        check_cluster(asked)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("listen", "found"),
+    [
+        ("127.0.0.1", "is no host:port"),
+        ("localhost", "is no host:port"),
+        ("127.0.0.1:", "is no host:port"),
+        ("127.0.0.1:65536", "is no host:port"),
+        ("127.0.0.1:-1", "is no host:port"),
+        ("nobody.invalid:7420", "ame"),  # a resolver's words
+        ("192.0.2.1:7420", "Cannot assign requested address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named(listen: str, found: str) -> None:
+    said = refusal(recipe(listen=listen))
+    assert said.startswith(f"cluster.listen: {listen!r}: ")
+    assert found in said
+    assert said.endswith(REMEDY)
+
+
+def test_a_port_in_use_is_named_and_a_free_one_passes() -> None:
+    with bound("127.0.0.1:0") as taken:
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert refusal(recipe(listen=listen)) == f"cluster.listen: {listen!r}: Address already in use; {REMEDY}"
+    check_cluster(recipe(listen=listen))
+    check_cluster(recipe(listen=":0"))
+    check_cluster(recipe())
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_ipv6_is_an_address_too() -> None:
+    check_cluster(recipe(listen="[::]:0"))
+    with bound("[::]:0", 0) as reserved:
+        assert reserved.family == socket.AF_INET6
+
+
+def test_machines_that_could_not_join_are_not_waited_for() -> None:
+    without = 'and cluster.listen is empty: no machine can join; give cluster.listen="HOST:PORT"'
+    both = recipe({"ranks": 2, "remote_ranks": 1}, placer="given")
+    assert refusal(recipe(placer="given")) == f"cluster.placer: 'given', {without}"
+    assert f"cluster.placer: 'given', {without}" in refusal(both)
+    assert f"trainer.remote_ranks: 1, {without}" in refusal(both)
+    check_cluster(recipe(placer="ray"))
+
+
+def test_certificates_are_read_and_all_mistakes_told_together(tmp_path: Path) -> None:
+    ours = authority(tmp_path / "ours")
+    check_cluster(recipe(tls=str(ours)))
+    (ours / "cert.pem").write_text("no certificate")
+    assert "give PEM files" in refusal(recipe(tls=str(ours)))
+    said = refusal(recipe(tls=str(tmp_path / "nowhere"), listen="nowhere"))
+    assert "nowhere/ca.pem does not exist" in said
+    assert "is no host:port" in said
