@@ -219,15 +219,17 @@ class _Session:
         for seat in self.seats:
             if seat.process is not None:
                 seat.process.kill()
-        await self._tasks.close()
-        for seat in self.seats:
-            if seat.process is not None:
-                await seat.process.stop(0.0)
-            seat.port.close()
-        await self.wire.close()
-        await asyncio.to_thread(self.sweeper.communicate)
-        for descriptor in self.held:
-            os.close(descriptor)
+        try:
+            await self._tasks.close()
+            for seat in self.seats:
+                if seat.process is not None:
+                    await seat.process.stop(0.0)
+                seat.port.close()
+            await self.wire.close()
+        finally:
+            self.sweeper.communicate()  # nothing else is left to do meanwhile
+            for descriptor in self.held:
+                os.close(descriptor)
 
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,4 +34,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def shared() -> set[Path]:
-    return set(Path("/dev/shm").glob("stretto-agent-*"))
+    """Folders of agents in shared memory that no living process uses."""
+    return {folder for folder in Path("/dev/shm").glob("stretto-agent-*") if not in_use(folder)}
+
+
+def in_use(folder: Path) -> bool:
+    for held in folder.glob("*-vowned"):
+        try:
+            with held.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            continue
+    return False

@@ -274,7 +274,7 @@ def test_the_late_end_of_an_earlier_role_is_not_taken_for_that_of_the_present_on
             wire.send(RoleStarted(place=0, turn=second.turn))
             await starting
             wire.send(LogText(name="toy", text="still here\n"))
-            await until(lambda: (tmp_path / "logs" / "toy.txt").exists())
+            await until(lambda: "still here" in (tmp_path / "logs" / "toy.txt").read_text())
             assert process.running
             wire.send(RoleEnded(place=0, turn=second.turn, how="ended with exit code 3", killed=False))
             assert await process.ended() == "ended with exit code 3"
