@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics engine-environments test-engines format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics engine-environments test-engines test-clusters format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -58,8 +58,11 @@ engine-environments: .venv/ready-test  ## the environments of vLLM, SGLang and v
 	-$(RUN) benchmarks.peers.environment sglang
 	-$(RUN) benchmarks.peers.environment verifiers
 
-test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang, and on a real Ray cluster
+test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
 	$(RUN) pytest tests/real_engines
+
+test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
+	$(RUN) pytest tests/real_clusters
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

@@ -1,0 +1,12 @@
+"""Runs on real clusters; minutes each, so they are no part of the other tests (`make test-clusters`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.running import Laboratory
+
+
+@pytest.fixture(scope="session")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"))
