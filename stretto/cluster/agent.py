@@ -245,7 +245,9 @@ class _Session:
         model, memory = str(self.folder / "model"), str(self.memory)
         places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
         self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
-        here = -1
+        if self.offer.kind == "rank":  # the trainer's own weights: a rank loads no version
+            await asyncio.get_running_loop().create_future()  # until the session ends
+        here, problem = -1, ""
         while True:
             await self._published.wait()
             self._published.clear()
@@ -253,7 +255,13 @@ class _Session:
                 continue
             try:
                 pulled = await mirror.pull(wanted)
-            except (WireError, SourceLost, DeadlineExceeded):  # not there, or not any more: then its engines lag
+            except WireError:  # not there any more: the order for a newer one is on its way
+                await self._look_again()
+                continue
+            except (SourceLost, DeadlineExceeded) as error:  # its engines lag until it is here
+                if str(error) != problem:
+                    problem = str(error)
+                    self.say(f"version {wanted} is not here yet: {problem}")
                 await self._look_again()
                 continue
             here = wanted

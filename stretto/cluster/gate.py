@@ -25,12 +25,7 @@ from stretto import __version__
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, Answer, FromAgent, Join, RunTerms, Scale
 from stretto.cluster.wire import Wire, bound
-from stretto.core.errors import (
-    DeadlineExceeded,
-    HandshakeBroken,
-    HandshakeRefused,
-    StrettoError,
-)
+from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
 from stretto.processes.handshake import admit
@@ -49,10 +44,12 @@ class Doors:
     """What the run does with callers.
 
     Attributes:
-        kinds: of roles that may join; and why others may not.
         terms: those of the run, now.
         joined: takes a machine whose model is there.
         scale: carries out `stretto scale`; its sentence, or a StrettoError.
+        say: takes a sentence for the log.
+        logs: the folder for the logs of roles on other machines.
+        refuses: why no machine may join for roles of this kind; "" if one may.
     """
 
     terms: Callable[[], RunTerms]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import random
 import re
 from collections.abc import Mapping
@@ -126,7 +127,10 @@ def _made(task: str, seed: int, size: int, parameters: str) -> Any:
 def _score(asked: Gold, text: str, entry: Mapping[str, Any]) -> float:
     random.seed(0)  # a scorer may draw
     try:
-        return float(_made(asked.task, asked.seed, asked.size, asked.parameters).score_answer(text, entry))
+        score = float(_made(asked.task, asked.seed, asked.size, asked.parameters).score_answer(text, entry))
     # The scorers are programs of many authors, and what they raise tells nothing of the completion.
     except Exception as error:
         raise Undecided(f"the scorer of {asked.task} raised {type(error).__name__}: {error}") from None
+    if not math.isfinite(score):
+        raise Undecided(f"the scorer of {asked.task} gave {score}")
+    return score

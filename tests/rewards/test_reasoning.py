@@ -71,6 +71,18 @@ def test_a_scorer_that_raises_decides_nothing() -> None:
     assert score(question, own(question)) == 1.0
 
 
+def test_a_score_that_is_no_number_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Task:
+        def score_answer(self, text: str, entry: object) -> float:
+            return float("nan")
+
+    monkeypatch.setattr(reasoning, "_made", lambda *of: Task())
+    monkeypatch.setattr(reasoning, "_entry", lambda of: {})
+    monkeypatch.setattr(reasoning, "floor_of", lambda *of: 0.0)
+    with pytest.raises(Undecided, match="the scorer of chain_sum gave nan"):
+        score(asked("chain_sum"), "5")
+
+
 def test_a_question_that_is_not_the_same_when_it_is_made_again_is_not_judged() -> None:
     question = asked("chain_sum")
     other = json.dumps(json.loads(question.answer) | {"seed": 7})

@@ -33,7 +33,8 @@ _GIVE_UP_SECONDS = 1.0
 
 
 class EngineState(Enum):
-    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED, and from each of them back to DOWN."""
+    """Where an engine stands: DOWN ─► STARTING ─► UP ◄─► SUSPECTED, from each of them back to DOWN, and by LEAVING to
+    its last DOWN."""
 
     DOWN = auto()  # it has no process, or that has ended
     STARTING = auto()  # it loads its model, and what was published meanwhile

@@ -58,7 +58,8 @@ class EnginePool:
         """`role` is the module of an engine's process, `kind` the make. `load_interval` is that of the engine's
         configuration, in seconds; `router` chooses among the engines that are up (default: the least loaded). `lag`:
         seconds behind the newest version after which an engine does not count as live, and gets no groups, until it has
-        caught up."""
+        caught up. `patience`: seconds at least for which groups wait while no engine is up, where machines may
+        still join."""
         self._engines = {
             spec.name: EngineHandle.to(spec, logs, deadlines, role, spawner, self._changed, load_interval)
             for spec in specs
