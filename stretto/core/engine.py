@@ -1,4 +1,4 @@
-"""The Protocol of an engine, as the loop uses it.
+"""The Protocol of an engine, as the loop uses it, and what one request may ask for at most.
 
 The HTTP client of the native engine (`engine.http.client`) satisfies it; clients of other engines can.
 """
@@ -10,6 +10,15 @@ from typing import Protocol
 
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Record
+
+MOST_STOPS = 64  #: stop texts of one request
+#: Stop tokens of one request; every row of an engine has room for the most that any request has had.
+MOST_STOP_TOKENS = 256
+MOST_ANSWERS = 65_536  #: completions of one request
+MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
+COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
+LONGEST_STOP = 256  #: characters of a stop text
+MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
 
 
 class EngineHealth(Record, frozen=True):

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
 
-MOST_STOPS = 64  #: stop texts of one request
-MOST_STOP_TOKENS = (
-    256  #: stop tokens of one request; every row of an engine has room for the most that any request has had
-)
-MOST_ANSWERS = 65_536  #: completions of one request
-MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
-COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
-LONGEST_STOP = 256  #: characters of a stop text
-MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
+PROMPT, NOTHING = -1, -2  #: parents of segments that are behind no other: behind the prompt, or with an own beginning
 
 #: Tokens with their log-probabilities, the likeliest first.
 Likeliest = tuple[tuple[int, float], ...]
@@ -108,6 +101,9 @@ class Segment(Record, frozen=True, array_like=True):
     A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. What an
     engine returns has no `engines` yet: the pool of engines knows their names.
 
+    Each segment is behind the one before it, the first behind the prompt, unless it names another `parent`: the
+    segments of a trajectory are a forest (`conversation.forest`).
+
     Example: ``Segment(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
     """
 
@@ -117,6 +113,13 @@ class Segment(Record, frozen=True, array_like=True):
     interrupted: int = 0  # weight updates that stopped it
     stop_reason: StopReason | None = None
     engines: Writers = ()  # of all L tokens; empty if given, or not on record
+    parent: int | None = None  # the place of the segment it is behind, or PROMPT, or NOTHING; None: the one before it
+    cause: str = ""  # why a branch begins here; empty if none does
+    reward: float | None = None  # that of this turn, where the workflow gives one to each; else the trajectory's counts
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.versions)
 
     @property
     def writers(self) -> Writers:
@@ -125,7 +128,8 @@ class Segment(Record, frozen=True, array_like=True):
 
     def __add__(self, other: Segment) -> Segment:
         """The two pieces of one completion as one."""
-        return Segment(
+        return msgspec.structs.replace(
+            self,
             token_ids=self.token_ids + other.token_ids,
             behavior_logprobs=self.behavior_logprobs + other.behavior_logprobs,
             versions=self.versions + other.versions,
@@ -224,11 +228,13 @@ class Completion(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """The judgement of one completion. `reward` is None exactly when the outcome is undecided."""
+    """The judgement of one completion. `reward` is None exactly when the outcome is undecided. `rewards` are the named
+    parts that it was made of, before their weights; empty where it has no parts."""
 
     outcome: Outcome
     reward: float | None
     reason: str = ""
+    rewards: Mapping[str, float] = {}
 
     def __post_init__(self) -> None:
         if (self.reward is None) != (self.outcome is Outcome.UNDECIDED):
@@ -240,8 +246,8 @@ class Verdict(Record, frozen=True):
 class Trajectory(Record, frozen=True):
     """What followed one prompt, with its verdict: what the buffer keeps and the trainer learns from.
 
-    A single turn is one sampled segment; further turns alternate given and sampled ones. The loss sees sampled tokens
-    only.
+    A single turn is one sampled segment; further turns alternate given and sampled ones, and an agent's session may
+    branch. The loss sees sampled tokens only, each of them once.
 
     Example: ``Trajectory(id="0.17.0/3", segments=(Segment(...),), verdict=..., text="9")``
     """
@@ -250,6 +256,7 @@ class Trajectory(Record, frozen=True):
     segments: tuple[Segment, ...]
     verdict: Verdict
     text: str
+    session: str = ""  # the name of the agent's session that it was, if it was one
 
     @property
     def member(self) -> int:

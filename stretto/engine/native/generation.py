@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from stretto.core.engine import EngineHealth
+from stretto.core.engine import MOST_ANSWERS, EngineHealth
 from stretto.core.errors import EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
-from stretto.core.records import MOST_ANSWERS, Completion, GenerateRequest, Partials
+from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.completions import Progress
 from stretto.engine.native.engine import NativeEngine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stretto.core.errors import RefusedRequest
-from stretto.core.records import (
+from stretto.core.engine import (
     COLDEST,
     LONGEST_STOP,
     MOST_ANSWERS,
@@ -13,10 +12,9 @@ from stretto.core.records import (
     MOST_LIKELIEST,
     MOST_STOP_TOKENS,
     MOST_STOPS,
-    GenerateRequest,
-    Sampling,
-    Segment,
 )
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import GenerateRequest, Sampling, Segment
 from stretto.engine.native.detokenize import NO_CHARACTER
 
 _LARGEST_FLOAT = 3.4e38  # completions keep log-probabilities in float32

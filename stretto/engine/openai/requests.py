@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, Record
+from stretto.core.records import Record
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024

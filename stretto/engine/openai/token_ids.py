@@ -17,16 +17,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from stretto.core.engine import MOST_LIKELIEST
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import (
-    MOST_LIKELIEST,
-    Completion,
-    GenerateRequest,
-    Likeliest,
-    Record,
-    Sampling,
-    StopReason,
-)
+from stretto.core.records import Completion, GenerateRequest, Likeliest, Record, Sampling, StopReason
 from stretto.engine.backend import ENDED
 from stretto.engine.native.completions import Progress, rest_of
 from stretto.engine.openai.replies import Usage

@@ -6,8 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from stretto.core.engine import COLDEST, LONGEST_STOP, MOST_STOPS
 from stretto.core.errors import nearest
-from stretto.core.records import COLDEST, LONGEST_STOP, MOST_STOPS, Sampling
+from stretto.core.records import Sampling
 from stretto.model.hf.config import BuildConfig
 from stretto.trainer.config import as_tuple
 from stretto.worlds.sources.task import Source

@@ -1,0 +1,123 @@
+"""The segments of one trajectory as a forest: which tokens stand behind which, and which of them one sample trains.
+
+    prompt ─► given ─► sampled ─┬─► given ─► sampled          two turns that follow each other
+                                └─► given ─► sampled          a branch: the history was rewritten
+    (nothing) ─► given ─► sampled                             an own beginning: a subagent with other instructions
+
+A path leads from a root to a leaf, and is one training sample. Segments that several paths share are in each of them,
+so that every token has its context; a sampled token is trained in the first path alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from stretto.core.records import NOTHING, PROMPT, Segment
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Path:
+    """From a root to a leaf.
+
+    Example: the second path of the drawing above: ``Path(behind_prompt=True, segments=(0, 1, 4, 5), trained=(5,))``
+    """
+
+    behind_prompt: bool  # else it begins with its first segment
+    segments: tuple[int, ...]  # places, from the root to the leaf
+    trained: tuple[int, ...]  # places of the sampled segments that no earlier path trains
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Where a prompt stands in a forest: behind `parent` (a segment's place, PROMPT or NOTHING), with the tokens that
+    are new."""
+
+    parent: int
+    tail: Tokens
+
+
+def parent_of(segments: Sequence[Segment], place: int) -> int:
+    """The place of the segment it is behind, or PROMPT, or NOTHING."""
+    found = segments[place].parent
+    return place - 1 if found is None else found  # that of the first is PROMPT
+
+
+def lineage(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ...]]:
+    """Whether the prompt is at the root, and the places from there to `place`."""
+    found: list[int] = []
+    while place >= 0:
+        found.append(place)
+        place = parent_of(segments, place)
+    return place == PROMPT, tuple(reversed(found))
+
+
+def paths(segments: Sequence[Segment]) -> list[Path]:
+    """One for each leaf, in their order; leaves that sampled nothing new, and their given tokens, make none.
+
+    A linear trajectory has one, of all segments.
+    """
+    parents = {parent_of(segments, place) for place in range(len(segments))}
+    done, found = set[int](), list[Path]()
+    for leaf in range(len(segments)):
+        if leaf in parents:
+            continue
+        behind_prompt, places = lineage(segments, leaf)
+        new = tuple(place for place in places if segments[place].sampled and place not in done)
+        if new:
+            found.append(Path(behind_prompt, places[: places.index(new[-1]) + 1], new))
+            done.update(new)
+    return found
+
+
+class Forest:
+    """A forest that grows: segments are appended, and a sampled one gets more tokens; nothing is ever taken back."""
+
+    def __init__(self, prompt: Tokens, segments: Iterable[Segment] = ()) -> None:
+        self.prompt = prompt
+        self.segments = list(segments)
+        self._children: dict[int, list[int]] = {}
+        for place in range(len(self.segments)):
+            self._children.setdefault(parent_of(self.segments, place), []).append(place)
+
+    def append(self, segment: Segment) -> int:
+        """Its place; `segment.parent` has to be set."""
+        assert segment.parent is not None
+        self.segments.append(segment)
+        place = len(self.segments) - 1
+        self._children.setdefault(segment.parent, []).append(place)
+        return place
+
+    def children(self, place: int) -> list[int]:
+        """The places of the segments behind it, in their order."""
+        return list(self._children.get(place, ()))
+
+    def tokens(self, place: int) -> Tokens:
+        """All tokens from the root to the end of the segment."""
+        behind_prompt, places = lineage(self.segments, place)
+        start = self.prompt if behind_prompt else ()
+        return sum((self.segments[at].token_ids for at in places), start=start)
+
+    def find(self, tokens: Tokens) -> Attachment:
+        """Where `tokens` stand: behind the deepest segment all of whose path they begin with, an unfinished one never.
+        Of equal segments the first counts: a given one is held once, whoever asks for it."""
+        starts = [(NOTHING, 0)]
+        if self.prompt and tokens[: len(self.prompt)] == self.prompt:
+            starts.append((PROMPT, len(self.prompt)))
+        parent, at = max((self._deepest(tokens, *start) for start in starts), key=lambda found: found[1])
+        return Attachment(parent, tokens[at:])
+
+    def _deepest(self, tokens: Tokens, parent: int, at: int) -> tuple[int, int]:
+        best, waiting = (parent, at), [(parent, at)]
+        while waiting:
+            parent, at = waiting.pop()
+            for child in self._children.get(parent, ()):
+                segment = self.segments[child]
+                end = at + len(segment.token_ids)
+                whole = segment.stop_reason is not None or not segment.sampled
+                if whole and segment.token_ids and tokens[at:end] == segment.token_ids:
+                    waiting.append((child, end))
+                    best = (child, end) if end > best[1] else best
+        return best
