@@ -45,7 +45,7 @@ def parent_of(segments: Sequence[Segment], place: int) -> int:
     return place - 1 if found is None else found  # that of the first is PROMPT
 
 
-def lineage(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ...]]:
+def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ...]]:
     """Whether the prompt is at the root, and the places from there to `place`."""
     found: list[int] = []
     while place >= 0:
@@ -64,7 +64,7 @@ def paths(segments: Sequence[Segment]) -> list[Path]:
     for leaf in range(len(segments)):
         if leaf in parents:
             continue
-        behind_prompt, places = lineage(segments, leaf)
+        behind_prompt, places = way_to(segments, leaf)
         new = tuple(place for place in places if segments[place].sampled and place not in done)
         if new:
             found.append(Path(behind_prompt, places[: places.index(new[-1]) + 1], new))
@@ -96,7 +96,7 @@ class Forest:
 
     def tokens(self, place: int) -> Tokens:
         """All tokens from the root to the end of the segment."""
-        behind_prompt, places = lineage(self.segments, place)
+        behind_prompt, places = way_to(self.segments, place)
         start = self.prompt if behind_prompt else ()
         return sum((self.segments[at].token_ids for at in places), start=start)
 

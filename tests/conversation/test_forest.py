@@ -65,7 +65,7 @@ def test_any_calls_make_a_forest_that_trains_each_sampled_token_once_behind_its_
         asked[forest.append(sampled(*reply, parent=parent))] = tuple(prompt)
     trained = Counter(place for path in paths(forest.segments) for place in path.trained)
     assert trained == dict.fromkeys(asked, 1)
-    for place, prompt in asked.items():
-        assert forest.tokens(place) == prompt + forest.segments[place].token_ids
+    for at, before in asked.items():
+        assert forest.tokens(at) == before + forest.segments[at].token_ids
     again = Forest((0, 1), forest.segments)
-    assert [again.find(prompt) for prompt in asked.values()] == [forest.find(prompt) for prompt in asked.values()]
+    assert [again.find(one) for one in asked.values()] == [forest.find(one) for one in asked.values()]
