@@ -1,6 +1,7 @@
-"""An agent of claude-agent-sdk with a tool of its own; its address is ANTHROPIC_BASE_URL, its key ANTHROPIC_API_KEY."""
+"""An agent of claude-agent-sdk with a tool of its own; of ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL."""
 
 import asyncio
+import os
 from typing import Any
 
 from claude_agent_sdk import ClaudeAgentOptions, ResultMessage, create_sdk_mcp_server, query, tool
@@ -13,7 +14,7 @@ async def add(arguments: dict[str, Any]) -> dict[str, Any]:
 
 async def main() -> None:
     options = ClaudeAgentOptions(
-        model="tiny",
+        model=os.environ["MODEL"],
         max_turns=4,
         system_prompt="Be brief.",
         tools=[],

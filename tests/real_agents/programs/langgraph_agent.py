@@ -1,5 +1,6 @@
-"""An agent of langgraph: whole | stream; its address and key are OPENAI_BASE_URL and OPENAI_API_KEY."""
+"""An agent of langgraph: whole | stream; of OPENAI_BASE_URL, OPENAI_API_KEY and MODEL."""
 
+import os
 import sys
 
 from langchain_openai import ChatOpenAI
@@ -11,5 +12,6 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-agent = create_react_agent(ChatOpenAI(model="tiny", streaming=sys.argv[1:] == ["stream"]), [add], prompt="Be brief.")
+model = ChatOpenAI(model=os.environ["MODEL"], streaming=sys.argv[1:] == ["stream"])
+agent = create_react_agent(model, [add], prompt="Be brief.")
 print(agent.invoke({"messages": [("user", "1+2?")]})["messages"][-1].content)

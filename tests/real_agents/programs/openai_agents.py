@@ -1,6 +1,7 @@
-"""An agent of openai-agents: chat | responses [stream]; its address and key are OPENAI_BASE_URL and OPENAI_API_KEY."""
+"""An agent of openai-agents: chat | responses [stream]; of OPENAI_BASE_URL, OPENAI_API_KEY and MODEL."""
 
 import asyncio
+import os
 import sys
 
 from agents import (
@@ -22,7 +23,7 @@ def add(a: int, b: int) -> int:
 
 async def main(form: str, *words: str) -> None:
     kind = OpenAIChatCompletionsModel if form == "chat" else OpenAIResponsesModel
-    model = kind(model="tiny", openai_client=AsyncOpenAI())
+    model = kind(model=os.environ["MODEL"], openai_client=AsyncOpenAI())
     agent = Agent(name="adder", instructions="Be brief.", model=model, tools=[add])
     if words == ("stream",):
         streamed = Runner.run_streamed(agent, "1+2?", max_turns=4)

@@ -1,13 +1,14 @@
-"""An agent of pydantic-ai: whole | stream; its address and key are OPENAI_BASE_URL and OPENAI_API_KEY."""
+"""An agent of pydantic-ai: whole | stream; of OPENAI_BASE_URL, OPENAI_API_KEY and MODEL."""
 
 import asyncio
+import os
 import sys
 
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-agent = Agent(OpenAIChatModel("tiny", provider=OpenAIProvider()), instructions="Be brief.")
+agent = Agent(OpenAIChatModel(os.environ["MODEL"], provider=OpenAIProvider()), instructions="Be brief.")
 
 
 @agent.tool_plain

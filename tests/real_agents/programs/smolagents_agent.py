@@ -1,4 +1,6 @@
-"""An agent of smolagents; its address and key are OPENAI_BASE_URL and OPENAI_API_KEY."""
+"""An agent of smolagents; of OPENAI_BASE_URL, OPENAI_API_KEY and MODEL."""
+
+import os
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
@@ -14,5 +16,6 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-agent = ToolCallingAgent(tools=[add], model=OpenAIServerModel(model_id="tiny"), max_steps=3, verbosity_level=0)
+model = OpenAIServerModel(model_id=os.environ["MODEL"])
+agent = ToolCallingAgent(tools=[add], model=model, max_steps=3, verbosity_level=0)
 print(agent.run("1+2?"))
