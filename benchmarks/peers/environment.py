@@ -2,7 +2,9 @@
 
 Peers never share stretto's environment: their pins are theirs, and a comparison must not bend either side.
 
-    python benchmarks/peers/environment.py trl | vllm | sglang | verifiers | agents | worlds | ray    makes it and prints its interpreter
+    python benchmarks/peers/environment.py PEER    makes it and prints its interpreter
+
+PEER is one of trl, vllm, sglang, verifiers, agents, worlds and ray.
 
 Beside this file: ``requirements-<peer>.txt``; ``requirements-<peer>-alone.txt``, packages whose own pins are wrong for
 this machine, installed without what they ask for; ``overlay/<peer>``, files laid over the installed packages.

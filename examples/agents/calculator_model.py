@@ -14,7 +14,9 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -31,7 +33,8 @@ TEMPLATE = """\
 {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- else %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- if loop.first and tools %}{{ '\\nTools:' }}{% for tool in tools %}{{ ' ' + tool.function.name }}{% endfor %}{% endif %}
+{%- if loop.first and tools %}{{ '\\nTools:' }}\
+{%- for tool in tools %}{{ ' ' + tool.function.name }}{% endfor %}{% endif %}
 {%- for call in message.tool_calls or [] %}
 {{- '\\n' if message.content or not loop.first else '' }}
 {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
@@ -78,23 +81,41 @@ def question(chance: random.Random) -> tuple[int, int]:
     return chance.randrange(11, 1000), chance.randrange(11, 1000)
 
 
-def conversations(count: int, seed: int) -> Iterator[list[dict[str, object]]]:
+def conversations(count: int, seed: int) -> Iterator[list[dict[str, Any]]]:
     """Conversations of the assistant with its calculator, each to its end."""
     chance = random.Random(seed)
     for number in range(count):
         one, other = question(chance)
-        asked = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": f"What is {one}*{other}?"}]
-        call = {"function": {"name": "calculator", "arguments": {"expression": f"{one}*{other}"}}}
-        answer = {"role": "assistant", "content": str(one * other)}
-        used = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": str(one * other)}]
-        yield [*asked, *(used if number < USED * count else ()), answer]
+        expression = f"{one}*{other}"
+        call = {"function": {"name": "calculator", "arguments": {"expression": expression}}}
+        told: list[dict[str, Any]] = [
+            {"role": "system", "content": INSTRUCTIONS},
+            {"role": "user", "content": f"What is {expression}?"},
+        ]
+        if number < USED * count:
+            told += [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": str(one * other)},
+            ]
+        yield [*told, {"role": "assistant", "content": str(one * other)}]
+
+
+def rendered(conversation: list[dict[str, Any]], *, opening: bool = False) -> str:
+    """By the template, as transformers does it; `opening` adds how an answer begins."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = json.dumps
+    template = environment.from_string(TEMPLATE)
+    return template.render(messages=conversation, tools=TOOLS, add_generation_prompt=opening)
 
 
 def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Bytes, and the pieces that these texts repeat; digits stay by themselves."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -124,26 +145,23 @@ def build(words: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    """Make the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = list(conversations(12_000, seed=1))
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=TEMPLATE)
-    words = tokenizer([bare.apply_chat_template(one, tools=TOOLS, tokenize=False) for one in shown])
-    build(words, folder / "base")
+    build(tokenizer([rendered(one) for one in shown[:: len(shown) // 1_000]]), folder / "base")
     with (folder / "demonstrations.jsonl").open("w") as rows:
         for one in shown:
-            for place, message in enumerate(one):
-                if message["role"] == "assistant":
-                    prompt, whole = (
-                        str(words.apply_chat_template(part, tools=TOOLS, tokenize=False, add_generation_prompt=opening))
-                        for part, opening in ((one[:place], True), (one[: place + 1], False))
-                    )
-                    said = whole.removeprefix(prompt).removesuffix("<|im_end|>\n")
-                    rows.write(json.dumps({"prompt": prompt, "answer": str(one[-1]["content"]), "demonstration": said}) + "\n")
+            for place in (at for at, message in enumerate(one) if message["role"] == "assistant"):
+                prompt = rendered(one[:place], opening=True)
+                said = rendered(one[: place + 1]).removeprefix(prompt).removesuffix("<|im_end|>\n")
+                row = {"prompt": prompt, "answer": one[-1]["content"], "demonstration": said}
+                rows.write(json.dumps(row) + "\n")
     chance = random.Random(2)
     with (folder / "questions.jsonl").open("w") as rows:
         for _ in range(4_000):
-            one, other = question(chance)
-            rows.write(json.dumps({"prompt": f"What is {one}*{other}?", "answer": str(one * other)}) + "\n")
+            first, second = question(chance)
+            row = {"prompt": f"What is {first}*{second}?", "answer": str(first * second)}
+            rows.write(json.dumps(row) + "\n")
     recipe = folder / "warm_start.toml"
     recipe.write_text(RECIPE)
     sft(recipe, [], folder / "policy", lambda progress: None)

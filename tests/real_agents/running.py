@@ -32,7 +32,9 @@ def small_model(vocabulary: int) -> LlamaForCausalLM:
     )  # fmt: skip
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(5)
-        return LlamaForCausalLM(config).eval()
+        model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 def scored(vocabulary: int, before: Sequence[int], tokens: Sequence[int]) -> list[float]:
