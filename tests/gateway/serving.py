@@ -163,7 +163,7 @@ async def served_gateway(
     bound = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
     dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
-    app = GatewayApp(sessions, host, speaker, dialects, address=address, operator_key=operator_key)
+    app = GatewayApp(sessions, host, speaker, dialects, operator_key=operator_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve([bound]))
     try:
