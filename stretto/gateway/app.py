@@ -31,7 +31,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.gateway.agent_session import AgentSession, Attempt, SessionEnded, Speaker, shown
 from stretto.gateway.dialects import Dialect, NotServed
-from stretto.gateway.sessions import Host, Sessions, TooManySessions
+from stretto.gateway.sessions import Host, SessionTable, TooManySessions
 from stretto.processes.http.asgi import header, read_body, reply, when_gone
 from stretto.processes.http.bodies import parse_record
 
@@ -69,7 +69,7 @@ class GatewayApp:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionTable,
         host: Host,
         speaker: Speaker,
         dialects: Sequence[Dialect],

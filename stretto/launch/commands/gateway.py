@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -26,7 +27,7 @@ from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
-from stretto.gateway.sessions import RecordedSessions, Sessions
+from stretto.gateway.sessions import RecordedSessions, SessionTable
 from stretto.gateway.telling import Teller
 from stretto.launch.commands.serve import (
     KEEP_ALIVE_SECONDS,
@@ -97,12 +98,14 @@ def speaker_of(
     return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context, fixed), config)
 
 
-def check_address(host: str, api_key: str | None) -> None:
+def check_address(bound: socket.socket, api_key: str | None) -> None:
     """
     Raises:
-        RecipeError: other machines would reach the sessions without a key.
+        RecipeError: other machines would reach the sessions without a key; the socket is closed.
     """
+    host = bound.getsockname()[0]
     if api_key is None and not ip_address(host).is_loopback:
+        bound.close()
         found = f"{host} lets other machines open sessions without a key"
         raise RecipeError([Problem("--host", found, "give --api-key, or listen on 127.0.0.1")])
 
@@ -133,7 +136,7 @@ def gateway(
     inspect_model_folder(model)
     tokenizer = load_tokenizer(model)
     bound = bind(host, port, "--port")
-    check_address(bound.getsockname()[0], api_key)
+    check_address(bound, api_key)
     folder.mkdir(parents=True, exist_ok=True)
     lock.acquire(folder)  # for as long as the process lives
     torch.set_num_threads(config.threads)
@@ -148,7 +151,7 @@ def gateway(
         return WholeTurns(generate, record, session)
 
     recorded = RecordedSessions(folder, speaker, sampler)
-    sessions = Sessions(recorded.load(), speaker.config.sessions)
+    sessions = SessionTable(recorded.load(), speaker.config.sessions)
     app = GatewayApp(sessions, recorded, speaker, [kind() for kind in DIALECTS], operator_key=api_key or "")
     server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
     allow_many_connections()
