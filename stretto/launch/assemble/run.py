@@ -39,7 +39,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
-from stretto.worlds.single_turn import SingleTurn, Workflow
+from stretto.worlds.single_turn import SingleTurn, GroupWorkflow
 from stretto.worlds.sources.task import DatasetTask
 
 _LEGEND = (
@@ -244,7 +244,7 @@ def _prompts(plan: Plan, position: Position) -> PromptStream:
 
 def _generation(
     context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
-) -> tuple[InFlight, Workflow]:
+) -> tuple[InFlight, GroupWorkflow]:
     """What generates and judges a group; in a synchronous run, whose groups begin and leave together, in rounds."""
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
@@ -252,7 +252,9 @@ def _generation(
     if in_rounds(plan.recipe):
         rounds = Rounds(roles.engines.generate, lambda: controller.tickets, plan.recipe.engine.count)
         in_flight = InFlight(rounds, journal=None)
-    workflow: Workflow = SingleTurn(in_flight.generate, roles.rewards.score_group, plan.tokenizer.decode, plan.sampling)
+    workflow: GroupWorkflow = SingleTurn(
+        in_flight.generate, roles.rewards.score_group, plan.tokenizer.decode, plan.sampling
+    )
     return in_flight, workflow if rounds is None else rounds.together(workflow)
 
 
