@@ -19,7 +19,7 @@ ANSWER = tuple(range(100, 110))
 class SlowToTell:
     """An engine that writes one answer for ever, and takes its time to tell how far it has come."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         await asyncio.get_running_loop().create_future()
         yield Completion(
             request=request.id,
@@ -41,7 +41,7 @@ class Journal:
         self.tokens: list[int] = []
         self.whole = Segment()
 
-    def journal(self, id: str, partial: Segment) -> None:
+    def journal(self, id: str, partial: Segment, node: int = 0) -> None:
         self.tokens += partial.token_ids
         self.whole += partial
 
@@ -67,7 +67,7 @@ class LostAfterFour:
     def __init__(self) -> None:
         self.told, self.go_on, self.begun = 4, asyncio.Event(), asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         first = not request.prefixes
         self.begun.set()
         await self.go_on.wait()

@@ -20,6 +20,7 @@ from stretto.launch.preflight.checks import (
     check_reward_function,
     check_top_k,
     check_vocabulary,
+    check_workflow_class,
     longest_prompt_allowed,
     medium_of,
 )
@@ -39,6 +40,7 @@ from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.group import QuestionDetails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
     kept_apart_digest: str = ""  # of their texts and gold answers
+    details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
@@ -93,6 +96,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
+    if recipe.workflow is not None:
+        check_workflow_class(recipe.workflow)
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -129,6 +134,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
         rows=_further_fields(recipe, (*training.questions, *held_out.questions, *asked)),
         sets=sets,
+        details=_details(recipe, (*training.questions, *held_out.questions, *asked), tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
@@ -200,6 +206,17 @@ def _further_fields(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple
             problem = "has the prompt and the gold answer of another row, and different further fields"
             raise DataError([Problem(row.place, problem, "prompt and gold answer identify the row of a completion")])
     return found
+
+
+def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
+    if recipe.workflow is None:
+        return QuestionDetails()
+    chats = {
+        (row.text, row.answer): row.messages or row.as_chat
+        for row in questions
+        if row.messages or (row.as_chat and tokenizer.has_chat_template)
+    }
+    return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
 
 
 def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:

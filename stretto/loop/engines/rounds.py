@@ -110,7 +110,7 @@ class Rounds:
         return until_all_are_judged
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-        """The completions of one group of the round; as for `Portion`. Every engine of a round has the `least` version."""
+        """The completions of one group of the round; as for `Portion`. All engines of a round have one version."""
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:

@@ -6,14 +6,15 @@ workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from stretto.conversation.session import Session
+from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
+from stretto.core.engine import Generate
 from stretto.core.records import Segment, trajectory_id
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import InFlight, attempts
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import UnfinishedGroup
 
@@ -58,6 +59,24 @@ class Sessions:
         known = self._restored.pop(id, UnfinishedMember())
         record = LedgerRecord(self._ledger, id)
         return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
+
+
+def sessions_of_evaluation(generate: Generate) -> Callable[[str, tuple[int, ...], int], Session]:
+    """Opens sessions that no record outlives: a turn whose engine is lost is sampled again."""
+
+    def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
+        record = MemoryRecord()
+        whole = WholeTurns(generate, record, id)
+
+        async def sample(request: TurnRequest) -> Segment:
+            for attempt in attempts():
+                with attempt:
+                    return await whole(request)
+            raise AssertionError("the last attempt raises")
+
+        return Session(id, prompt, seed, sample, record)
+
+    return opened
 
 
 def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, UnfinishedMember]:

@@ -1,1 +1,1 @@
-"""What happens between a prompt and its verdict in many turns: workflows, the users' own and those that are built in."""
+"""Workflows of many turns between a prompt and its verdict: the users' own, and those that are built in."""

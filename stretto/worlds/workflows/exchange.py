@@ -33,13 +33,15 @@ class Services:
     """What workflows of a run work with.
 
     Attributes:
+        plain: how prompts that are no chats go on, `template` how chats do, if the model has a chat template.
         context: tokens that the model can have before it.
         verdict: of a number, by the recipe's rewards of right and wrong.
     """
 
     score: Score
     detokenize: Detokenize
-    rendering: Rendering
+    plain: Rendering
+    template: Rendering | None
     sampling: Sampling
     context: int
     verdict: Callable[[float], Verdict]
@@ -53,14 +55,23 @@ class Forged(Exception):
 class Exchange:
     """Serves the orders of one trajectory."""
 
-    def __init__(self, session: Session, prompt: Prompt, task: WorkflowTask, services: Services) -> None:
+    def __init__(
+        self,
+        session: Session,
+        prompt: Prompt,
+        task: WorkflowTask,
+        services: Services,
+        rendering: Rendering | None = None,
+    ) -> None:
+        """`rendering`: of the prompt's conversation; None: it is no chat."""
         self.session, self.task = session, task
         self._prompt, self._services = prompt, services
+        self._rendering = rendering or services.plain
         self._turns = self._tokens = 0  # sampled, and sampled or wanted by turns under way
 
     def again(self) -> Exchange:
         """For a workflow that begins again, when nothing is under way."""
-        return Exchange(self.session.again(), self._prompt, self.task, self._services)
+        return Exchange(self.session.again(), self._prompt, self.task, self._services, self._rendering)
 
     async def turn(self, order: TurnOrder) -> OrderDone:
         """
@@ -73,7 +84,7 @@ class Exchange:
         prompt, cause = order.token_ids, ""
         if not prompt:
             held = self._held(order)
-            prompt, cause = services.rendering.prompt(order.messages, order.known, held, order.tools)
+            prompt, cause = self._rendering.prompt(order.messages, order.known, held, order.tools)
         sampling = self._sampling(order.sampling, len(prompt))
         if self._turns >= limits.max_turns:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
@@ -83,7 +94,7 @@ class Exchange:
         segment = turn.segment
         self._tokens += len(segment.token_ids) - sampling.max_tokens
         text = services.detokenize(segment.token_ids)
-        message = services.rendering.message(text, order.tools)
+        message = self._rendering.message(text, order.tools)
         cut = segment.stop_reason is StopReason.LENGTH
         return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
 

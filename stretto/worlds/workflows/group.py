@@ -17,7 +17,7 @@ from stretto.worlds.workflows.task import ChatMessage, WorkflowTask
 
 
 @dataclass(frozen=True)
-class Questions:
+class QuestionDetails:
     """What workflows get of a question beside its prompt.
 
     Attributes:
@@ -27,6 +27,10 @@ class Questions:
 
     fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
     chats: Mapping[tuple[str, str], Sequence[ChatMessage]] = field(default_factory=dict)
+
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Whether its prompt was rendered by the chat template."""
+        return (prompt.text, prompt.answer) in self.chats
 
     def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
         """The task of one trajectory."""
@@ -42,7 +46,7 @@ class WorkflowGroups:
 
     pool: WorkflowPool
     open_session: Callable[[str, Tokens, int], Session]
-    questions: Questions
+    questions: QuestionDetails
     services: Services
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
@@ -56,4 +60,5 @@ class WorkflowGroups:
         """One trajectory."""
         session = self.open_session(id, prompt.token_ids, seed)
         task = self.questions.task(prompt, member, seed)
-        return await self.pool.run(Exchange(session, prompt, task, self.services))
+        rendering = self.services.template if self.questions.is_chat(prompt) else None
+        return await self.pool.run(Exchange(session, prompt, task, self.services, rendering))

@@ -91,8 +91,8 @@ class WorkflowRefused(Record, frozen=True, tag=True):
 
 
 class TurnOrder(Record, frozen=True, tag=True):
-    """A completion, behind `token_ids` if there are any, else behind `messages`; the first `known` of these end with the
-    turn `node` of the trajectory (PROMPT: they are the task's own, NOTHING: they are given)."""
+    """A completion, behind `token_ids` if there are any, else behind `messages`; the first `known` of these end with
+    the turn `node` of the trajectory (PROMPT: they are the task's own, NOTHING: they are given)."""
 
     run: int
     order: int

@@ -7,7 +7,6 @@ prints goes to the log; what it raises is the reason why its trajectory failed.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import resource
 import sys
@@ -58,6 +57,7 @@ class MemberThread:
         self._orders = 0
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._calls: dict[int, Callable[[], Awaitable[bytes]]] = {}
+        self._running: set[asyncio.Future[None]] = set()
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -77,7 +77,9 @@ class MemberThread:
                 if self._work is not None:
                     self._work.cancel()
             case RunCall():
-                asyncio.ensure_future(self._ran(message.order))
+                call = asyncio.ensure_future(self._ran(message.order))
+                self._running.add(call)
+                call.add_done_callback(self._running.discard)
             case OrderDone() if (waiting := self._waiting.pop(message.order, None)) and not waiting.done():
                 waiting.set_result(message)
             case OrderRefused() if (waiting := self._waiting.pop(message.order, None)) and not waiting.done():
@@ -88,11 +90,20 @@ class MemberThread:
 
     def _main(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                ended = runner.run(self._ended())
+            ended = self._until_ended()
             self._end.send(MemberGone(self._run) if self._given_up else ended)
         except ConductorGone:
             return
+
+    def _until_ended(self) -> MemberEnded:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                return runner.run(self._ended())
+        except ConductorGone:
+            raise
+        # A tool may raise SystemExit, which ends the event loop of its trajectory.
+        except BaseException as error:
+            return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
 
     async def _ended(self) -> MemberEnded:
         """The end of the workflow; whatever the user's code raises is a reason, also SystemExit."""
@@ -107,7 +118,8 @@ class MemberThread:
             return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
 
     async def _done(self, order: Order) -> OrderDone:
-        waiting = self._waiting[order.order] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
+        self._waiting[order.order] = waiting
         self._end.send(order)
         return await waiting
 
@@ -151,21 +163,25 @@ class MemberThread:
 
 def ended_with(run: int, value: object) -> MemberEnded:
     """The end of a workflow that returned `value`."""
-    if not isinstance(value, Reward):
-        value = Reward(value)  # type: ignore[arg-type]  # it is looked at below
-    turns = dict(value.by_turn) if isinstance(value.by_turn, Mapping) else dict(enumerate(value.by_turn))
-    in_order = not isinstance(value.by_turn, Mapping)
-    numbers = [value.value, *turns.values(), *(value.named or {}).values()]
-    for number in numbers:
-        plain = number.item() if getattr(number, "shape", None) == () else number
-        if not isinstance(plain, int | float) or not math.isfinite(plain):
-            found = "a number" if isinstance(plain, float) else type(plain).__name__
-            shown = f"{plain}, which is not finite" if found == "a number" else found
-            return MemberEnded(run, failure=f"the workflow returned {shown}, not a number or a stretto.Reward")
+    found = value if isinstance(value, Reward) else Reward(value)  # type: ignore[arg-type]  # looked at below
     # Rewards in the order of the turns have negative names until their nodes are known.
-    by_turn = {(-1 - place if in_order else place): float(reward) for place, reward in turns.items()}
-    named = {str(name): float(part) for name, part in (value.named or {}).items()}
-    return MemberEnded(run, float(value.value), by_turn, named)
+    turns = (
+        found.by_turn if isinstance(found.by_turn, Mapping) else {-1 - at: one for at, one in enumerate(found.by_turn)}
+    )
+    named = found.named or {}
+    for number in (found.value, *turns.values(), *named.values()):
+        if reason := _no_number(number):
+            return MemberEnded(run, failure=f"the workflow returned {reason}, not a number or a stretto.Reward")
+    by_turn = {node: float(reward) for node, reward in turns.items()}
+    return MemberEnded(run, float(found.value), by_turn, {str(name): float(part) for name, part in named.items()})
+
+
+def _no_number(value: Any) -> str:
+    """Why a value is no reward; empty if it is one. A scalar of numpy or torch is a number."""
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(plain, int | float):
+        return type(plain).__name__
+    return "" if math.isfinite(plain) else f"{plain}"
 
 
 def _described(error: BaseException) -> str:

@@ -227,6 +227,7 @@ class WorkerProcess:
 
     async def _read(self) -> None:
         """Take its messages until it has ended; the wait has no deadline, its owner is the pool."""
+        how = ""
         try:
             while True:
                 self._take(await self._channel.next())
@@ -303,6 +304,7 @@ class WorkerProcess:
 
     async def _called(self, member: _Member, order: int) -> bytes:
         """The answer of a call that the worker makes, in its own time."""
-        call = member.calls[order] = asyncio.get_running_loop().create_future()
+        call: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        member.calls[order] = call
         await self._send(RunCall(member.run, order))
         return await call
