@@ -25,6 +25,7 @@ exactly the tail.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,20 +75,29 @@ class ChatTemplate(Protocol):
 
 @dataclass(frozen=True)
 class NextPrompt:
-    """The prompt of a turn, why a branch begins with it ("" if none does), and how the history was recognised."""
+    """The prompt of a turn, why a branch begins with it ("" if none does), and how the history was recognised.
+
+    `history` has the answers as they were given; its first messages are those of the turn `behind`, if there is one.
+    """
 
     tokens: Tokens
     cause: str
     history: History
     tools: tuple[Tool, ...]
+    behind: HeldTurn | None = None
     likeness: Likeness = Likeness.EQUAL
 
 
 @dataclass(frozen=True)
-class _Held:
+class HeldTurn:
+    """A turn that was answered. Of one that only an earlier process answered, `live` is False: what goes on with it is
+    no branch."""
+
+    id: str
     history: History  # the last message is the answer
     tools: tuple[Tool, ...]
     tokens: Tokens  # of all of it, to the last that was sampled
+    live: bool = True
 
 
 class Bridge:
@@ -98,13 +108,14 @@ class Bridge:
         bridge = Bridge(Renderer(tokenizer))
         prompt = bridge.next((Message("user", "1+2?"),), tools)
         turn = await session.turn(prompt.tokens, sampling, prompt.cause)
-        bridge.hold(prompt, answer, prompt.tokens + turn.segment.token_ids)
+        tokens = prompt.tokens + turn.segment.token_ids
+        bridge.hold(HeldTurn("0", (*prompt.history, answer), tools, tokens))
     """
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._held: list[_Held] = []  # the longest first
-        self._asked: dict[tuple[History, bytes], Tokens] = {}
+        self._held: list[HeldTurn] = []  # the longest first
+        self._asked: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
         """The prompt of the next answer.
@@ -112,28 +123,30 @@ class Bridge:
         Raises:
             DataError: the template refuses the messages, or the tokenizer a character.
         """
-        known = (history, msgspec.json.encode(tools))
-        if (tokens := self._asked.get(known)) is not None:
-            return NextPrompt(tokens, "again", history, tools)
+        asked = (history, msgspec.json.encode(tools))
+        if (known := self._asked.get(asked)) is not None:
+            return dataclasses.replace(known, cause="again")
         longest = self._longest(history, tools)
-        cause, tail = self._cause(history, tools, longest), None
+        cause, tail, how = self._cause(history, tools, longest), None, Likeness.EQUAL
         if longest is not None:
-            tail = self._renderer.tail(longest.history[-1], longest.tokens, history[len(longest.history) :], tools)
+            new, how = history[len(longest.history) :], _least_alike(longest.history, history)
+            tail = self._renderer.tail(longest.history[-1], longest.tokens, new, tools)
             cause = cause or ("drift" if tail is None else "")
-        if longest is None or tail is None:
-            tokens, how = self._renderer.whole(history, tools), Likeness.EQUAL
-        else:
-            tokens = longest.tokens + tail
-            how = _least_alike(longest.history, history)
-        self._asked[known] = tokens
-        return NextPrompt(tokens, cause, history, tools, how)
+            history = (*longest.history, *new)
+        tokens = self._renderer.whole(history, tools) if longest is None or tail is None else longest.tokens + tail
+        prompt = self._asked[asked] = NextPrompt(tokens, cause, history, tools, longest, how)
+        return prompt
 
-    def hold(self, prompt: NextPrompt, answer: Message, tokens: Tokens) -> None:
-        """The answer to a prompt; `tokens` are those of both."""
-        self._held.append(_Held((*prompt.history, answer), prompt.tools, tokens))
-        self._held.sort(key=lambda held: -len(held.history))
+    def hold(self, turn: HeldTurn) -> None:
+        """A turn that was answered; it takes the place of the one with its id."""
+        others = [held for held in self._held if held.id != turn.id]
+        self._held = sorted((*others, turn), key=lambda held: -len(held.history))
 
-    def _longest(self, history: History, tools: tuple[Tool, ...]) -> _Held | None:
+    def turn(self, id: str) -> HeldTurn | None:
+        """The turn with this id."""
+        return next((held for held in self._held if held.id == id), None)
+
+    def _longest(self, history: History, tools: tuple[Tool, ...]) -> HeldTurn | None:
         """The longest held history that `history` goes on with."""
         for held in self._held:
             size = len(held.history)
@@ -141,10 +154,10 @@ class Bridge:
                 return held
         return None
 
-    def _cause(self, history: History, tools: tuple[Tool, ...], found: _Held | None) -> str:
+    def _cause(self, history: History, tools: tuple[Tool, ...], found: HeldTurn | None) -> str:
         """Why a branch begins; "" if none does."""
         size = 0 if found is None else len(found.history)
-        longer = [held for held in self._held if len(held.history) > size]
+        longer = [held for held in self._held if held.live and len(held.history) > size]
         if not longer:
             return ""
         nearest = max(longer, key=lambda held: shared(held.history, history))
@@ -264,8 +277,10 @@ def _difference(held: History, asked: History, at: int) -> str:
     if one.role == other.role == "assistant":
         if msgspec.structs.replace(one, reasoning="") == other:
             return "reasoning_stripped"
-        bare = [msgspec.structs.replace(call, arguments="") for call in one.calls]
-        if bare and bare == [msgspec.structs.replace(call, arguments="") for call in other.calls]:
-            return "arguments"
-        return "history_rewritten"
+        return "arguments" if _without_arguments(one) == _without_arguments(other) else "history_rewritten"
     return "compaction" if len(asked) < len(held) else "history_rewritten"
+
+
+def _without_arguments(message: Message) -> Message:
+    calls = tuple(msgspec.structs.replace(call, arguments="") for call in message.calls)
+    return msgspec.structs.replace(message, calls=calls)

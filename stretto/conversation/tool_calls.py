@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,8 +30,8 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 class _Written(msgspec.Struct):
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,11 @@ def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[Tool
     for number, text in enumerate(written):
         try:
             call = msgspec.json.decode(text, type=_Written)
+            arguments = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
+            msgspec.json.decode(arguments, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
-        arguments = bytes(call.arguments or call.parameters or b"{}").decode()
-        if not call.name or not arguments.startswith("{"):
+        if not call.name:
             return None
         found.append(ToolCall(name(number), call.name, arguments))
     return tuple(found)

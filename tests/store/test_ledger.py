@@ -26,9 +26,10 @@ from msgspec.structs import replace
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Outcome, Segment, State, StopReason, Verdict
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Balance, Ledger
+from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto.store.ledger.rows import Balance
 from stretto.store.ledger.schema import FORMAT
 from tests.store.make import Make
 

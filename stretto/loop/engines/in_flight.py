@@ -233,10 +233,10 @@ def restore(
 
 def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
     """A group of single turns, each of one segment."""
-    begun = {member: found.segments[0] for member, found in group.members.items() if found.segments}
-    ended = {member: segment for member, segment in begun.items() if segment.stop_reason is not None}
+    known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
+    ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(
         ended={member: Completion.of(group.id, member, segment) for member, segment in ended.items()},
-        prefixes={member: segment for member, segment in begun.items() if member not in ended},
+        prefixes={member: segment for member, segment in known.items() if member not in ended},
         journaled=set(ended),
     )

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Group, Prompt, Record, Segment, State, Trajectory, Update, trajectory_id
+from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls
-from stretto.store.ledger.rows import LiveRow, encode_payload, step_columns, update_columns
+from stretto.store.ledger.rows import Balance, LiveRow, encode_payload, step_columns, update_columns
 from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import META, find_fact, seal
 from stretto.store.ledger.wal import log_of
@@ -81,24 +81,6 @@ _UNSETTLED = """
     SELECT min(group_key) FROM trajectories
     WHERE key >= ? AND (state IN ('in_flight', 'buffered') OR trained_step > ?)
 """
-
-
-class Balance(Record, frozen=True):
-    """Trajectories by state.
-
-    Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
-    """
-
-    trained: int = 0
-    buffered: int = 0
-    in_flight: int = 0
-    filtered: int = 0
-    expired: int = 0
-    failed: int = 0
-
-    @property
-    def issued(self) -> int:
-        return self.trained + self.buffered + self.in_flight + self.filtered + self.expired + self.failed
 
 
 class Ledger:

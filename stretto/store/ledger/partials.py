@@ -26,7 +26,7 @@ _segment = msgspec.msgpack.Decoder(Segment).decode
 _placed = msgspec.msgpack.Decoder(tuple[int, Segment]).decode
 
 
-class RecordedCall(Record, frozen=True):
+class JournaledCall(Record, frozen=True):
     """A call of a session: of a tool, or of an agent to the gateway. Without a `reply` its end is not on record."""
 
     number: int
@@ -41,7 +41,7 @@ class UnfinishedMember(Record, frozen=True):
     """
 
     segments: tuple[Segment, ...] = ()
-    calls: tuple[RecordedCall, ...] = ()
+    calls: tuple[JournaledCall, ...] = ()
 
 
 def encode_piece(id: str, piece: Segment, node: int = 0) -> bytes:
@@ -69,11 +69,11 @@ def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
     return tuple(found.get(node, Segment(parent=NOTHING)) for node in range(max(found, default=-1) + 1))
 
 
-def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[RecordedCall]:
+def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[JournaledCall]:
     """Raises StoreError where one is not what was written."""
     for number, asked, reply, sealed in connection.execute(_CALLS, (key,)):
         check(sealed, seal(id, number, asked, reply), f"call {number} of trajectory {id}")
-        yield RecordedCall(number, asked, reply)
+        yield JournaledCall(number, asked, reply)
 
 
 def read_member(connection: sqlite3.Connection, id: str, key: int, number: int) -> UnfinishedMember:

@@ -24,6 +24,24 @@ class Payload(Record, frozen=True, array_like=True):
     session: str = ""
 
 
+class Balance(Record, frozen=True):
+    """Trajectories by state.
+
+    Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
+    """
+
+    trained: int = 0
+    buffered: int = 0
+    in_flight: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+
+    @property
+    def issued(self) -> int:
+        return self.trained + self.buffered + self.in_flight + self.filtered + self.expired + self.failed
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 
 
