@@ -24,7 +24,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
-from stretto.loop.engines.sessions import Sessions, unfinished_sessions
+from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
 from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
@@ -271,7 +271,7 @@ def _conversations(
 ) -> tuple[InFlight, GroupWorkflow]:
     """What makes the trajectories of a group by the recipe's workflow."""
     in_flight = InFlight(roles.engines, context.ledger)
-    sessions = Sessions(in_flight, context.ledger, unfinished_sessions(unfinished))
+    sessions = TrajectorySessions(in_flight, context.ledger, unfinished_sessions(unfinished))
     return in_flight, workflow_groups(context.plan, pool, sessions, roles.rewards.score_group)
 
 

@@ -9,7 +9,7 @@ from stretto.core.engine import Generate
 from stretto.core.records import Verdict
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
-from stretto.loop.engines.sessions import Sessions, sessions_of_evaluation
+from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
 from stretto.loop.evaluation import Converse
 from stretto.rewards.service.judging import verdict_of
 from stretto.rewards.service.wire import Worth
@@ -26,7 +26,7 @@ def workflow_pool(plan: Plan, log: Path, say: Callable[[str], None] = lambda sen
     return None if config is None else WorkflowPool(config, log, hung=plan.recipe.deadlines.hung, say=say)
 
 
-def workflow_groups(plan: Plan, pool: WorkflowPool, sessions: Sessions, score: Score) -> WorkflowGroups:
+def workflow_groups(plan: Plan, pool: WorkflowPool, sessions: TrajectorySessions, score: Score) -> WorkflowGroups:
     """The groups of a run."""
     return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
 

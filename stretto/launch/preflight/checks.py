@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -38,7 +37,6 @@ from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.loading import PLACE as WORKFLOW
-from stretto.worlds.workflows.loading import load_workflow
 from stretto.worlds.workflows.pool import check_workflow
 
 _LARGEST_PORT = 65_535
@@ -97,14 +95,13 @@ def check_reward_function(config: RewardsConfig) -> None:
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
 
 
-def check_workflow_class(config: WorkflowConfig) -> None:
-    """Import and make the workflow; one of the user's own in a process that can be killed.
+def check_workflow_class(config: WorkflowConfig | None) -> None:
+    """Import and make the workflow, if there is one, in a process that can be killed.
 
     Raises:
         WorkflowError: it cannot be used.
     """
-    if ":" not in config.function:
-        load_workflow(config.function, json.dumps(config.settings))
+    if config is None:
         return
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         log = Path(folder) / "workflow.txt"

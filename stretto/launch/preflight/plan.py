@@ -85,19 +85,11 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
-    check_descriptors(
-        descriptors_needed(
-            engines=recipe.engine.count,
-            ranks=recipe.trainer.ranks,
-            reward_workers=recipe.rewards.workers,
-            groups=recipe.rollout.max_in_flight,
-        )
-    )
+    _check_descriptors(recipe)
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
-    if recipe.workflow is not None:
-        check_workflow_class(recipe.workflow)
+    check_workflow_class(recipe.workflow)
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -146,6 +138,18 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *repeated(questions),
             *try_reward(recipe.rewards, questions.training),
         ),
+    )
+
+
+def _check_descriptors(recipe: Recipe) -> None:
+    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    check_descriptors(
+        descriptors_needed(
+            engines=recipe.engine.count,
+            ranks=recipe.trainer.ranks,
+            reward_workers=recipe.rewards.workers + of_workflows,
+            groups=recipe.rollout.max_in_flight,
+        )
     )
 
 

@@ -128,8 +128,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             )
         if self.workflow is not None and self.engine.batching == "rounds":
             raise ValueError(
-                'engine.batching = "rounds" and [workflow] do not go together: turns of a conversation begin when those '
-                'before them have ended, and not in rounds; use batching = "continuous"'
+                'engine.batching = "rounds" and [workflow] do not go together: turns of a conversation begin when '
+                'those before them have ended, and not in rounds; use batching = "shared"'
             )
         if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
             raise ValueError(

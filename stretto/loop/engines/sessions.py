@@ -1,7 +1,7 @@
 """The sessions of a run: trajectories in the making, with their turns and calls in the ledger.
 
 engine ─► tokens ─► InFlight ─┐
-workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `Sessions(restored=...)`
+workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `TrajectorySessions(restored=...)`
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LedgerRecord:
         self.ledger.end_call(self.id, number, reply)
 
 
-class Sessions:
+class TrajectorySessions:
     """Opens sessions of trajectories in flight."""
 
     def __init__(

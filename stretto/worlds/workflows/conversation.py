@@ -45,7 +45,7 @@ class Workflow(abc.ABC):
         """The reward of one trajectory; what it raises fails the trajectory, with its reason."""
 
 
-class Orders(Protocol):
+class ConversationOrders(Protocol):
     """What a conversation asks of the run."""
 
     async def turn(
@@ -95,7 +95,7 @@ class Conversation:
         messages: those of the task first, then what was said; a workflow may change them.
     """
 
-    def __init__(self, orders: Orders, task: WorkflowTask) -> None:
+    def __init__(self, orders: ConversationOrders, task: WorkflowTask) -> None:
         self.messages: list[ChatMessage] = list(task.messages)
         self._orders, self._task, self._histories = orders, task, _Histories(task)
         self._held, self._node, self._cause = list(task.messages), PROMPT, ""

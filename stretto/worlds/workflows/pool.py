@@ -26,11 +26,11 @@ from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange
 from stretto.worlds.workflows.loading import PLACE
 from stretto.worlds.workflows.wire import MemberEnded
-from stretto.worlds.workflows.worker_process import WorkerLost, WorkerProcess
+from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
 
 _LOSSES = 2  # workers that one trajectory may lose, and begin again
 _COUNTED = 64  # trajectories of which `max_failed` is a share
-_DEATHS, _DEATHS_SECONDS = 64, 600.0
+_RESTARTS, _RESTARTS_SECONDS = 64, 600.0
 _LOG_BYTES = 8 << 20  # of what workflows print; beyond them the newer half is dropped
 _LOOK_SECONDS = 1.0
 
@@ -57,13 +57,13 @@ class WorkflowPool:
         is killed."""
         self.config = config
         self._log, self._hung, self._say, self._spawner = log, hung, say, spawner
-        self._workers: dict[str, WorkerProcess] = {}
+        self._workers: dict[str, WorkflowProcess] = {}
         self._changed = asyncio.Event()
         self._kept = NamedTasks()
         self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._failed: deque[bool] = deque(maxlen=_COUNTED)
-        self._restarts = RestartBudget(_DEATHS, _DEATHS_SECONDS)
+        self._restarts = RestartBudget(_RESTARTS, _RESTARTS_SECONDS)
         self.ended = 0  # trajectories, for who looks whether anything moves
 
     async def start(self) -> None:
@@ -136,7 +136,7 @@ class WorkflowPool:
             remedy = "mend the workflow, or allow more with workflow.max_failed"
             raise WorkflowError([Problem(PLACE, found, remedy)])
 
-    async def _free(self) -> WorkerProcess:
+    async def _free(self) -> WorkflowProcess:
         """The worker with the fewest trajectories that has room; what it waits for has deadlines of its own."""
         with waiting("conductor", "a workflow process with room", self.config.deadline):
             while True:
@@ -148,7 +148,7 @@ class WorkflowPool:
                 await self._changed.wait()
 
     async def _start(self, name: str) -> None:
-        worker = WorkerProcess(name, self.config, self._log, self._hung, self._spawner)
+        worker = WorkflowProcess(name, self.config, self._log, self._hung, self._spawner)
         try:
             await worker.start()
         except BaseException:

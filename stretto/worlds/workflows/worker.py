@@ -47,7 +47,7 @@ _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 
 
 class MemberThread:
-    """One trajectory: its thread, and its orders (satisfies `Orders`)."""
+    """One trajectory: its thread, and its orders (satisfies `ConversationOrders`)."""
 
     def __init__(self, run: int, task: WorkflowTask, workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
         self._run, self._task, self._workflow, self._end = run, task, workflow, end
@@ -138,7 +138,7 @@ class MemberThread:
         sampling: Mapping[str, Any],
         cause: str,
     ) -> TurnReply:
-        """See `Orders`."""
+        """See `ConversationOrders`."""
         asked, given = tuple(messages), tuple(token_ids)
         order = TurnOrder(self._run, self._number(), asked, known, node, given, tuple(tools), sampling, cause)
         reply = (await self._done(order)).reply
@@ -146,13 +146,13 @@ class MemberThread:
         return reply
 
     async def score(self, text: str, answer: str) -> float:
-        """See `Orders`."""
+        """See `ConversationOrders`."""
         score = (await self._done(ScoreOrder(self._run, self._number(), text, answer))).score
         assert score is not None
         return score
 
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
-        """See `Orders`."""
+        """See `ConversationOrders`."""
         order = CallOrder(self._run, self._number(), asked, repeatable)
         self._calls[order.order] = run
         try:

@@ -126,7 +126,7 @@ class _Member:
             self.broken.exception()  # it may be looked at by nobody: the trajectory may have ended
 
 
-class WorkerProcess:
+class WorkflowProcess:
     """See the module.
 
     Attributes:
