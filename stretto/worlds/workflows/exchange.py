@@ -94,7 +94,7 @@ class Exchange:
         segment = turn.segment
         self._tokens += len(segment.token_ids) - sampling.max_tokens
         text = services.detokenize(segment.token_ids)
-        message = self._rendering.message(text, order.tools)
+        message = self._rendering.message(segment.token_ids, text, order.tools)
         cut = segment.stop_reason is StopReason.LENGTH
         return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
 

@@ -11,7 +11,7 @@ import msgspec
 from stretto.conversation.bridge import ChatTemplate, Renderer
 from stretto.conversation.forest import Tokens
 from stretto.conversation.messages import Message, Tool, ToolCall
-from stretto.conversation.tool_calls import form_of, split_reasoning
+from stretto.conversation.tool_calls import HermesForm, Parsed, form_of, split_reasoning
 from stretto.core.errors import RefusedRequest
 from stretto.worlds.workflows.task import ChatMessage
 
@@ -31,8 +31,8 @@ class Rendering(Protocol):
         """
         ...
 
-    def message(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the model said as a message."""
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What the model said as a message; `text` is it without special tokens."""
         ...
 
 
@@ -52,16 +52,17 @@ class PlainRendering:
         """See `Rendering`."""
         return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
 
-    def message(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """See `Rendering`."""
-        return {"role": "assistant", "content": text}
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """See `Rendering`; calls are those that Hermes writes."""
+        return _told(text, HermesForm().parse(text, _name) if tools else None)
 
 
 class TemplateRendering:
     """By the chat template of the model's tokenizer."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self._renderer, self._form = Renderer(template), form_of(template.chat_template)
+        self._template, self._renderer = template, Renderer(template)
+        self._form = form_of(template.chat_template)
 
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
@@ -75,19 +76,30 @@ class TemplateRendering:
         tail = self._renderer.tail(history[known - 1], held, history[known:], offered)
         return (self._renderer.whole(history, offered), "drift") if tail is None else (held + tail, "")
 
-    def message(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """See `Rendering`."""
         reasoning, rest = split_reasoning(text)
-        parsed = self._form.parse(rest, lambda number: f"call_{number}") if tools else None
-        told: dict[str, Any] = {"role": "assistant", "content": rest if parsed is None else parsed.text}
-        if reasoning:
-            told["reasoning_content"] = reasoning
-        if parsed is not None and parsed.calls:
-            told["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in parsed.calls
-            ]
-        return told
+        parsed = None
+        if tools:  # some calls begin with a special token
+            ends = self._template.eos_token_ids
+            spelt = self._template.spell(said[:-1] if said and said[-1] in ends else said)
+            parsed = self._form.parse(split_reasoning(spelt)[1], _name)
+        told = _told(rest, parsed if parsed is not None and parsed.calls else None)
+        return told | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def _name(number: int) -> str:
+    return f"call_{number:05}"
+
+
+def _told(text: str, parsed: Parsed | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": "assistant", "content": text if parsed is None else parsed.text}
+    if parsed is not None and parsed.calls:
+        told["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parsed.calls
+        ]
+    return told
 
 
 def _read(message: ChatMessage) -> Message:
