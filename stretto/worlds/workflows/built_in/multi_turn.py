@@ -21,15 +21,13 @@ class MultiTurn(Workflow):
         self._tries, self._feedback, self._discount = tries, feedback, discount
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The reward of the last try, discounted; that of each try by turn."""
-        worth, found = 1.0, list[float]()
-        for _ in range(self._tries):
+        """The reward of the last try, discounted; by turn that of each try, so that what follows a turn is its own."""
+        found: list[float] = []
+        for attempt in range(self._tries):
             reply = await chat.generate()
             score = await chat.score(reply.text)
-            found.append(score)
+            found.append(score * self._discount**attempt if score > 0 else score)
             if score > 0:
                 break
-            worth *= self._discount
             chat.say(self._feedback.replace("{prompt}", task.prompt))
-        last = found[-1] * (worth if found[-1] > 0 else 1.0)
-        return Reward(last, by_turn=found, named={"tries": float(len(found)), "first": found[0]})
+        return Reward(found[-1], by_turn=found, named={"tries": float(len(found)), "first": found[0]})
