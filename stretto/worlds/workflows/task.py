@@ -40,6 +40,15 @@ class TurnReply(Record, frozen=True):
 
     `message` is it as a chat message, with `tool_calls` where tools were offered and called; `truncated` says that it
     was cut off by its limit; `node` is the turn's place in the trajectory, for `stretto.Reward`.
+
+    Example::
+
+        class Patient(stretto.Workflow):
+            async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+                reply: stretto.TurnReply = await chat.generate(max_tokens=16)
+                while reply.truncated:
+                    reply = await chat.generate(max_tokens=16)
+                return float(task.answer in reply.text)
     """
 
     node: int
