@@ -1,6 +1,6 @@
 """The gateway over HTTP.
 
-    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url"}
+    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "task", "model"}
     POST /sessions/ID/reward           {"reward": 1.0}
     POST /sessions/ID/end
     GET  /sessions/ID                  state, nodes, samples
@@ -99,6 +99,8 @@ class GatewayApp:
         except Refusing as refused:
             why = refused.why
             headers = [(b"retry-after", b"1")] if why.status in (429, 503) else []
+            if why.status == 409:  # which clients would try again
+                headers.append((b"x-should-retry", b"false"))
             await reply(send, why.status, _JSON, dialect.refuse(why), headers)
         except Exception:  # a bug: its traceback goes to the log, the client gets a 500
             traceback.print_exc(file=sys.stderr)
@@ -138,7 +140,8 @@ class GatewayApp:
             raise _refused(refused) from None
         self.sessions.add(session)
         host = (header(scope, b"host") or b"127.0.0.1").decode("latin-1")
-        await _tell(send, opened(session, f"{scope['scheme']}://{host}"))
+        about = {"task": dict(session.about), "model": self._speaker.model}
+        await _tell(send, {**opened(session, f"{scope['scheme']}://{host}"), **about})
 
     async def _control(self, session: AgentSession, what: str, scope: Scope, receive: Receive, send: Send) -> None:
         if what == "/reward":

@@ -95,3 +95,14 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents
         assert await run(agents, "openai_agents", "chat", session=moved, home=tmp_path) == first
         assert (await gateway.shown(session))["nodes"] == recorded["nodes"]
         assert silent.asked == []
+
+
+@in_a_loop
+async def test_an_agent_of_an_ended_session_is_refused_at_once(agents: Path, tmp_path: Path) -> None:
+    async with served_gateway(ScoredModel(script), tmp_path) as gateway:
+        session = await gateway.open()
+        await gateway.client.post(f"/sessions/{session['id']}/end")
+        for program in ("openai_agents", "claude_agent"):
+            with pytest.raises(AssertionError, match="ended"):
+                await run(agents, program, *(["chat"] if "openai" in program else []), session=session, home=tmp_path)
+        assert (await gateway.shown(session))["stragglers"] == 2  # neither tries again
