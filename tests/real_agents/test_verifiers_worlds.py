@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.hf.tokenizer import load_tokenizer
+from tests.engine.openai_serving import build_byte_policy, generated, serve_process
 from tests.gateway.serving import in_a_loop, served_gateway
-from tests.real_agents.running import ScoredModel, check_scores, run
+from tests.real_agents.running import PROGRAMS, ScoredModel, check_scores, run
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +57,20 @@ async def test_rollouts_in_the_harness_of_one_process(verifiers: Path, tmp_path:
             assert len(shown["samples"]) == 1
             assert {version for node in shown["nodes"] for version in node["versions"]} == {3}
             await check_scores(gateway, named, model.vocabulary)
+
+
+def test_a_rollout_in_their_server_has_the_engines_tokens(verifiers: Path, tmp_path: Path) -> None:
+    folder = build_byte_policy(tmp_path / "bytes")
+    with serve_process(folder) as serving:
+        words = [str(verifiers), str(PROGRAMS / "verifiers_server.py"), f"{serving.url}/v1", "bytes", str(folder)]
+        told = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr[-3000:]
+    tokens, mask, logprobs, reward = json.loads(told.stdout.splitlines()[-1])
+    assert reward in (0.0, 1.0)
+    prompt = tuple(token for token, sampled in zip(tokens, mask, strict=True) if not sampled)
+    sampling = Sampling(max_tokens=24, temperature=0.8, stop_token_ids=load_tokenizer(folder).eos_token_ids)
+    wanted = GenerateRequest(id="a", prompt_token_ids=prompt, seeds=(3,), sampling=sampling)
+    completion = generated(NativeEngine.load(folder, EngineConfig()), wanted)[0]
+    assert prompt + completion.token_ids == tuple(tokens)
+    chosen = [logprob for logprob, sampled in zip(logprobs, mask, strict=True) if sampled]
+    assert chosen == pytest.approx(completion.behavior_logprobs, abs=1e-5)
