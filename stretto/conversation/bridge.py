@@ -275,7 +275,7 @@ def _difference(held: History, asked: History, at: int) -> str:
         return "compaction" if at and answers > 1 and len(asked) < len(held) else "subagent"
     one, other = held[at], asked[at]
     if one.role == other.role == "assistant":
-        if msgspec.structs.replace(one, reasoning="") == other:
+        if likeness(msgspec.structs.replace(one, reasoning=""), other) is not Likeness.DIFFERENT:
             return "reasoning_stripped"
         return "arguments" if _without_arguments(one) == _without_arguments(other) else "history_rewritten"
     return "compaction" if len(asked) < len(held) else "history_rewritten"

@@ -31,7 +31,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.gateway.agent_session import AgentSession, Attempt, SessionEnded, Speaker, shown
 from stretto.gateway.dialects import Dialect, NotServed
-from stretto.gateway.sessions import Host, Sessions, TooManySessions
+from stretto.gateway.sessions import Host, SessionTable, TooManySessions
 from stretto.processes.http.asgi import header, read_body, reply, when_gone
 from stretto.processes.http.bodies import parse_record
 
@@ -69,22 +69,17 @@ class GatewayApp:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionTable,
         host: Host,
         speaker: Speaker,
         dialects: Sequence[Dialect],
         *,
-        address: str,
         operator_key: str = "",
     ) -> None:
-        """
-        Args:
-            dialects: the first refuses what is asked at other paths.
-            address: ``http://host:port``, as agents reach it.
-        """
+        """`dialects`: the first refuses what is asked at other paths."""
         self.sessions, self._host, self._speaker = sessions, host, speaker
         self._dialects = {dialect.path: dialect for dialect in dialects}
-        self._plain, self._address = dialects[0], address
+        self._plain = dialects[0]
         self._operator_key = operator_key.encode()
         self.refused = 0  # requests with a key of no session
 
@@ -142,7 +137,8 @@ class GatewayApp:
         except RefusedRequest as refused:
             raise _refused(refused) from None
         self.sessions.add(session)
-        await _tell(send, opened(session, self._address))
+        host = (header(scope, b"host") or b"127.0.0.1").decode("latin-1")
+        await _tell(send, opened(session, f"{scope['scheme']}://{host}"))
 
     async def _control(self, session: AgentSession, what: str, scope: Scope, receive: Receive, send: Send) -> None:
         if what == "/reward":
@@ -240,7 +236,7 @@ class GatewayApp:
 
 
 def opened(session: AgentSession, address: str) -> dict[str, str]:
-    """What a program needs to use a session."""
+    """What a program needs to use a session; `address` is ``http://host:port``, as it reaches the gateway."""
     return {"id": session.id, "api_key": session.key, "base_url": f"{address}/s/{session.key}/v1"}
 
 

@@ -53,7 +53,7 @@ class Host(Protocol):
         ...
 
 
-class Sessions:
+class SessionTable:
     """Every session that a gateway knows."""
 
     def __init__(self, sessions: Iterable[AgentSession] = (), most: int = 4096) -> None:

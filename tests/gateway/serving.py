@@ -28,7 +28,7 @@ from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
-from stretto.gateway.sessions import RecordedSessions, Sessions
+from stretto.gateway.sessions import RecordedSessions, SessionTable
 from stretto.gateway.telling import Teller
 from stretto.model.hf.tokenizer import Tokenizer
 
@@ -159,11 +159,11 @@ async def served_gateway(
     """A gateway that records into `folder`, with what is recorded there."""
     speaker = speaker_of(model.tokenizer, config, context)
     host = RecordedSessions(folder, speaker, model.sampler)
-    sessions = Sessions(host.load(), speaker.config.sessions)
+    sessions = SessionTable(host.load(), speaker.config.sessions)
     bound = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
     dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
-    app = GatewayApp(sessions, host, speaker, dialects, address=address, operator_key=operator_key)
+    app = GatewayApp(sessions, host, speaker, dialects, operator_key=operator_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve([bound]))
     try:

@@ -66,6 +66,15 @@ def test_a_template_that_drops_old_reasoning_leaves_what_was_sampled_where_it_is
     assert "hm" not in tokenizer.spell(renderer.whole((USER, thought, MORE), ()))
 
 
+def test_reasoning_is_what_is_missing_however_the_arguments_are_written() -> None:
+    bridge = Bridge(Renderer(tokenizer_of("qwen3")))
+    thought = Message("assistant", "", reasoning="hm", calls=CALLED.calls)
+    held = (*bridge.next((USER,), ()).tokens, 1, 2, 3)
+    bridge.hold(HeldTurn("0", (USER, thought), (), held))
+    stripped = Message("assistant", calls=(ToolCall("abcdefghi", "add", '{"a":1}'),))
+    assert bridge.next((USER, stripped, RESULT), ()).cause == "reasoning_stripped"
+
+
 def test_messages_that_the_template_refuses_are_refused() -> None:
     tokenizer = tokenizer_of("mistral")
     bridge = Bridge(Renderer(tokenizer))
