@@ -1,6 +1,6 @@
 """The gateway over HTTP.
 
-    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "task", "model"}
+    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
     POST /sessions/ID/reward           {"reward": 1.0}
     POST /sessions/ID/end
     GET  /sessions/ID                  state, nodes, samples
@@ -140,8 +140,7 @@ class GatewayApp:
             raise _refused(refused) from None
         self.sessions.add(session)
         host = (header(scope, b"host") or b"127.0.0.1").decode("latin-1")
-        about = {"task": dict(session.about), "model": self._speaker.model}
-        await _tell(send, {**opened(session, f"{scope['scheme']}://{host}"), **about})
+        await _tell(send, opened(session, f"{scope['scheme']}://{host}"))
 
     async def _control(self, session: AgentSession, what: str, scope: Scope, receive: Receive, send: Send) -> None:
         if what == "/reward":
@@ -240,8 +239,8 @@ class GatewayApp:
 
 def opened(session: AgentSession, address: str) -> dict[str, Any]:
     """What a program needs to use a session; `address` is ``http://host:port``, as it reaches the gateway."""
-    base = f"{address}/s/{session.key}/v1"
-    return {"id": session.id, "api_key": session.key, "base_url": base, "task": session.about}
+    base, model = f"{address}/s/{session.key}/v1", session.speaker.model
+    return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
 
 
 async def _send(dialect: Dialect, asked: AskedTurn, said: SaidTurn, send: Send) -> None:

@@ -34,6 +34,7 @@ def thinking(prompt: str) -> str:
         ("openai_agents", ["chat", "stream"], {}, 0),
         ("openai_agents", ["responses"], {}, 0),
         ("openai_agents", ["responses", "stream"], {}, 0),
+        ("openai_agents", ["responses", "ids"], {}, 0),
         ("pydantic_agent", ["whole"], {}, 1),
         ("pydantic_agent", ["stream"], {}, 1),
         ("langgraph_agent", ["whole"], {}, 1),

@@ -1,4 +1,4 @@
-"""One rollout in verifiers' own environment server, with its training client: URL MODEL TOKENIZER; prints its tokens."""
+"""One rollout in verifiers' own environment server, with its training client: URL MODEL TOKENIZER; tells its tokens."""
 
 import asyncio
 import json
