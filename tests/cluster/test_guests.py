@@ -27,7 +27,8 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.guest import GuestEngine
 from stretto.model.hf.build import build_policy
 from stretto.processes.tls import client_context
-from tests.cluster.hosting import authority, hosted, introduction, joined_by_hand
+from tests.certificates import authority
+from tests.cluster.hosting import hosted, introduction, joined_by_hand
 from tests.cluster.test_gate import now
 from tests.engine.answering import engine_of
 from tests.engine.serving import Mailbox, until_up

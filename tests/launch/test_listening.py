@@ -12,7 +12,7 @@ from stretto.cluster.wire import bound
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_cluster
 from stretto.launch.recipe.recipe import Recipe, validate
-from tests.cluster.hosting import authority
+from tests.certificates import authority
 
 REMEDY = "give host:port of this machine, with a free port"
 
