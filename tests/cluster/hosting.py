@@ -17,9 +17,9 @@ from stretto import __version__
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import TO_AGENT, Join, RunTerms, ToAgent
-from stretto.cluster.wire import Wire, connect
 from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
+from stretto.processes.wire import Wire, connect
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from tests.weights.serving import KEY, serving
 

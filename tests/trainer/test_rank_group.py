@@ -5,15 +5,16 @@ rank 1 there.
 - Where its machine does not see the run folder, checkpoints are written by rank 0, and gone on from, all the same.
 - A rank that is killed, or whose machine is cut off, ends the trainer with its name, and ends by itself.
 - A rank that does not come is named, after a deadline; so is one with a wrong key, or that nobody waits for.
+- With certificates the orders of ranks go inside TLS. torch's store is reached at the loopback interface alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import msgspec
 import pytest
 import torch
 
+from stretto.core.errors import HandshakeRefused
 from stretto.core.records import Batch, Sampling
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.link import TrainerLink
@@ -33,6 +35,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorEnd
+from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawner
 from stretto.store.folder.checkpoints import Checkpoints
@@ -58,11 +61,13 @@ from stretto.trainer.messages import (
     Trained,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.rendezvous import interface_of
+from stretto.trainer.parallel.rendezvous import LOOPBACK, interface_of, open_store
 from stretto.trainer.roles.rank import _as_here
+from stretto.trainer.roles.rank_group import RankIntroduction
 from stretto.trainer.spec import RANK_ROLE, RankSpec, TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import remove
+from tests.certificates import authority
 from tests.launch.warm import session_fork_server
 from tests.tiny_policy import TINY
 from tests.tolerances import EPS, RATE, after_adam, operations_of
@@ -115,7 +120,9 @@ class Site:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
     build_policy(TINY, here / "model", seed=1)
-    shutil.copytree(here / "model", there / "model")
+    authority(here / "tls")
+    for folder in ("model", "tls"):
+        shutil.copytree(here / folder, there / folder)
     with session_fork_server() as near, other_machine([RANK_ROLE], hidden=here) as far:
         site = Site(here, there, near, far)
         yield site
@@ -136,7 +143,8 @@ class Running:
 
     async def start_rank(self, **wrong: Any) -> None:
         """Start rank 1 on the other machine, as an agent does."""
-        spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"))
+        tls = str(self.site.there / "tls") if self.spec.tls else ""
+        spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"), tls=tls)
         secrets = {name: wrong.pop("key", key) for name, key in self.awaited.secrets.items()}
         await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 
@@ -185,10 +193,10 @@ def assert_trained(site: Site, folder: Path, steps: int) -> None:
 
 
 def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_from_a_checkpoint(site: Site) -> None:
-    """The checkpoint is in a folder that the other machine does not see."""
+    """The checkpoint is in a folder that the other machine does not see. The second time inside TLS."""
 
-    async def train(begun: Path | None, versions: range, saved: Path) -> None:
-        async with running(site, checkpoint=str(begun) if begun else None) as group:
+    async def train(begun: Path | None, versions: range, saved: Path, tls: str = "") -> None:
+        async with running(site, checkpoint=str(begun) if begun else None, tls=tls) as group:
             await group.start_rank()
             assert (await group.reply(Ready)).version == versions.start
             assert (await group.ask(Publish(), Published)).version == versions.start
@@ -209,7 +217,7 @@ def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_fr
     files = sorted(path.name for path in (first / "checkpoint").iterdir())
     parts = 1 if site.far.cable else 2  # one, where rank 0 alone can write
     assert files == [*(f"shard-0000{n + 1}-model-00001-of-00001.safetensors" for n in range(parts)), "trainer.json"]
-    run(train(first / "checkpoint", range(2, 3), second))
+    run(train(first / "checkpoint", range(2, 3), second, str(site.here / "tls")))
     assert_trained(site, second / "policy", 3)
 
 
@@ -300,7 +308,7 @@ def test_a_machine_that_is_cut_off_is_given_up_and_its_rank_ends_by_itself(site:
             try:
                 if trains:
                     await group.channel.send(Train(batch=batch(0)))
-                assert re.fullmatch(r"lost rank 1, which sent no heartbeat for \d+ s", await lost(group))
+                assert await lost(group) == f"lost rank 1, which sent no heartbeat for {HUNG:g} s"
                 assert await asyncio.wait_for(group.rank.ended(), 20) == "ended with exit code 1"
             finally:
                 site.far.mend()
@@ -331,6 +339,41 @@ def test_a_rank_that_does_not_come_is_named_and_so_is_a_wrong_one(site: Site) ->
     assert run(scenario(with_a_wrong_key)).endswith("does not have the key")
     assert "rank 0 refused: the key is wrong" in site.log_of_rank()
     assert run(scenario(with_a_wrong_number)).endswith("is not wanted: there is no rank 7")
+
+
+def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_let_in(site: Site) -> None:
+    authority(site.there / "theirs")
+
+    async def scenario(tls: str) -> str:
+        async with running(site, assembly=2.0, tls=str(site.here / "tls")) as group:
+            await group.start_rank(tls=tls)
+            assert await group.rank.ended() == "ended with exit code 1"
+            return await lost(group)
+
+    assert "does not speak our TLS" in run(scenario(""))
+    assert "closed the connection in the handshake of TLS" in run(scenario(str(site.there / "theirs")))
+    assert "does not accept our TLS" in site.log_of_rank()
+
+
+def test_the_store_of_torch_is_at_the_loopback_interface_and_no_way_to_it_without_the_key(site: Site) -> None:
+    store = open_store(1)
+    socket.create_connection((LOOPBACK, store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+    async def scenario(rank: int, key: str | None) -> str:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            reader, writer = await asyncio.open_connection(group.awaited.host, group.awaited.port)
+            ours = msgspec.msgpack.encode(RankIntroduction(rank=rank, to_store=True))
+            with pytest.raises(HandshakeRefused) as refused:
+                await call(reader, writer, key or group.awaited.key, ours, peer="rank 0", seconds=10)
+            writer.close()
+            return refused.value.how
+
+    assert run(scenario(1, "another")) == "refused: the key is wrong"
+    assert run(scenario(5, None)) == "refused: there is no rank 5"
 
 
 def test_a_key_is_good_for_one_trainer_and_not_on_a_command_line(site: Site) -> None:
