@@ -23,6 +23,7 @@
     │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
     │       └── HandshakeBroken  a peer that closed the connection, or speaks something else
     ├── StoreError               the run folder's contents contradict themselves
+    ├── CallInterrupted          a call that was cut short, and may not be made a second time
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
 
@@ -314,6 +315,17 @@ class StoreError(StrettoError):
         except stretto.StoreError as error:
             print(error)
     """
+
+
+class CallInterrupted(StrettoError):
+    """A call of a session had begun when its process ended: it may have had its effect, and may not be made again."""
+
+    def __init__(self, session: str, asked: str) -> None:
+        self.session, self.asked = session, asked
+        super().__init__(session, asked)
+
+    def __str__(self) -> str:
+        return f"the call {self.asked} of {self.session} was cut short, and is not made a second time"
 
 
 class TrainingDiverged(StrettoError):

@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
-from stretto.processes.http_server import HttpServer, admit
+from stretto.processes.http.server import HttpServer, admit
 from stretto.weights.delta import Deltas, NoDelta
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.asgi import LARGEST_BODY
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_process
 from tests.engine.serving import Mailbox
 

@@ -29,13 +29,13 @@ from stretto.core.errors import (
 )
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.asgi import LARGEST_BODY
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.connections import Connections
 from stretto.engine.http.server import run_server, serve
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
+from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.serving import Mailbox, served, until_up
 
 

@@ -18,7 +18,7 @@ import httpx
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from stretto.processes.http_server import HttpServer, admit
+from stretto.processes.http.server import HttpServer, admit
 from stretto.processes.tls import client_context, server_context
 from tests.certificates import authority
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.engine.native.generation import Generation
-from stretto.processes.http_server import STRANGERS, HttpServer
+from stretto.processes.http.server import STRANGERS, HttpServer
 from stretto.processes.tls import server_context
 
 _SHUTDOWN_SECONDS = 1

@@ -26,7 +26,6 @@ from stretto.core.events import Span
 from stretto.core.frames import LARGEST_FRAME
 from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
-from stretto.engine.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
 from stretto.engine.http.lifecycle import Runner, bind, run_app, server_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
@@ -39,7 +38,8 @@ from stretto.engine.wire import (
     UpdateRequest,
     split_address,
 )
-from stretto.processes.http_server import admit
+from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
+from stretto.processes.http.server import admit
 from stretto.weights.mailbox import Subscriber
 
 _HEADERS = [(b"content-type", MSGPACK.encode())]

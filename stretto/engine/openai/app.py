@@ -24,7 +24,6 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.core.errors import EngineLost, RefusedRequest
-from stretto.engine.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
 from stretto.engine.http.prometheus import CONTENT_TYPE, Counters
 from stretto.engine.native.generation import Generation
 from stretto.engine.openai import token_ids
@@ -34,7 +33,8 @@ from stretto.engine.openai.schema import openapi
 from stretto.engine.openai.token_ids import TokenBody, TokenChoice, TokenInterface, TokenListener, merged
 from stretto.engine.openai.translate import ServedModel, TranslatedRequest, Translator
 from stretto.model.hf.tokenizer import Tokenizer
-from stretto.processes.http_server import admit
+from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
+from stretto.processes.http.server import admit
 
 _JSON = "application/json"
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

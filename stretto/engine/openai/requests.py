@@ -12,18 +12,15 @@ fields have no effect on the reply:
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta
 
 from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record
+from stretto.processes.http.bodies import parse_record
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1024
@@ -33,9 +30,6 @@ _LARGEST = 2**31 - 1
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
 Decoded = TypeVar("Decoded", bound="Body")
-AnyRecord = TypeVar("AnyRecord", bound=Record)
-_PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
-_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 
 
 class StreamOptions(Record, frozen=True):
@@ -48,7 +42,7 @@ class TextPart(Record, frozen=True):
     text: str
 
 
-class Message(Record, frozen=True):
+class OpenAIMessage(Record, frozen=True):
     """One turn of a conversation. The last fields are those of our replies, which clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -170,7 +164,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[OpenAIMessage], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -217,25 +211,6 @@ def parse(raw: bytes, kind: type[Decoded]) -> Decoded:
     return body
 
 
-def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
-    """The record in a body.
-
-    Raises:
-        RefusedRequest: it is not there; names the first wrong field.
-    """
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        field, found, allowed = _field_that_is_no_json(raw)
-        if field is not None:
-            raise RefusedRequest(field, found, allowed) from None
-        raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
-    except RecursionError:
-        raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
-
-
 def _check(body: Body) -> None:
     for field, values in body.neutral.items():
         found = getattr(body, field)
@@ -246,41 +221,6 @@ def _check(body: Body) -> None:
         raise RefusedRequest("top_logprobs", "set without logprobs", 'only together with "logprobs": true')
     if body.stream_options is not None and not body.stream:
         raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')
-
-
-def _named(message: str) -> RefusedRequest:
-    """The refusal for a message of msgspec, which contains the name of the field."""
-    place = _PLACE.search(message)
-    path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
-    name = _FIELD.match(sentence)
-    if name is None:
-        return RefusedRequest(path or "body", sentence, "see docs/serve.md")
-    field = f"{path}.{name['name']}".removeprefix(".")
-    return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see docs/serve.md")
-
-
-def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
-    """The field with a value that Python's json writes and JSON forbids, that value, and what is allowed."""
-    try:
-        tree = json.loads(raw)
-        for field, value in tree.items() if isinstance(tree, dict) else ():
-            for leaf in _leaves(value):
-                if isinstance(leaf, float) and not math.isfinite(leaf):
-                    return field, "NaN or infinite", "a finite number"
-                if isinstance(leaf, str) and any("\ud800" <= character <= "\udfff" for character in leaf):
-                    return field, "half of a surrogate pair", "characters"
-    except (ValueError, RecursionError):
-        pass  # not JSON at all, or nested too deeply: there is no field to name
-    return None, "", ""
-
-
-def _leaves(value: object) -> Iterator[object]:
-    """The leaves of nested lists and objects, names included."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
-    if parts is None:
-        yield value
-    else:
-        yield from chain.from_iterable(map(_leaves, parts))
 
 
 def _short(value: object) -> str:

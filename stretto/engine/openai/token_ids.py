@@ -23,8 +23,8 @@ from stretto.core.records import Completion, GenerateRequest, Likeliest, Record,
 from stretto.engine.backend import ENDED
 from stretto.engine.native.completions import Progress, rest_of
 from stretto.engine.openai.replies import Usage
-from stretto.engine.openai.requests import parse_record
 from stretto.engine.openai.translate import ServedModel
+from stretto.processes.http.bodies import parse_record
 
 PATH = "/inference/v1/generate"
 _SEEDS = 2**63

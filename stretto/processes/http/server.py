@@ -13,7 +13,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.types import Scope
@@ -25,6 +24,7 @@ STRANGERS = 256
 PATIENCE_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
+_AT_ONCE = 128  # callers: then others have their turn
 _ADMIT = "stretto.admit"
 
 
@@ -39,7 +39,7 @@ class _Stranger:
     connection: socket.socket
     since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
     protocol: HttpToolsProtocol | None = None  # while TLS's handshake goes on, this is idle too
-    greeting: asyncio.Task[Any] | None = None
+    greeting: asyncio.Task[None] | None = None
 
     @property
     def gone(self) -> bool:
@@ -59,9 +59,8 @@ class HttpServer(uvicorn.Server):
         self, config: uvicorn.Config, *, strangers: int = STRANGERS, patience: float = PATIENCE_SECONDS
     ) -> None:
         super().__init__(config)
-        self._most, self._patience = strangers, patience
+        self._most_strangers, self._idle_seconds = strangers, patience
         self._strangers: dict[_Stranger, None] = {}
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by `serve`."""
@@ -69,22 +68,37 @@ class HttpServer(uvicorn.Server):
         for endpoint in sockets or []:
             endpoint.setblocking(False)
             endpoint.listen(self.config.backlog)
-            self._tasks.append(asyncio.create_task(self._listen(endpoint)))
-        self._tasks.append(asyncio.create_task(self._look_after()))
+            self._listen(endpoint)
+        self._looking = asyncio.create_task(self._look_after())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by `serve`."""
+        for endpoint in sockets or []:
+            asyncio.get_running_loop().remove_reader(endpoint)
         greetings = [stranger.greeting for stranger in self._strangers if stranger.greeting is not None]
-        await cancel_and_wait([*self._tasks, *greetings])
+        await cancel_and_wait([self._looking, *greetings])
+        for stranger in self._strangers:
+            if stranger.protocol not in self.server_state.connections:  # the rest is told by uvicorn
+                stranger.connection.close()
         await super().shutdown(sockets)
 
-    async def _listen(self, endpoint: socket.socket) -> None:
-        while True:
+    def _listen(self, endpoint: socket.socket) -> None:
+        if endpoint.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(endpoint, self._accept, endpoint)
+
+    def _accept(self, endpoint: socket.socket) -> None:
+        """Take the callers that wait, some of them at a time."""
+        for _ in range(_AT_ONCE):
             try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(endpoint)
+                connection, _ = endpoint.accept()
+            except BlockingIOError:
+                return
             except OSError:  # no descriptor is free, or the caller has gone again
-                await asyncio.sleep(_PAUSE_SECONDS)
-                continue
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(endpoint)
+                loop.call_later(_PAUSE_SECONDS, self._listen, endpoint)
+                return
+            connection.setblocking(False)
             if self._has_room():
                 self._greet(connection)
             else:
@@ -92,7 +106,7 @@ class HttpServer(uvicorn.Server):
 
     def _has_room(self) -> bool:
         self._forget_the_gone()
-        if len(self._strangers) >= self._most:
+        if len(self._strangers) >= self._most_strangers:
             idle = [stranger for stranger in self._strangers if not stranger.busy]
             if not idle:
                 return False
@@ -109,9 +123,15 @@ class HttpServer(uvicorn.Server):
             return stranger.protocol
 
         context = self.config.ssl
-        seconds = self._patience if context is not None else None
-        connected = loop.connect_accepted_socket(protocol, connection, ssl=context, ssl_handshake_timeout=seconds)
-        stranger.greeting = asyncio.create_task(_quietly(connected, connection))
+        seconds = self._idle_seconds if context is not None else None
+
+        async def greet() -> None:
+            try:
+                await loop.connect_accepted_socket(protocol, connection, ssl=context, ssl_handshake_timeout=seconds)
+            except OSError:  # it speaks no TLS or another authority's, is too slow for it, or has gone
+                connection.close()
+
+        stranger.greeting = asyncio.create_task(greet())
 
     async def _look_after(self) -> None:
         while True:
@@ -120,7 +140,7 @@ class HttpServer(uvicorn.Server):
             for stranger in [*self._strangers]:
                 if stranger.busy:
                     stranger.since = now
-                elif now - stranger.since > self._patience:
+                elif now - stranger.since > self._idle_seconds:
                     self._turn_out(stranger)
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -132,10 +152,3 @@ class HttpServer(uvicorn.Server):
         del self._strangers[stranger]
         with contextlib.suppress(OSError):  # it has gone by itself
             stranger.connection.shutdown(socket.SHUT_RDWR)  # its transport hears of it as of an end
-
-
-async def _quietly(connected: Any, connection: socket.socket) -> None:
-    try:
-        await connected
-    except OSError:  # it speaks no TLS or another authority's, is too slow for it, or has gone
-        connection.close()

@@ -1,0 +1,1 @@
+"""An agent's door: any program that speaks to a model over HTTP makes a session, with the tokens kept on this side."""

@@ -1,0 +1,1 @@
+"""What every HTTP server of ours does with a body and a reply."""

@@ -1,0 +1,73 @@
+"""From the body of a request to a record, and what is said of a body that holds none."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import TypeVar
+
+import msgspec
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Record
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+_PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
+
+
+def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
+    """The record in a body.
+
+    Raises:
+        RefusedRequest: it is not there; names the first wrong field.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        field, found, allowed = _field_that_is_no_json(raw)
+        if field is not None:
+            raise RefusedRequest(field, found, allowed) from None
+        raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
+    except RecursionError:
+        raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
+
+
+def _named(message: str) -> RefusedRequest:
+    """The refusal for a message of msgspec, which contains the name of the field."""
+    place = _PLACE.search(message)
+    path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
+    name = _FIELD.match(sentence)
+    if name is None:
+        return RefusedRequest(path or "body", sentence, "see docs/serve.md")
+    field = f"{path}.{name['name']}".removeprefix(".")
+    return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see docs/serve.md")
+
+
+def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
+    """The field with a value that Python's json writes and JSON forbids, that value, and what is allowed."""
+    try:
+        tree = json.loads(raw)
+        for field, value in tree.items() if isinstance(tree, dict) else ():
+            for leaf in _leaves(value):
+                if isinstance(leaf, float) and not math.isfinite(leaf):
+                    return field, "NaN or infinite", "a finite number"
+                if isinstance(leaf, str) and any("\ud800" <= character <= "\udfff" for character in leaf):
+                    return field, "half of a surrogate pair", "characters"
+    except (ValueError, RecursionError):
+        pass  # not JSON at all, or nested too deeply: there is no field to name
+    return None, "", ""
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """The leaves of nested lists and objects, names included."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None:
+        yield value
+    else:
+        yield from chain.from_iterable(map(_leaves, parts))
