@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics engine-environments test-engines test-clusters format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo test test-numerics agent-environments engine-environments test-engines test-clusters test-agents format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -58,8 +58,16 @@ engine-environments: .venv/ready-test  ## the environments of vLLM, SGLang and v
 	-$(RUN) benchmarks.peers.environment sglang
 	-$(RUN) benchmarks.peers.environment verifiers
 
+agent-environments: .venv/ready-test  ## the environments of agents and of verifiers, once, in the user's cache
+	-$(RUN) benchmarks.peers.environment agents
+	-$(RUN) benchmarks.peers.environment verifiers
+	-$(RUN) benchmarks.peers.environment worlds
+
 test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
 	$(RUN) pytest tests/real_engines
+
+test-agents: agent-environments  ## the tests with real agents and environments of other makes
+	$(RUN) pytest tests/real_agents
 
 test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
 	$(RUN) pytest tests/real_clusters

@@ -5,11 +5,13 @@ A checksum is XXH3 (64 bits) of MessagePack, of
     groups      [key, id, prompt, members, admitted version, prompt tokens]; in format 2 [id, prompt, admitted version]
     payloads    [trajectory, [outcome, reward, stop reason, interruptions], body]; the checksum precedes the body
     partials    [trajectory, body]; likewise
+    calls       [trajectory, number, asked, reply], since format 5
     steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]
     meta        [name, value]
 
 where a trajectory is [id, segments, outcome, reward], and a segment has its first five fields, without the names of its
-engines; in format 2 a trajectory is [completion, outcome, reward];
+engines, and then its parent and its reward if it has either of them; in format 2 a trajectory is [completion, outcome,
+reward];
 
 and since format 3 of whole rows, in the order of their columns:
 
@@ -23,13 +25,14 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
 
 CHECKSUM_BYTES = 8
-FIELDS = 2  # of a payload: segments and text; in format 2 it has four
 _OF_SEGMENT = 5  # fields of a segment that the checksum of a step covers
+_PARENT, _REWARD = 6, 8  # those that it covers if either is there; before format 5 there are none
 
 _GROUPS = "SELECT id, key, id, prompt_id, members, admitted_version, prompt_token_ids, seal FROM groups ORDER BY key"
 _OLD_GROUPS = "SELECT id, id, prompt_id, admitted_version, seal FROM groups ORDER BY key"
@@ -50,6 +53,11 @@ _PAYLOADS = """
 _PARTIALS = """
     SELECT id || '/' || member, payload FROM partials JOIN trajectories ON trajectories.key = partials.key
     JOIN groups ON groups.key = group_key ORDER BY partials.key, begin
+"""
+_CALLS = """
+    SELECT number || ' of trajectory ' || id || '/' || member, id || '/' || member, number, asked, reply, calls.seal
+    FROM calls JOIN trajectories ON trajectories.key = calls.key JOIN groups ON groups.key = group_key
+    ORDER BY calls.key, number
 """
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps ORDER BY step"
 _META = "SELECT name, value, seal FROM meta ORDER BY name"
@@ -84,6 +92,8 @@ def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[st
     if number > 2:
         yield from _broken_rows(connection, _TRAJECTORIES, "the row of trajectory")
         yield from _broken_rows(connection, _STEP_ROWS, "the row of step")
+    if number > 4:
+        yield from _broken_rows(connection, _CALLS, "call")
 
 
 def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, object]]]) -> Iterator[str]:
@@ -103,6 +113,11 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
 def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
     """Whether a trajectory is what was written; `columns` are its outcome, reward, stop reason and interruptions."""
     return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
+
+
+def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
+    """The segments of a payload; None in format 2, where it has one turn and no segments."""
+    return bulk[0] if isinstance(bulk[1], str) else None
 
 
 def _step_fits(
@@ -127,8 +142,8 @@ def _trained(
 ) -> tuple[object, ...]:
     """The part of a trajectory that the checksum of its step covers, in the form in which it was written."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
-    if len(bulk) == FIELDS:
-        return f"{group}/{member}", [segment[:_OF_SEGMENT] for segment in bulk[0]], outcome, reward
+    if (segments := segments_of(bulk)) is not None:
+        return f"{group}/{member}", [_decisive(segment) for segment in segments], outcome, reward
     tokens, logprobs, versions, _ = bulk
     completion = {
         "request": group,
@@ -141,6 +156,11 @@ def _trained(
         "top_logprobs": (),
     }
     return completion, outcome, reward
+
+
+def _decisive(segment: Sequence[object]) -> list[object]:
+    further = [*segment[_PARENT : _PARENT + 1], *segment[_REWARD:]]
+    return [*segment[:_OF_SEGMENT], *(further if any(value is not None for value in further) else [])]
 
 
 def _broken_rows(connection: sqlite3.Connection, statement: str, what: str) -> Iterator[str]:

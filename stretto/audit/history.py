@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from stretto.audit.checksums import CHECKSUM_BYTES, FIELDS, broken_checksums, broken_files, payload_fits
+from stretto.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_files, payload_fits, segments_of
 from stretto.core.errors import Problem, RunFolderError, StoreError
 
-FORMATS = (2, 3, 4)  #: formats that can be checked
+FORMATS = (2, 3, 4, 5)  #: formats that can be checked
 _FIRST_SEALED = 3
 _ENGINES = 5  # the place of the engines in a segment
 
@@ -291,7 +291,8 @@ def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     writers: tuple[tuple[str, int], ...] = ()
     if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
         bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
-        segments = [segment for segment in bulk[0] if segment[2]] if len(bulk) == FIELDS else [bulk]
+        found = segments_of(bulk)
+        segments = [bulk] if found is None else [segment for segment in found if segment[2]]
         versions = tuple(version for segment in segments for version in segment[2])
         lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
         writers = tuple((name, count) for segment in segments for name, count in (segment[_ENGINES:] or [()])[0])

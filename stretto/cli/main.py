@@ -259,6 +259,32 @@ def serve(
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
 
 
+@app.command()
+def gateway(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
+    overrides: EngineOverrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback with --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8010,
+    folder: Annotated[Path, typer.Option(help="Folder in which the sessions are recorded.")] = Path("sessions"),
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients [default: the folder's name].")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="STRETTO_API_KEY", help="Key that opens, rewards and shows sessions."),
+    ] = None,
+) -> None:
+    """Serve sessions to agents until Ctrl-C: Chat Completions, Responses and Anthropic's Messages, with every token on
+    record.
+
+    POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
+    """
+    with _importing():
+        from stretto.launch.commands.gateway import gateway
+
+    gateway(model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=overrides or [])
+
+
 app.command()(engine)
 app.command()(rank)
 

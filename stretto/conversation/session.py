@@ -22,7 +22,7 @@ import msgspec
 
 from stretto.conversation.forest import Forest, Tokens, parent_of, way_to
 from stretto.core.engine import Generate
-from stretto.core.errors import CallInterrupted, EngineLost
+from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
 
@@ -177,6 +177,21 @@ class Session:
                 raise
             self.forest.segments[node] = msgspec.structs.replace(whole, parent=prefix.parent, cause=prefix.cause)
         return Turn(node, self.forest.segments[node])
+
+    def claim(self, node: int) -> Turn:
+        """The recorded turn `node`, which a call on record has returned already.
+
+        Raises:
+            StoreError: it is not on record, or has no end.
+        """
+        segments = self.forest.segments
+        if node >= len(segments) or segments[node].stop_reason is None:
+            raise StoreError(f"{self.id}: a reply is on record, and the turn {node} that it tells is not")
+        waiting = self._turns.get(self._before(node))
+        if waiting and node in waiting:
+            waiting.remove(node)
+        self._claimed.add(node)
+        return Turn(node, segments[node])
 
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool) -> bytes:
         """The reply to `asked`: on record, or of `run`. `repeatable` says that `run` may be called again when a crash

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.core.records import Batch, StopReason, Trajectory
+from stretto.core.records import Batch, StopReason
 from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, hidden_states
 from stretto.trainer.batch.minibatch import Minibatch
+from stretto.trainer.batch.paths import PathTokens
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
@@ -58,15 +59,14 @@ class Critic(Optimizer):
         return self._values(packed)  # type: ignore[no-any-return]
 
     def token_values(self, batch: Batch) -> dict[str, list[float]]:
-        """V before each sampled token of the batch, masked ones too, by the trajectory's id; with
-        ``truncated = "bootstrap"`` also V after the last token of a trajectory that was cut off."""
+        """V before each sampled token of the batch, masked ones too, by the id of its path; with
+        ``truncated = "bootstrap"`` also V after the last token of a path that was cut off."""
         capacity = self.config.micro_batch_tokens
         return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 
-    def _continues(self, trajectory: Trajectory) -> bool:
+    def _continues(self, path: PathTokens) -> bool:
         """Whether the state behind the last token has a value."""
-        cut_off = trajectory.stop_reason is StopReason.LENGTH and len(trajectory.versions) > 0
-        return cut_off and self._truncated == "bootstrap"
+        return path.stop_reason is StopReason.LENGTH and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
         """One optimizer step towards the returns of a minibatch; gives the loss of this rank's share, averaged like the

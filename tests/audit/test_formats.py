@@ -29,7 +29,7 @@ run_dir = test_check.run_dir
 def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 4"):
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 5"):
         check_run(run_dir)
 
 
@@ -42,7 +42,7 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
     assert export_run(run_dir, tmp_path / "after.jsonl") == before
     assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
     assert inspect_run(run_dir) == shown
-    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 4"):
+    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 5"):
         Ledger(run_dir / "ledger.sqlite", StoreConfig())
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")

@@ -141,7 +141,8 @@ def test_a_completion_that_moves_after_a_kill_names_both_engines(laboratory: Lab
 
 def writers_in_flight(ledger: Path) -> set[str]:
     """The engines that wrote what is journaled of unfinished completions."""
-    pieces = (piece for group in read_unfinished(ledger) for piece in group.prefixes.values())
+    members = (member for group in read_unfinished(ledger) for member in group.members.values())
+    pieces = (piece for member in members for piece in member.segments if piece.stop_reason is None)
     return {name for piece in pieces for name, _ in piece.engines}
 
 

@@ -34,7 +34,8 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Balance, Ledger
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.rows import Balance
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.spans import read_spans
 from tests.loop.conducting import Stage, ToyFleet, ToyTrainer

@@ -39,7 +39,7 @@ def as_format_2(ledger: Path) -> None:
         connection.executescript(
             "ALTER TABLE trajectories DROP COLUMN seal; ALTER TABLE steps DROP COLUMN row_seal;"
             "UPDATE groups SET seal = seal(id, prompt_id, admitted_version);"
-            "DELETE FROM meta WHERE name IN ('recipe', 'start'); PRAGMA user_version = 2;"
+            "DELETE FROM meta WHERE name IN ('recipe', 'start'); DROP TABLE calls; PRAGMA user_version = 2;"
         )
 
 
@@ -47,12 +47,18 @@ def as_format_3(ledger: Path) -> None:
     """The ledger as format 3 wrote it: segments have five fields, and do not name their engines."""
     with closing(sqlite3.connect(ledger)) as connection:
         for key, id, *columns, sealed in connection.execute(_PAYLOADS).fetchall():
-            segments, text = msgspec.msgpack.decode(sealed[SIZE:])
+            segments, text, _, _ = msgspec.msgpack.decode(sealed[SIZE:])
             body = msgspec.msgpack.encode(([segment[:5] for segment in segments], text))
             old = seal(id, columns, body) + body
             connection.execute("UPDATE payloads SET payload = ? WHERE key = ?", (old, key))
-        connection.execute("PRAGMA user_version = 3")
         connection.commit()
+        connection.executescript("DROP TABLE calls; PRAGMA user_version = 3;")
+
+
+def as_format_4(ledger: Path) -> None:
+    """A ledger of single turns in flight as format 4 wrote it: there are no calls."""
+    with closing(sqlite3.connect(ledger)) as connection:
+        connection.executescript("DROP TABLE calls; PRAGMA user_version = 4;")
 
 
 @pytest.fixture

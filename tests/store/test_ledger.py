@@ -26,8 +26,10 @@ from msgspec.structs import replace
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Outcome, Segment, State, StopReason, Verdict
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Balance, Ledger
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto.store.ledger.rows import Balance
 from stretto.store.ledger.schema import FORMAT
 from tests.store.make import Make
 
@@ -178,12 +180,12 @@ def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make
         ledger.journal("0.1.0/1", second)
         ledger.flush()
         (group,) = read_unfinished(path)
-        assert group.prefixes == {1: Segment((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)}
-        assert [(c.member, c.token_ids, c.stop_reason) for c in group.completions] == [(2, (2,), StopReason.STOP)]
+        so_far = Segment((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)
+        assert group.members == {1: UnfinishedMember((so_far,)), 2: UnfinishedMember((end,))}
         ledger.buffer(make.group("0.1.0", *(make.trajectory("0.1.0", member) for member in range(3))))
         ledger.flush()
         (group,) = read_unfinished(path)
-        assert (group.prefixes, group.completions) == ({}, ())
+        assert group.members == {}
         assert group.trajectories == tuple(make.trajectory("0.1.0", member) for member in range(3))
     assert rows(path, "SELECT count(*) FROM partials") == [(0,)]
 

@@ -26,8 +26,8 @@ from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 
 _KEY = re.compile(r"[!-~]+")
-_KEEP_ALIVE_SECONDS = 120
-_PATIENCE_SECONDS = 30.0
+KEEP_ALIVE_SECONDS = 120
+PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
 _OF_A_RUN = {"count": "one engine is served", "transport": "give --host and --port", "base_port": "give --port"}
 
@@ -58,8 +58,19 @@ def engine_config(overrides: Sequence[str]) -> EngineConfig:
     return config
 
 
-def _say(text: str) -> None:
+def say_aloud(text: str) -> None:
     print(text, flush=True)  # the caller may wait for the address
+
+
+def check_key(api_key: str | None) -> None:
+    """
+    Raises:
+        RecipeError: no header can hold the key.
+    """
+    if api_key is not None and not _KEY.fullmatch(api_key):
+        raise RecipeError(
+            [Problem("--api-key", "cannot be sent", "letters, digits and signs of ASCII, without spaces")]
+        )
 
 
 def serve(
@@ -70,7 +81,7 @@ def serve(
     name: str | None = None,
     api_key: str | None = None,
     overrides: Sequence[str] = (),
-    say: Callable[[str], None] = _say,
+    say: Callable[[str], None] = say_aloud,
 ) -> None:
     """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first.
 
@@ -82,21 +93,18 @@ def serve(
         UserError: the folder, an override or the address is wrong.
     """
     config = engine_config(overrides)
-    if api_key is not None and not _KEY.fullmatch(api_key):
-        raise RecipeError(
-            [Problem("--api-key", "cannot be sent", "letters, digits and signs of ASCII, without spaces")]
-        )
+    check_key(api_key)
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model)
     bound = bind(host, port, "--port")
     torch.set_num_threads(config.threads)
     engine = NativeEngine.load(model, config)
     generation = SharedGeneration(engine)
-    context = _context(engine, config)
+    context = context_of(engine, config)
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
     app = OpenAIApp(generation, served, tokenizer, EngineApp(generation), api_key or "")
-    server = GracefulServer(app, generation, keep_alive_seconds=_KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
-    _allow_many_connections()
+    server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
+    allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
@@ -108,7 +116,7 @@ def serve(
     uvloop.run(run_app(server, [bound], generation))
 
 
-def _context(engine: NativeEngine, config: EngineConfig) -> int:
+def context_of(engine: NativeEngine, config: EngineConfig) -> int:
     """Tokens that a prompt and its completion may have together.
 
     Raises:
@@ -120,7 +128,7 @@ def _context(engine: NativeEngine, config: EngineConfig) -> int:
     return context
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """Raise the limit of open files, one for each connection, from its soft value (often 1,024) to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -189,12 +189,15 @@ def restore(
     for group in unfinished:
         failures = state.failures.get(group.id, 0)
         controller.restore(group.id, group.admitted_version, group.trajectories, failures)
-    return {
-        group.id: GroupInFlight(
-            ended={completion.member: completion for completion in group.completions},
-            prefixes=dict(group.prefixes),
-            journaled={completion.member for completion in group.completions},
-        )
-        for group in unfinished
-        if not group.trajectories
-    }
+    return {group.id: _in_flight(group) for group in unfinished if not group.trajectories}
+
+
+def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
+    """A group of single turns, each of one segment."""
+    known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
+    ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
+    return GroupInFlight(
+        ended={member: Completion.of(group.id, member, segment) for member, segment in ended.items()},
+        prefixes={member: segment for member, segment in known.items() if member not in ended},
+        journaled=set(ended),
+    )

@@ -53,9 +53,25 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._whole.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """Its text, that for tools where the folder has several; empty if there is none."""
+        found = self._whole.chat_template or ""
+        return found if isinstance(found, str) else "\n".join(found.values())
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> tuple[int, ...]:
         """The token ids of a conversation by the folder's chat template, up to the start of the completion.
         The template gets the `arguments`.
+
+        Raises:
+            ModelFolderError: the tokenizer has no chat template.
+            DataError: the template refuses the messages.
+        """
+        # without special tokens: the template has added them already
+        return self.encode(self.render_chat(messages, opening=True, **arguments), special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
+        """The text of a conversation; `opening` adds how the next completion begins. The template gets the `arguments`.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
@@ -66,10 +82,10 @@ class Tokenizer:
             raise ModelFolderError([Problem(self.place, "the tokenizer has no chat template", remedy)])
         try:
             turns = [dict(message) for message in messages]
-            text = self._whole.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
+            text = self._whole.apply_chat_template(turns, tokenize=False, add_generation_prompt=opening, **arguments)
         except Exception as error:  # templates are programs of the model's author and raise any exception
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
-        return self.encode(cast(str, text), special_tokens=False)  # the template has added them already
+        return cast(str, text)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -85,9 +101,13 @@ class Tokenizer:
         """The text of `ids`, without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens too."""
+        return self._backend.decode(ids, skip_special_tokens=False)
+
     def name(self, token_id: int) -> str:
         """The text of one token by itself, special ones too."""
-        return self._backend.decode((token_id,), skip_special_tokens=False)
+        return self.spell((token_id,))
 
     def _unknown(self, text: str, why: str) -> DataError:
         known = self._backend.get_vocab()

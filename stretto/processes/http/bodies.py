@@ -12,9 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import Record
 
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 _PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 

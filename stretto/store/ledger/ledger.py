@@ -26,18 +26,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Group, Prompt, Record, Segment, State, Trajectory, Update, trajectory_id
+from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.rows import (
-    LiveRow,
-    decode_piece,
-    encode_payload,
-    encode_piece,
-    step_columns,
-    update_columns,
-)
+from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls
+from stretto.store.ledger.rows import Balance, LiveRow, encode_payload, step_columns, update_columns
 from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import META, find_fact, seal
 from stretto.store.ledger.wal import log_of
@@ -66,6 +60,10 @@ _LIVE = """
 _PARTIALS = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
 _INSERT_PARTIAL = "INSERT INTO partials VALUES (?, ?, ?)"
 _DELETE_PARTIALS = "DELETE FROM partials WHERE key = ?"
+_INSERT_CALL = "INSERT INTO calls VALUES (?, ?, ?, NULL, ?)"
+_END_CALL = "UPDATE calls SET reply = ?1, seal = seal(?4, number, asked, ?1) WHERE key = ?2 AND number = ?3"
+_DELETE_CALLS = "DELETE FROM calls WHERE key = ?"
+_CALLING = "SELECT DISTINCT key FROM calls"
 _FORGET_UNTRAINED = """
     DELETE FROM payloads WHERE key IN (
         SELECT key FROM trajectories WHERE key >= ? AND state IN ('filtered', 'expired', 'failed'))
@@ -83,24 +81,6 @@ _UNSETTLED = """
     SELECT min(group_key) FROM trajectories
     WHERE key >= ? AND (state IN ('in_flight', 'buffered') OR trained_step > ?)
 """
-
-
-class Balance(Record, frozen=True):
-    """Trajectories by state.
-
-    Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
-    """
-
-    trained: int = 0
-    buffered: int = 0
-    in_flight: int = 0
-    filtered: int = 0
-    expired: int = 0
-    failed: int = 0
-
-    @property
-    def issued(self) -> int:
-        return self.trained + self.buffered + self.in_flight + self.filtered + self.expired + self.failed
 
 
 class Ledger:
@@ -123,7 +103,7 @@ class Ledger:
         self._connection = open_for_writing(path)
         self._broken: StoreError | None = None
         self._pending: dict[str, list[tuple[Any, ...]]] = {}
-        self._partials: list[tuple[str, tuple[Any, ...]]] = []  # in the order of the events
+        self._partials: list[tuple[str, tuple[Any, ...]]] = []  # pieces and calls, in the order of the events
         self._facts: dict[str, str] = {}
         self._sources: dict[str, Callable[[], object]] = {}
         self._dirty: dict[int, LiveRow] = {}
@@ -195,13 +175,37 @@ class Ledger:
         self._note(_UPDATE_STEP, update_columns(update))
         self._flush_if_due()
 
-    # Tokens of unfinished completions, and payloads that are no longer needed.
+    # What a trajectory in flight has so far, and payloads that are no longer needed.
 
-    def journal(self, id: str, piece: Segment) -> None:
-        """Append new tokens of a trajectory in flight; after a crash its completion is resumed from them."""
+    def journal(self, id: str, piece: Segment, node: int = 0) -> None:
+        """Append new tokens to a segment, `node`, of a trajectory in flight; after a crash it is resumed from them.
+
+        The first piece of a segment has its parent and its cause. A given segment is one piece, and so is the beginning
+        of a turn, which may have no tokens yet.
+        """
         row = self._row(id)
-        self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece))))
-        row.journaled += len(piece.token_ids)
+        self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece, node))))
+        row.journaled += max(1, len(piece.token_ids))
+
+    def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
+        """The session of a trajectory in flight is about to make a call; numbers grow. If it is `durable`, its begin
+        and its end are each in the file on return: what must not be done twice is never begun without a record."""
+        row = self._row(id)
+        if number < row.calls:
+            raise StoreError(f"{self._path}: call {number} of trajectory {id} has begun before")
+        row.calls, row.open_calls[number] = number + 1, durable
+        self._partials.append((_INSERT_CALL, (row.key, number, asked, seal(id, number, asked, None))))
+        if durable:
+            self.flush()
+
+    def end_call(self, id: str, number: int, reply: bytes) -> None:
+        """The reply of a call has come; also of one that an earlier process of the run has begun."""
+        row = self._row(id)
+        if number not in row.open_calls:
+            raise StoreError(f"{self._path}: call {number} of trajectory {id} was never begun, or has ended")
+        self._partials.append((_END_CALL, (reply, row.key, number, id)))
+        if row.open_calls.pop(number):
+            self.flush()
 
     def forget(self, step: int) -> None:
         """Delete the payloads that ``store.keep_payloads`` does not keep: no resume starts before `step` any more.
@@ -330,6 +334,9 @@ class Ledger:
         if row.journaled:
             self._partials.append((_DELETE_PARTIALS, (row.key,)))
             row.journaled = 0
+        if row.calls:
+            self._partials.append((_DELETE_CALLS, (row.key,)))
+            row.calls, row.open_calls = 0, {}
         if state is not State.BUFFERED:
             del self._live[id]
         self._dirty[row.key] = row
@@ -341,7 +348,14 @@ class Ledger:
             if key not in by_key:
                 raise StoreError(f"{self._path}: holds partial tokens of trajectory {key}, which is not in flight")
             id, row = by_key[key]
-            row.journaled = begin + len(decode_piece(id, payload).token_ids)
+            row.journaled = begin + max(1, len(decode_piece(id, payload)[1].token_ids))
+        for (key,) in self._query(_CALLING):
+            if key not in by_key:
+                raise StoreError(f"{self._path}: holds calls of trajectory {key}, which is not in flight")
+            id, row = by_key[key]
+            for call in read_calls(self._connection, id, key):
+                row.calls = call.number + 1
+                row.open_calls |= {call.number: True} if call.reply is None else {}
 
     def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
         self._pending.setdefault(statement, []).append(parameters)

@@ -12,18 +12,17 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.core.records import (
     Batch,
-    Completion,
     Group,
     Outcome,
     Prompt,
     Record,
-    Segment,
     State,
     Trajectory,
     Verdict,
     trajectory_id,
 )
-from stretto.store.ledger.rows import decode_payload, decode_piece
+from stretto.store.ledger.partials import UnfinishedMember, read_member
+from stretto.store.ledger.rows import decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, seal
 
@@ -41,7 +40,6 @@ _LIVE = """
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
     WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
-_PARTIALS = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
 
 _tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 _membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
@@ -50,16 +48,15 @@ _membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
 class UnfinishedGroup(Record, frozen=True):
     """A group that is buffered or in flight.
 
-    A buffered group has `trajectories`. A group in flight has the `completions` that ended and, by member, the
-    `prefixes` of those that did not.
+    A buffered group has `trajectories`. A group in flight has the `members` of which something is on record: of a
+    single turn one segment, which has ended if it has a stop reason.
     """
 
     id: str
     prompt_id: str
     admitted_version: int
     trajectories: tuple[Trajectory, ...] = ()
-    completions: tuple[Completion, ...] = ()
-    prefixes: Mapping[int, Segment] = {}
+    members: Mapping[int, UnfinishedMember] = {}
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
@@ -87,8 +84,9 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
         StoreError: the payload of a buffered trajectory is missing, or the file is damaged.
     """
     with reading(path) as connection:
-        rows = connection.execute(_LIVE).fetchall()
-        return [_unfinished(path, connection, list(group)) for _, group in groupby(rows, key=lambda row: row[0])]
+        (number,) = connection.execute("PRAGMA user_version").fetchone()
+        groups = groupby(connection.execute(_LIVE).fetchall(), key=lambda row: row[0])
+        return [_unfinished(path, connection, list(group), number) for _, group in groups]
 
 
 def last_step(path: Path) -> int:
@@ -133,36 +131,33 @@ def _trajectory(
 ) -> Trajectory:
     id = trajectory_id(group, member)
     payload = decode_payload(id, (outcome, reward, stop_reason, interrupted), sealed)
-    verdict = Verdict(outcome=Outcome(outcome), reward=reward)
-    return Trajectory(id=id, segments=payload.segments, verdict=verdict, text=payload.text)
+    verdict = Verdict(outcome=Outcome(outcome), reward=reward, rewards=payload.rewards)
+    return Trajectory(id, payload.segments, verdict, payload.text, payload.session)
 
 
-def _unfinished(path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> UnfinishedGroup:
+def _unfinished(
+    path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]], number: int
+) -> UnfinishedGroup:
     id, prompt_id, admitted_version, group_key, members, tokens, sealed = rows[0][:7]
     check(sealed, seal(group_key, id, prompt_id, members, admitted_version, tokens), f"{path}: group {id}")
-    trajectories, completions, prefixes = [], [], {}
+    trajectories, unfinished = [], {}
     for row in rows:
         member, key, state, *columns = row[7:]
         assert isinstance(member, int)
+        assert isinstance(key, int)
         if state == State.BUFFERED.value:
             if columns[-1] is None:
                 raise StoreError(f"{path}: trajectory {id}/{member} is buffered, and its tokens are missing")
             trajectories.append(_trajectory(str(id), member, *columns))  # type: ignore[arg-type]  # columns of SQLite
             continue
-        pieces = connection.execute(_PARTIALS, (key,))
-        segment = sum((decode_piece(f"{id}/{member}", piece) for (piece,) in pieces), start=Segment())
-        if segment.stop_reason is not None:
-            completions.append(Completion.of(str(id), member, segment))
-        elif segment.token_ids:
-            prefixes[member] = segment
+        unfinished[member] = read_member(connection, trajectory_id(str(id), member), key, number)
     return msgspec.convert(
         {
             "id": id,
             "prompt_id": prompt_id,
             "admitted_version": admitted_version,
             "trajectories": tuple(trajectories),
-            "completions": tuple(completions),
-            "prefixes": prefixes,
+            "members": {member: found for member, found in unfinished.items() if found.segments or found.calls},
         },
         UnfinishedGroup,
     )

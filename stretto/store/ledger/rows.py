@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,14 +16,33 @@ from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
 
 class Payload(Record, frozen=True, array_like=True):
-    """The bulk of a trajectory."""
+    """The bulk of a trajectory; before format 5 it ends with the text."""
 
     segments: tuple[Segment, ...]
     text: str
+    rewards: Mapping[str, float] = {}  # the named parts of its reward
+    session: str = ""
+
+
+class Balance(Record, frozen=True):
+    """Trajectories by state.
+
+    Example: ``Balance(trained=512, buffered=24, in_flight=128, filtered=16, failed=1).issued == 681``
+    """
+
+    trained: int = 0
+    buffered: int = 0
+    in_flight: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+
+    @property
+    def issued(self) -> int:
+        return self.trained + self.buffered + self.in_flight + self.filtered + self.expired + self.failed
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_SEGMENT_DECODER = msgspec.msgpack.Decoder(Segment)
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
@@ -30,7 +50,7 @@ def encode_payload(trajectory: Trajectory) -> bytes:
     trajectory's row."""
     verdict = trajectory.verdict
     columns = (verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
-    body = _ENCODER.encode(Payload(segments=trajectory.segments, text=trajectory.text))
+    body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
     return seal(trajectory.id, columns, body) + body
 
 
@@ -45,40 +65,39 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, columns, body), f"trajectory {id}")
-    *parts, text = msgspec.msgpack.decode(body, type=list[Any])
-    _, _, stop_reason, interrupted = columns
-    segments = parts[0] if len(parts) == 1 else [[*parts, interrupted, stop_reason]]
-    return msgspec.convert([segments, text], Payload)
-
-
-def encode_piece(id: str, piece: Segment) -> bytes:
-    """A seal and the new tokens of a trajectory in flight."""
-    body = _ENCODER.encode(piece)
-    return seal(id, body) + body
-
-
-def decode_piece(id: str, sealed: bytes) -> Segment:
-    """One piece of a trajectory in flight; the last piece of a finished completion has a stop reason.
-
-    Raises:
-        StoreError: it is not what was written.
-    """
-    body = sealed[SIZE:]
-    check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
-    return _SEGMENT_DECODER.decode(body)
+    parts = msgspec.msgpack.decode(body, type=list[Any])
+    if not isinstance(parts[1], str):  # format 2
+        *columns_of_tokens, text = parts
+        _, _, stop_reason, interrupted = columns
+        parts = [[[*columns_of_tokens, interrupted, stop_reason]], text]
+    return msgspec.convert(parts, Payload)
 
 
 class LiveRow:
     """The row of a trajectory that is in flight or buffered, as the next flush writes it."""
 
-    __slots__ = ("_outcome", "finished", "group_key", "journaled", "key", "member", "reason", "state", "trained_step")
+    __slots__ = (
+        "_outcome",
+        "calls",
+        "finished",
+        "group_key",
+        "journaled",
+        "key",
+        "member",
+        "open_calls",
+        "reason",
+        "state",
+        "trained_step",
+    )
 
     def __init__(self, key: int, group_key: int, member: int) -> None:
         self.key, self.group_key, self.member = key, group_key, member
         self.state, self.reason = State.IN_FLIGHT, ""
         self.trained_step: int | None = None
         self.finished = False  # its completion has ended and is judged
-        self.journaled = 0  # tokens in the table of partials
+        self.journaled = 0  # where its next piece begins in the table of partials
+        self.calls = 0  # the number of its next call
+        self.open_calls: dict[int, bool] = {}  # calls without an end, and whether they are flushed
         self._outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
@@ -93,15 +112,16 @@ class LiveRow:
 
     def finish(self, trajectory: Trajectory) -> None:
         """Note the end of the completion, and its verdict."""
-        verdict, versions = trajectory.verdict, trajectory.versions
+        verdict = trajectory.verdict
+        sampled = [segment.versions for segment in trajectory.segments if segment.versions]
         self.finished = True
         self._outcome = (
             verdict.outcome.value,
             verdict.reward,
             trajectory.stop_reason,
-            len(versions),
-            versions[0] if versions else None,
-            versions[-1] if versions else None,
+            sum(map(len, sampled)),
+            min((versions[0] for versions in sampled), default=None),
+            max((versions[-1] for versions in sampled), default=None),
             trajectory.interrupted,
         )
 

@@ -1,11 +1,13 @@
 """The ledger's tables, and opening them.
 
     groups ──1:n── trajectories ──1:0..1── payloads        steps        meta        events
-                              └──1:n───── partials
+                              ├──1:n───── partials
+                              └──1:n───── calls
 
 A trajectory's key is its group's key plus its member number, so the id ``group/member`` is stored once per group.
 The payload (tokens, log-probabilities, text) has a table of its own, so that a change of state does not rewrite it.
-Partials are the tokens of a completion in flight, piece by piece, until it ends. Every row but an event's has a seal, a
+Partials are the tokens of a trajectory in flight, piece by piece, and calls are those of its session, until it ends
+(`store.ledger.partials`). Every row but an event's has a seal, a
 checksum (`store.ledger.seals`); the `seal` of a step is over its batch, the `row_seal` over its row.
 """
 
@@ -24,11 +26,21 @@ from stretto.store import lock
 from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
 
-FORMAT = 4
-_BEFORE = 3  # its segments do not name their engines; a resumed run goes on in this format
+FORMAT = 5
+_BEFORE = 3  # a resumed run goes on in this format; formats 3 and 4 know no calls, and 3 no names of engines
 _OLDEST = 2  # the oldest format that can be read; it has no seals of trajectories, steps, prompts and the start
 
-_TABLES = """
+_CALLS = """
+CREATE TABLE calls (
+    key INTEGER NOT NULL REFERENCES trajectories (key),
+    number INTEGER NOT NULL,
+    asked BLOB NOT NULL,
+    reply BLOB,
+    seal BLOB NOT NULL,
+    PRIMARY KEY (key, number)
+) STRICT;
+"""
+_TABLES = f"""{_CALLS}
 CREATE TABLE groups (
     key INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
@@ -102,7 +114,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
                 connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
             connection.create_function("seal", -1, seal, deterministic=True)
             if _check_format(path, connection, _BEFORE) != FORMAT:
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                connection.executescript(f"BEGIN; {_CALLS} PRAGMA user_version = {FORMAT}; COMMIT;")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
         undo.pop_all()

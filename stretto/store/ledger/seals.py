@@ -11,10 +11,10 @@ import msgspec
 import xxhash
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Completion, Trajectory
+from stretto.core.records import Batch, Completion, Segment, Trajectory
 
 SIZE = 8  #: bytes of a seal
-SEALED = 5  #: fields of a segment that decide what it does to the weights: all but the names of its engines
+SEALED = 5  #: the first fields of a segment are sealed; then come the names of its engines
 
 Value = TypeVar("Value")
 
@@ -64,12 +64,18 @@ def batch_seal(batch: Batch, number: int) -> bytes:
 def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ...]:
     verdict = trajectory.verdict
     if number > 2:
-        segments = [msgspec.structs.astuple(segment)[:SEALED] for segment in trajectory.segments]
-        return trajectory.id, segments, verdict.outcome, verdict.reward
+        return trajectory.id, [_decisive(segment) for segment in trajectory.segments], verdict.outcome, verdict.reward
     (segment,) = trajectory.segments
     completion = msgspec.structs.asdict(Completion.of(group, trajectory.member, segment))
     del completion["engines"]
     return completion, verdict.outcome, verdict.reward
+
+
+def _decisive(segment: Segment) -> tuple[object, ...]:
+    """What of a segment decides what it does to the weights; its parent and its reward if it has either."""
+    fields = msgspec.structs.astuple(segment)[:SEALED]
+    plain = segment.parent is None and segment.reward is None
+    return fields if plain else (*fields, segment.parent, segment.reward)
 
 
 def check(found: object, expected: bytes, what: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
+from stretto.trainer.batch.paths import trajectory_of
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
@@ -68,7 +69,7 @@ def minibatch(
             _micro_batch([samples[i] for i in pack], [scales[i] for i in pack], device) for pack in packs
         ),
         loss_tokens=sum(lengths),
-        ids=tuple(sample.id for sample in samples),
+        ids=tuple(dict.fromkeys(trajectory_of(sample.id) for sample in samples)),
     )
 
 

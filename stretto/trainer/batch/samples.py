@@ -1,8 +1,8 @@
-"""From a batch of groups to samples: one for each trajectory, with everything known about its tokens.
+"""From a batch of groups to samples: one for each path of a trajectory, with everything known about its tokens.
 
-A sample is the prompt and the segments behind it. Its loss tokens are the sampled tokens that are young enough to be
-trained on (``Batch.oldest_trainable``). All others, given ones too, are context; a trajectory without loss tokens
-makes no sample.
+A sample is the prompt and the segments behind it. Its loss tokens are the sampled tokens that no earlier path has and
+that are young enough to be trained on (``Batch.oldest_trainable``). All others, given ones too, are context; a path
+without loss tokens makes no sample.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from types import MappingProxyType
 import torch
 
 from stretto.core.errors import BoundViolated
-from stretto.core.records import Batch, Prompt, Trajectory
+from stretto.core.records import Batch
+from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
+from stretto.trainer.batch.paths import PathTokens, paths_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import GAE, Estimator, RewardedCompletion, advantages_of, generalised
-from stretto.trainer.objective.shaping import shaped
+from stretto.trainer.objective.estimators import GAE, generalised
 
-#: A score for each sampled token of each trajectory, by its id (`scoring.py`).
+#: A score for each own sampled token of each path, by its id (`scoring.py`).
 TokenScores = Mapping[str, Sequence[float]]
 NO_SCORES: TokenScores = MappingProxyType({})
 
@@ -33,7 +34,7 @@ class Sample:
         behavior_logprobs=(-0.7, -0.02), staleness=(1, 0), advantages=(0.5, 0.5))
     """
 
-    id: str  # of the trajectory
+    id: str  # of the path
     token_ids: tuple[int, ...]
     prompt_tokens: int
     loss_positions: tuple[int, ...]  # [N], ascending, each at least 1
@@ -61,7 +62,7 @@ def samples_of(
     values: TokenScores = NO_SCORES,
     reference_logprobs: TokenScores = NO_SCORES,
 ) -> SampledBatch:
-    """Advantages over the whole batch, then one sample for each trajectory that has loss tokens.
+    """Advantages over the whole batch, then one sample for each path that has loss tokens.
 
     `longest` is ``sampling.max_tokens``; `values` are the critic's, of the state before each sampled token;
     `reference_logprobs` are needed where the KL is part of the reward.
@@ -69,20 +70,25 @@ def samples_of(
     Raises:
         BoundViolated: a token has no log-probability or version, or was sampled by a version not published yet.
     """
-    members = [[(group.prompt, trajectory) for trajectory in group.trajectories] for group in batch.groups]
-    kl = _kl(batch, config, reference_logprobs)
-    completions = [
-        [_rewarded(trajectory, batch, config, longest, values, kl) for _, trajectory in group] for group in members
+    paths = {t.id: paths_of(group.prompt, t) for group in batch.groups for t in group.trajectories}
+    kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
+    groups = [
+        [
+            ScoredTrajectory(t, [_scored(path, batch, config, values, kl) for path in paths[t.id]])
+            for t in group.trajectories
+        ]
+        for group in batch.groups
     ]
-    advantages = advantages_of(config.advantages, completions)
+    advantages = advantages_by_path(config, longest, groups)
     samples = [
-        _sample(*member, completion, one, batch.version, config.advantages)
-        for group in zip(members, completions, advantages, strict=True)
-        for member, completion, one in zip(*group, strict=True)
-        if completion.trained
+        _sample(scored, advantages[scored.path.id], batch.version, _targets(config, longest, one, scored))
+        for group in groups
+        for one in group
+        for scored in one.paths
+        if scored.trained
     ]
-    rewards = [trajectory.reward for group in members for _, trajectory in group]
-    tokens = sum(completion.tokens for group in completions for completion in group)
+    rewards = [one.trajectory.reward for group in groups for one in group]
+    tokens = sum(len(path.places) for own in paths.values() for path in own)
     return SampledBatch(
         samples=tuple(samples),
         masked_tokens=tokens - sum(len(sample.loss_positions) for sample in samples),
@@ -91,72 +97,55 @@ def samples_of(
     )
 
 
-def _kl(batch: Batch, config: AlgorithmConfig, reference_logprobs: TokenScores) -> TokenScores:
+def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs: TokenScores) -> TokenScores:
     """KL(behavior || reference) at each sampled token, where it is part of the reward."""
     estimator = config.divergence("reward")
     if estimator is None:
         return NO_SCORES
     return {
-        t.id: estimator(torch.tensor(t.behavior_logprobs), torch.tensor(reference_logprobs[t.id])).tolist()
-        for group in batch.groups
-        for t in group.trajectories
+        path.id: estimator(torch.tensor(path.behavior_logprobs), torch.tensor(reference_logprobs[path.id])).tolist()
+        for path in paths
     }
 
 
-def _rewarded(
-    trajectory: Trajectory, batch: Batch, config: AlgorithmConfig, longest: int, values: TokenScores, kl: TokenScores
-) -> RewardedCompletion:
-    tokens = len(trajectory.versions)
+def _scored(
+    path: PathTokens, batch: Batch, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
+) -> ScoredPath:
+    """Raises BoundViolated where a token was sampled by a version not published yet."""
+    if (newest := max(path.versions)) > batch.version:
+        known = f"version {newest}, but version {batch.version} is being trained"
+        raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
-    return RewardedCompletion(
-        reward=shaped(trajectory.reward, tokens, longest, config.shaping),
-        tokens=tokens,
-        trained=_trainable(trajectory, batch),
-        values=values.get(trajectory.id, ()),
-        kl=[weight * one for one in kl.get(trajectory.id, ())],
+    return ScoredPath(
+        path=path,
+        trained=tuple([t for t, version in enumerate(path.versions) if version >= batch.oldest_trainable]),
+        values=values.get(path.id, ()),
+        kl=[weight * one for one in kl.get(path.id, ())],
     )
-
-
-def _trainable(trajectory: Trajectory, batch: Batch) -> tuple[int, ...]:
-    """The loss tokens, as indices among the sampled tokens."""
-    versions = trajectory.versions
-    for segment in trajectory.segments:
-        if not len(segment.versions) == len(segment.behavior_logprobs) in (0, len(segment.token_ids)):
-            raise BoundViolated(f"trajectory {trajectory.id}: a token lacks its version or log-prob")
-    if versions and max(versions) > batch.version:
-        raise BoundViolated(
-            f"trajectory {trajectory.id} has tokens of version {max(versions)}, "
-            f"but version {batch.version} is being trained"
-        )
-    return tuple(t for t, version in enumerate(versions) if version >= batch.oldest_trainable)
 
 
 def _sample(
-    prompt: Prompt,
-    trajectory: Trajectory,
-    completion: RewardedCompletion,
-    advantages: list[float],
-    version: int,
-    estimator: Estimator,
+    scored: ScoredPath, advantages: list[float], version: int, targets: Mapping[str, tuple[float, ...]]
 ) -> Sample:
-    start, places = len(prompt.token_ids), trajectory.sampled_places
-    logprobs, versions = trajectory.behavior_logprobs, trajectory.versions
+    path = scored.path
     return Sample(
-        id=trajectory.id,
-        token_ids=prompt.token_ids + trajectory.token_ids,
-        prompt_tokens=start,
-        loss_positions=tuple([start + places[t] for t in completion.trained]),
-        behavior_logprobs=tuple([logprobs[t] for t in completion.trained]),
-        staleness=tuple([version - versions[t] for t in completion.trained]),
+        id=path.id,
+        token_ids=path.token_ids,
+        prompt_tokens=path.prompt_tokens,
+        loss_positions=tuple([path.places[t] for t in scored.trained]),
+        behavior_logprobs=tuple([path.behavior_logprobs[t] for t in scored.trained]),
+        staleness=tuple([version - path.versions[t] for t in scored.trained]),
         advantages=tuple(advantages),
-        **_targets(completion, estimator),
+        **targets,
     )
 
 
-def _targets(completion: RewardedCompletion, estimator: Estimator) -> dict[str, tuple[float, ...]]:
+def _targets(
+    config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath
+) -> dict[str, tuple[float, ...]]:
     """The values and returns of the loss tokens, where there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
-    if not completion.values or not isinstance(estimator, GAE):
+    if not scored.values or not isinstance(config.advantages, GAE):
         return {}
-    values = tuple(completion.values[t] for t in completion.trained)
-    gaps = generalised(estimator, completion)
+    values = tuple(scored.values[t] for t in scored.trained)
+    gaps = generalised(config.advantages, rewarded(config, longest, one, scored))
     return {"values": values, "returns": tuple(a + v for a, v in zip(gaps, values, strict=True))}

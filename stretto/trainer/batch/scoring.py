@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.core.records import Batch, Trajectory
+from stretto.core.records import Batch
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
+from stretto.trainer.batch.paths import PathTokens, paths_of
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
@@ -20,19 +21,22 @@ def score_tokens(
     capacity: int,
     device: torch.device,
     evaluate: Callable[[PackedTokens], Tensor],
-    continues: Callable[[Trajectory], bool] = lambda _: False,
+    continues: Callable[[PathTokens], bool] = lambda _: False,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[float]]:
-    """The scores of all sampled tokens, masked ones too, by the trajectory's id; the same on every rank.
+    """The scores of the own sampled tokens of each path, masked ones too, by its id; the same on every rank.
 
-    `evaluate` gives one score for each wanted token. A trajectory that `continues` has one score more: of a filler
-    token behind its last one, for the state that the last token leads to.
+    `evaluate` gives one score for each wanted token. A path that `continues` has one score more: of a filler token
+    behind its last one, for the state that the last token leads to.
     """
     scored = [
-        _scored(group.prompt.token_ids, trajectory, continues(trajectory))
+        _scored(path, continues(path))
         for group in batch.groups
         for trajectory in group.trajectories
+        for path in paths_of(group.prompt, trajectory)
     ]
+    if not scored:
+        return {}
     divided = shares([len(one.token_ids) for one in scored], capacity, 1, ranks.count)
     own = [evaluate(_packed([scored[i] for i in pack], device)) for pack in divided[ranks.rank]]
     numbers, _ = ranks.all_gather(torch.cat(own))
@@ -43,24 +47,22 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class _Scored:
-    """The tokens of a trajectory, its prompt included, and the places of those that get a score."""
+    """The tokens of a path, its prompt included, and the places of those that get a score."""
 
     id: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
-    places: list[int]
+    places: tuple[int, ...]
 
 
-def _scored(prompt: tuple[int, ...], trajectory: Trajectory, continues: bool) -> _Scored:
-    token_ids = prompt + trajectory.token_ids
-    places = [len(prompt) + place for place in trajectory.sampled_places]
+def _scored(path: PathTokens, continues: bool) -> _Scored:
+    token_ids, places = path.token_ids, path.places
     if continues:
-        token_ids, places = (*token_ids, 0), [*places, len(token_ids)]
-    return _Scored(trajectory.id, token_ids, len(prompt), places)
+        token_ids, places = (*token_ids, 0), (*places, len(token_ids))
+    return _Scored(path.id, token_ids, path.prompt_tokens, places)
 
 
 def _packed(scored: Sequence[_Scored], device: torch.device) -> PackedTokens:
-    # As in `minibatch.py`: away from CUDA trajectories share their prompt, unless one has nothing behind it.
-    share = device.type != "cuda" and all(len(one.token_ids) > one.prompt_tokens for one in scored)
-    prompts = [one.prompt_tokens for one in scored] if share else None
+    # As in `minibatch.py`: away from CUDA the paths share their prompt.
+    prompts = None if device.type == "cuda" else [one.prompt_tokens for one in scored]
     return pack_tokens([one.token_ids for one in scored], [one.places for one in scored], device, prompts)

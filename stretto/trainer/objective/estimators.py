@@ -18,6 +18,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 class _Estimator(BaseModel, extra="forbid", frozen=True):
     compares: ClassVar[bool] = False  #: compares within a group: a group of one teaches nothing
+    along: ClassVar[bool] = False  #: goes from token to token, and not from completion to completion
+    credit: Literal["trajectory", "turn"] = Field(
+        "trajectory",
+        description="turn: a turn has the rewards of its own and of later turns, not those of earlier ones",
+    )
 
 
 class GroupNormalised(_Estimator):
@@ -60,6 +65,7 @@ class RewardBatch(_Estimator):
 class ReinforcePP(_Estimator):
     """Discounted returns, normalised over all loss tokens of the batch (REINFORCE++)."""
 
+    along: ClassVar[bool] = True
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Fraction = Field(1.0, description="discount per token")
     eps: Eps = 1e-6
@@ -76,6 +82,7 @@ class ReinforcePPBaseline(_Estimator):
 class GAE(_Estimator):
     """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
 
+    along: ClassVar[bool] = True
     kind: Literal["gae"] = "gae"
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="lambda")
@@ -112,7 +119,7 @@ Estimator = Annotated[
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """The sampled tokens of one trajectory, as an estimator sees them.
+    """Sampled tokens that one reward is for, as an estimator sees them (`trainer.batch.credit` says which those are).
 
     Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``
     """
@@ -122,12 +129,15 @@ class RewardedCompletion:
     trained: Sequence[int]  # the loss tokens: indices among the sampled tokens, ascending
     values: Sequence[float] = ()  # by the critic, of the state before each token (`advantages.gae`); or empty
     kl: Sequence[float] = ()  # weighted KL of each token, in the unit of the reward; or empty
+    earlier: Sequence[tuple[int, float]] = ()  # rewards before the last token, each with the index of its token
 
     @property
     def rewards(self) -> list[float]:
         """Token by token: minus its KL, and the reward at the last."""
-        costs = [-cost for cost in self.kl] or [0.0] * self.tokens
-        return [*costs[:-1], costs[-1] + self.reward] if costs else []
+        found = [-cost for cost in self.kl] or [0.0] * self.tokens
+        for t, reward in (*self.earlier, (-1, self.reward)) if found else ():
+            found[t] += reward
+        return found
 
     @property
     def total(self) -> float:
@@ -187,7 +197,7 @@ def generalised(estimator: GAE, completion: RewardedCompletion) -> list[float]:
 
 def _discounted(completion: RewardedCompletion, decay: float) -> list[float]:
     """The discounted return of each loss token."""
-    if not completion.kl:
+    if not completion.kl and not completion.earlier:
         return advantages.terminal(completion.reward, completion.tokens, completion.trained, decay)
     found = advantages.gae(completion.rewards, [0.0] * completion.tokens, decay, lam=1.0)
     return [found[t] for t in completion.trained]

@@ -1,0 +1,249 @@
+"""One agent's session: requests in no dialect become turns, and replies that are told again.
+
+the same request again (a retry) ─► the reply that is on record, or the one under way
+a request on record from an earlier process ─► its reply, byte for byte
+a new request ─► bridge ─► prompt ─► Session.turn ─► message
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+
+from stretto.conversation.bridge import Bridge, HeldTurn, NextPrompt, Renderer
+from stretto.conversation.forest import parent_of, paths
+from stretto.conversation.messages import AskedTurn, Likeness, Message, SaidTurn, Tool
+from stretto.conversation.session import RecordedCall, Session
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DataError, RefusedRequest
+from stretto.core.records import Record, Segment
+from stretto.gateway.config import GatewayConfig
+from stretto.gateway.sampling import SamplingRule
+from stretto.gateway.telling import Teller
+
+State = Literal["open", "ended"]
+_LONG_TEXT = 20_000  # characters; encoding them takes milliseconds, and releases the GIL
+
+
+class SessionEnded(RefusedRequest):
+    """A request to a session that has ended."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__("session", f"{session} has ended", "open another one")
+
+
+class TurnRecord(Record, frozen=True):
+    """A turn as a session keeps it: `new` are the messages behind those of the turn `behind`."""
+
+    said: SaidTurn
+    node: int
+    behind: str
+    new: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+class Attempt(Record, frozen=True):
+    """How a client asks: its idempotency key ("" without), and which try this is (None if it does not say)."""
+
+    key: str = ""
+    attempt: int | None = None
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """What the sessions of a gateway share: the model's words, and how it is sampled."""
+
+    renderer: Renderer
+    teller: Teller
+    rule: SamplingRule
+    config: GatewayConfig
+
+    @property
+    def model(self) -> str:
+        return self.teller.model
+
+
+@dataclass
+class _Answering:
+    """The reply to one request, under way or there, and how many clients wait for it."""
+
+    digest: bytes
+    task: asyncio.Task[SaidTurn]
+    waiting: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is a reply, or becomes one."""
+        if self.task.done():
+            return not self.task.cancelled() and self.task.exception() is None
+        return not self.task.cancelling()
+
+
+@dataclass
+class AgentSession:
+    """A session as HTTP shows it.
+
+    Attributes:
+        key: the capability; who has it asks for turns.
+        created: seconds since 1970.
+        reward: what was given by HTTP, or None.
+        ended: set when it has ended.
+    """
+
+    id: str
+    key: str
+    created: int
+    about: Mapping[str, Any]  # its task, as it was given
+    session: Session
+    speaker: Speaker
+    recorded: Sequence[RecordedCall] = ()
+    state: State = "open"
+    reward: float | None = None
+    stragglers: int = 0  # requests after the end
+    retries: int = 0  # requests that were answered by the reply to an earlier one
+    as_json: int = 0  # turns whose history came back with arguments written otherwise
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _answers: dict[bytes | str, _Answering] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._bridge = Bridge(self.speaker.renderer)
+        for call in self.recorded:
+            if call.reply is not None:
+                self._hold(msgspec.json.decode(call.reply, type=TurnRecord), live=False)
+
+    async def answer(self, asked: AskedTurn, how: Attempt) -> SaidTurn:
+        """The reply to a request. The turn is broken off when every client that waits for it has gone.
+
+        Raises:
+            SessionEnded: the session has ended, or ends meanwhile.
+            RefusedRequest: names the wrong field.
+            EngineLost, DeadlineExceeded: it may be tried again.
+        """
+        if self.state == "ended":
+            self.stragglers += 1
+            raise SessionEnded(self.id)
+        answering = self._answering(asked, how)
+        answering.waiting += 1
+        try:
+            return await asyncio.shield(answering.task)
+        except asyncio.CancelledError:
+            if answering.task.cancelled():  # the session has ended meanwhile, and not the client
+                raise SessionEnded(self.id) from None
+            raise
+        finally:
+            answering.waiting -= 1
+            if not answering.waiting and not answering.task.done():
+                answering.task.cancel()
+
+    def end(self) -> None:
+        """Seal it; turns under way are broken off."""
+        self.state = "ended"
+        self.ended.set()
+        for answering in self._answers.values():
+            answering.task.cancel()
+
+    def _answering(self, asked: AskedTurn, how: Attempt) -> _Answering:
+        """The reply to this request, begun if it is a new one. A client that says that it is its first try means a new
+        turn, though it may ask the same as before."""
+        digest = blake2b(msgspec.json.encode(asked, order="deterministic")).digest()
+        name = how.key or digest
+        known = self._answers.get(name)
+        if known is not None and known.digest != digest:
+            raise RefusedRequest("Idempotency-Key", "was the key of another request", "one key for each request")
+        if known is not None and known.usable and (how.key or how.attempt != 0):
+            self.retries += 1
+            return known
+        if len(self._answers) >= self.speaker.config.turns:
+            allowed = f"at most {self.speaker.config.turns:,} turns of one session"
+            raise RefusedRequest("messages", "another turn", allowed)
+        task = asyncio.create_task(self._turn(asked, digest), name=f"a turn of {self.id}")
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to those who wait, if any
+        if known is not None and not known.task.done():
+            name = f"{how.attempt} {len(self._answers)}"  # of two equal turns under way, retries get the first
+        self._answers[name] = _Answering(digest, task)
+        return self._answers[name]
+
+    async def _turn(self, asked: AskedTurn, digest: bytes) -> SaidTurn:
+        owner, seconds = f"session {self.id}", self.speaker.config.turn_seconds
+
+        async def run() -> bytes:
+            prompt = await self._prompt(asked)
+            sampling = self.speaker.rule.sampling(asked.wanted, len(prompt.tokens))
+            turn = await self.session.turn(prompt.tokens, sampling, prompt.cause)
+            said = self.speaker.teller.said(asked, turn, len(prompt.tokens), self.id, self.created)
+            self.as_json += prompt.likeness is Likeness.EQUAL_AS_JSON
+            behind = prompt.behind
+            new = prompt.history[len(behind.history) :] if behind else prompt.history
+            record = TurnRecord(said, turn.node, behind.id if behind else "", new, prompt.tools)
+            return msgspec.json.encode(record)
+
+        async with deadline(owner, "a turn", seconds):
+            reply = await self.session.call(digest, run, repeatable=True)
+        record = msgspec.json.decode(reply, type=TurnRecord)
+        self.session.claim(record.node)
+        self._hold(record, live=True)
+        return record.said
+
+    async def _prompt(self, asked: AskedTurn) -> NextPrompt:
+        history = asked.messages
+        if asked.previous:
+            before = self._bridge.turn(asked.previous)
+            if before is None:
+                raise RefusedRequest("previous_response_id", "unknown in this session", "the id of an earlier reply")
+            history = (*before.history, *history)
+        long = sum(len(message.text) for message in history) > _LONG_TEXT
+        try:
+            if long:
+                return await asyncio.to_thread(self._bridge.next, history, asked.tools)
+            return self._bridge.next(history, asked.tools)
+        except DataError as error:
+            problem = error.problems[0]
+            raise RefusedRequest("messages", problem.found[:400], problem.remedy[:400] or "see the template") from None
+
+    def _hold(self, record: TurnRecord, *, live: bool) -> None:
+        behind = self._bridge.turn(record.behind) if record.behind else None
+        before = behind.history if behind else ()
+        tokens = self.session.forest.tokens(record.node)
+        history = (*before, *record.new, record.said.message)
+        self._bridge.hold(HeldTurn(record.said.id, history, record.tools, tokens, live))
+
+
+def shown(session: AgentSession) -> dict[str, Any]:
+    """The session as ``GET /sessions/ID`` tells it."""
+    segments = session.session.forest.segments
+    nodes = [
+        {
+            "id": place,
+            "parent": parent if (parent := parent_of(segments, place)) >= 0 else None,
+            "sampled": segment.sampled,
+            "token_ids": segment.token_ids,
+            "logprobs": segment.behavior_logprobs,
+            "versions": segment.versions,
+            "branch_cause": segment.cause or None,
+            "finish_reason": segment.stop_reason,
+        }
+        for place, segment in enumerate(segments)
+    ]
+    return {
+        "id": session.id,
+        "state": session.state,
+        "reward": session.reward,
+        "nodes": nodes,
+        "samples": [path.segments for path in paths(list(map(_whole, segments)))],
+        "branches": Counter(segment.cause for segment in segments if segment.cause),
+        "equal_as_json": session.as_json,
+        "retries": session.retries,
+        "stragglers": session.stragglers,
+    }
+
+
+def _whole(segment: Segment) -> Segment:
+    """Nothing in place of a turn that has not ended."""
+    unfinished = segment.sampled and segment.stop_reason is None
+    return Segment(parent=segment.parent, cause=segment.cause) if unfinished else segment

@@ -1,0 +1,280 @@
+"""The gateway over HTTP.
+
+    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url"}
+    POST /sessions/ID/reward           {"reward": 1.0}
+    POST /sessions/ID/end
+    GET  /sessions/ID                  state, nodes, samples
+    POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
+    GET  /s/KEY/v1/models              the model
+    GET  /health
+
+An operator's key, if there is one, opens, rewards, ends and shows sessions; the key of a session does all but open one.
+Without an operator's key the name of a session, which nobody can guess, is enough. A session's key reaches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.types import Message, Receive, Scope, Send
+
+from stretto.conversation.messages import AskedTurn, SaidTurn
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.gateway.agent_session import AgentSession, Attempt, SessionEnded, Speaker, shown
+from stretto.gateway.dialects import Dialect, NotServed
+from stretto.gateway.sessions import Host, SessionTable, TooManySessions
+from stretto.processes.http.asgi import header, read_body, reply, when_gone
+from stretto.processes.http.bodies import parse_record
+
+_JSON = "application/json"
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_IN_PATH = re.compile(r"/s/(?P<key>[^/]+)(?P<rest>/.*)")
+_SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")
+_BODY_SECONDS = 60.0
+_MODELS = "/v1/models"
+_KEYS = (b"x-api-key", b"authorization")
+
+
+class Refusing(Exception):
+    """A request that gets a reply other than 200."""
+
+    def __init__(self, why: NotServed) -> None:
+        super().__init__(why.message)
+        self.why = why
+
+
+class OpenBody(msgspec.Struct, frozen=True):
+    """POST /sessions."""
+
+    task: dict[str, Any] = {}
+
+
+class RewardBody(msgspec.Struct, frozen=True):
+    """POST /sessions/ID/reward."""
+
+    reward: Annotated[float, Meta(ge=-1e300, le=1e300)]
+
+
+class GatewayApp:
+    """The ASGI application of a gateway."""
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        host: Host,
+        speaker: Speaker,
+        dialects: Sequence[Dialect],
+        *,
+        operator_key: str = "",
+    ) -> None:
+        """`dialects`: the first refuses what is asked at other paths."""
+        self.sessions, self._host, self._speaker = sessions, host, speaker
+        self._dialects = {dialect.path: dialect for dialect in dialects}
+        self._plain = dialects[0]
+        self._operator_key = operator_key.encode()
+        self.refused = 0  # requests with a key of no session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        found = _IN_PATH.fullmatch(scope["path"])
+        key, path = (found["key"], found["rest"]) if found else (_sent_key(scope), scope["path"])
+        dialect = self._dialects.get(path, self._plain)
+        try:
+            await self._dispatch(key, path, scope, receive, watched)
+        except Refusing as refused:
+            why = refused.why
+            headers = [(b"retry-after", b"1")] if why.status in (429, 503) else []
+            await reply(send, why.status, _JSON, dialect.refuse(why), headers)
+        except Exception:  # a bug: its traceback goes to the log, the client gets a 500
+            traceback.print_exc(file=sys.stderr)
+            if not started:
+                why = NotServed(500, "internal error of the gateway; its log has the traceback")
+                await reply(send, 500, _JSON, dialect.refuse(why))
+
+    async def _dispatch(self, key: str, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path == "/health":
+            _allow("GET", scope)
+            await _tell(send, {"status": "ok", "model": self._speaker.model})
+        elif path == "/sessions":
+            _allow("POST", scope)
+            await self._open(key, scope, receive, send)
+        elif found := _SESSION.fullmatch(path):
+            _allow("POST" if found["rest"] else "GET", scope)
+            session = self._controlled(found["id"], key)
+            await self._control(session, found["rest"], scope, receive, send)
+        elif dialect := self._dialects.get(path):
+            _allow("POST", scope)
+            await self._turn(self._of_key(key), dialect, scope, receive, send)
+        elif path == _MODELS or path.startswith(f"{_MODELS}/"):
+            _allow("GET", scope)
+            self._of_key(key)
+            await self._models(path, send)
+        else:
+            raise Refusing(NotServed(404, f"{path[:80]}: no such path"))
+
+    async def _open(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._operates(key):
+            raise self._unknown_key()
+        body = await self._record(OpenBody, scope, receive)
+        try:
+            self.sessions.check_room()
+            session = await self._host.open(body.task)
+        except RefusedRequest as refused:
+            raise _refused(refused) from None
+        self.sessions.add(session)
+        host = (header(scope, b"host") or b"127.0.0.1").decode("latin-1")
+        await _tell(send, opened(session, f"{scope['scheme']}://{host}"))
+
+    async def _control(self, session: AgentSession, what: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if what == "/reward":
+            body = await self._record(RewardBody, scope, receive)
+            session.reward = body.reward + 0.0
+            self._host.rewarded(session)
+        elif what == "/end" and session.state == "open":
+            session.end()
+            self._host.ended(session)
+        await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
+
+    async def _turn(self, session: AgentSession, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = await self._asked(dialect, scope, receive)
+        if asked.model != self._speaker.model:
+            found = f"{asked.model[:80]!r} is not served here; the model is {self._speaker.model!r}"
+            raise Refusing(NotServed(404, found, "model", "model_not_found"))
+        answering = asyncio.create_task(session.answer(asked, _attempt(scope)))
+        gone = asyncio.create_task(when_gone(receive, lambda: None))
+        try:
+            # The turn has a deadline of its own.
+            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return  # nobody is there to be told
+            said = answering.result()
+        except SessionEnded as ended:
+            raise Refusing(NotServed(409, str(ended), "", "session_ended")) from None
+        except RefusedRequest as refused:
+            raise _refused(refused) from None
+        except (EngineLost, DeadlineExceeded) as lost:
+            raise Refusing(NotServed(503, str(lost), "", "unavailable")) from None
+        finally:
+            gone.cancel()
+            answering.cancel()
+        await _send(dialect, asked, said, send)
+
+    async def _asked(self, dialect: Dialect, scope: Scope, receive: Receive) -> AskedTurn:
+        raw = await self._body(scope, receive)
+        try:
+            return dialect.parse(raw)
+        except RefusedRequest as refused:
+            raise _refused(refused) from None
+
+    async def _models(self, path: str, send: Send) -> None:
+        speaker = self._speaker
+        card = {"id": speaker.model, "object": "model", "created": 0, "owned_by": "stretto"}
+        card |= {"max_model_len": speaker.rule.context}
+        if path == _MODELS:
+            await _tell(send, {"object": "list", "data": [card]})
+        elif path == f"{_MODELS}/{speaker.model}":
+            await _tell(send, card)
+        else:
+            raise Refusing(NotServed(404, f"the model is {speaker.model!r}", "model", "model_not_found"))
+
+    async def _record(self, kind: type[Any], scope: Scope, receive: Receive) -> Any:
+        raw = await self._body(scope, receive)
+        try:
+            return parse_record(raw or b"{}", kind)
+        except RefusedRequest as refused:
+            raise _refused(refused) from None
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        most = self._speaker.config.body_bytes
+        try:
+            async with deadline("the gateway", "the body of a request", _BODY_SECONDS):
+                raw = await read_body(scope, receive, most)
+        except DeadlineExceeded:
+            raise Refusing(NotServed(408, f"the body did not come within {_BODY_SECONDS:g} s")) from None
+        if raw is None:
+            message = f"body: more than {most:,} bytes, which is the limit"
+            raise Refusing(NotServed(413, message, "body", "body_too_large"))
+        return raw
+
+    def _operates(self, key: str) -> bool:
+        return not self._operator_key or hmac.compare_digest(key.encode(), self._operator_key)
+
+    def _controlled(self, id: str, key: str) -> AgentSession:
+        """The session that this key may reward, end and see."""
+        session = self.sessions.named(id)
+        own = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
+        if not (own or self._operates(key)):
+            raise self._unknown_key()
+        if session is None:
+            raise Refusing(NotServed(404, f"{id[:80]!r}: no such session"))
+        return session
+
+    def _of_key(self, key: str) -> AgentSession:
+        session = self.sessions.of_key(key)
+        if session is None:
+            raise self._unknown_key()
+        return session
+
+    def _unknown_key(self) -> Refusing:
+        self.refused += 1
+        return Refusing(NotServed(401, "the API key is missing or wrong", "", "invalid_api_key"))
+
+
+def opened(session: AgentSession, address: str) -> dict[str, str]:
+    """What a program needs to use a session; `address` is ``http://host:port``, as it reaches the gateway."""
+    return {"id": session.id, "api_key": session.key, "base_url": f"{address}/s/{session.key}/v1"}
+
+
+async def _send(dialect: Dialect, asked: AskedTurn, said: SaidTurn, send: Send) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in dialect.headers(said).items()]
+    if not asked.stream:
+        await reply(send, 200, _JSON, dialect.reply(asked, said), headers)
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *headers]})
+    await send({"type": "http.response.body", "body": b"".join(dialect.events(asked, said))})
+
+
+async def _tell(send: Send, told: Mapping[str, Any]) -> None:
+    await reply(send, 200, _JSON, msgspec.json.encode(told))
+
+
+def _allow(method: str, scope: Scope) -> None:
+    if scope["method"] != method:
+        raise Refusing(NotServed(405, f"{scope['path'][:80]} allows {method}, not {scope['method']}"))
+
+
+def _refused(refused: RefusedRequest) -> Refusing:
+    status = 429 if isinstance(refused, TooManySessions) else 400
+    code = "context_length_exceeded" if "context" in refused.allowed else ""
+    field = "" if refused.field == "body" else refused.field
+    return Refusing(NotServed(status, str(refused), field, code))
+
+
+def _sent_key(scope: Scope) -> str:
+    """The API key of a request, in the header of either kind of client."""
+    for name in _KEYS:
+        if (value := header(scope, name)) is not None:
+            return value.decode("latin-1").removeprefix("Bearer ").removeprefix("bearer ").strip()
+    return ""
+
+
+def _attempt(scope: Scope) -> Attempt:
+    """What the headers of OpenAI's and Anthropic's libraries say about retries."""
+    key = (header(scope, b"idempotency-key") or b"").decode("latin-1")
+    count = (header(scope, b"x-stainless-retry-count") or b"").decode("latin-1")
+    return Attempt(key, int(count) if count.isdecimal() and len(count) < 9 else None)

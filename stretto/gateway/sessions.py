@@ -1,0 +1,231 @@
+"""The sessions of a gateway, by their keys and by their names; those without a run are recorded in a folder.
+
+    FOLDER/ID.jsonl    opened, pieces of segments, calls with their replies, the reward, the end: one record a line
+
+A record is written before the reply that it is about is sent. What a killed process leaves is read back, a line that
+was cut short is cut off, and the agent's next request finds its session as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
+from stretto.core.errors import Problem, RefusedRequest, RunFolderError
+from stretto.core.records import Record, Segment, derive_seed
+from stretto.gateway.agent_session import AgentSession, Speaker
+
+_SECRET_BYTES = 18
+
+
+class TooManySessions(RefusedRequest):
+    """There are as many open sessions as the gateway allows."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__("sessions", "another one", f"at most {most:,} are open at once")
+
+
+class Host(Protocol):
+    """Where sessions are opened."""
+
+    async def open(self, about: Mapping[str, Any]) -> AgentSession:
+        """A new session.
+
+        Raises:
+            RefusedRequest: there is none for this task.
+        """
+        ...
+
+    def rewarded(self, session: AgentSession) -> None:
+        """It has been given a reward."""
+        ...
+
+    def ended(self, session: AgentSession) -> None:
+        """It has been sealed."""
+        ...
+
+
+class SessionTable:
+    """Every session that a gateway knows."""
+
+    def __init__(self, sessions: Iterable[AgentSession] = (), most: int = 4096) -> None:
+        """`most`: open ones."""
+        self._by_id: dict[str, AgentSession] = {}
+        self._by_key: dict[str, AgentSession] = {}
+        self._most = most
+        for session in sessions:
+            self.add(session)
+
+    def add(self, session: AgentSession) -> None:
+        """A session that may be asked from now on; it takes the place of one with its name."""
+        self._by_id[session.id] = self._by_key[session.key] = session
+
+    def remove(self, session: AgentSession) -> None:
+        """Forget it: its key is unknown from now on."""
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.key, None)
+
+    def of_key(self, key: str) -> AgentSession | None:
+        """The session whose key this is."""
+        return self._by_key.get(key)
+
+    def named(self, id: str) -> AgentSession | None:
+        """The session with this name."""
+        return self._by_id.get(id)
+
+    def check_room(self) -> None:
+        """
+        Raises:
+            TooManySessions: no further session may be opened.
+        """
+        if sum(session.state == "open" for session in self._by_id.values()) >= self._most:
+            raise TooManySessions(self._most)
+
+
+class Opened(Record, frozen=True, tag=True):
+    """The first line of a session's file."""
+
+    id: str
+    key: str
+    created: int
+    about: dict[str, Any]
+
+
+class Written(Record, frozen=True, tag=True):
+    node: int
+    segment: Segment
+
+
+class Began(Record, frozen=True, tag=True):
+    number: int
+    asked: bytes
+
+
+class Replied(Record, frozen=True, tag=True):
+    number: int
+    reply: bytes
+
+
+class Rewarded(Record, frozen=True, tag=True):
+    reward: float
+
+
+class Ended(Record, frozen=True, tag=True):
+    pass
+
+
+Line = Opened | Written | Began | Replied | Rewarded | Ended
+MakeSampler = Callable[[str, SessionRecord], Sampler]
+
+
+class FolderRecord:
+    """A session's file (a `SessionRecord`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, line: Line, *, durable: bool = False) -> None:
+        """Append a line; if `durable`, it survives the machine."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def journal(self, node: int, piece: Segment) -> None:
+        """See `SessionRecord`."""
+        self.write(Written(node, piece))
+
+    def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
+        """See `SessionRecord`."""
+        self.write(Began(number, asked), durable=durable)
+
+    def end_call(self, number: int, reply: bytes) -> None:
+        """See `SessionRecord`."""
+        self.write(Replied(number, reply))
+
+
+class RecordedSessions:
+    """Sessions of a gateway without a run (a `Host`)."""
+
+    def __init__(self, folder: Path, speaker: Speaker, sampler: MakeSampler) -> None:
+        self._folder, self._speaker, self._sampler = folder, speaker, sampler
+
+    def load(self) -> Iterator[AgentSession]:
+        """The sessions of earlier processes.
+
+        Raises:
+            RunFolderError: a file holds something else.
+        """
+        for path in sorted(self._folder.glob("*.jsonl")):
+            if lines := _read(path):
+                yield self._restored(path, lines)
+
+    async def open(self, about: Mapping[str, Any]) -> AgentSession:
+        """See `Host`."""
+        opened = Opened(secrets.token_hex(_SECRET_BYTES), secrets.token_hex(_SECRET_BYTES), int(time.time()), {**about})
+        path = self._folder / f"{opened.id}.jsonl"
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds the key
+        FolderRecord(path).write(opened)
+        return self._restored(path, [opened])
+
+    def rewarded(self, session: AgentSession) -> None:
+        """See `Host`."""
+        assert session.reward is not None
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(session.reward))
+
+    def ended(self, session: AgentSession) -> None:
+        """See `Host`."""
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended(), durable=True)
+
+    def _restored(self, path: Path, lines: list[Line]) -> AgentSession:
+        opened = lines[0]
+        if not isinstance(opened, Opened):
+            raise RunFolderError([Problem(f"{path}:1", "is not the beginning of a session", "give another folder")])
+        record = FolderRecord(path)
+        calls = [CallInMemory(line.number, line.asked) for line in lines if isinstance(line, Began)]
+        for line in lines:
+            if isinstance(line, Replied):
+                calls[line.number].reply = line.reply
+        segments = joined_pieces((line.node, line.segment) for line in lines if isinstance(line, Written))
+        sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
+        session = Session(opened.id, (), seed, sampler, record, segments, calls)
+        found = AgentSession(
+            opened.id, opened.key, opened.created, opened.about, session, self._speaker, recorded=calls
+        )
+        rewards = [line.reward for line in lines if isinstance(line, Rewarded)]
+        found.reward = rewards[-1] if rewards else None
+        if any(isinstance(line, Ended) for line in lines):
+            found.end()
+        return found
+
+
+def _read(path: Path) -> list[Line]:
+    """The lines of a session's file; a last one that was cut short is cut off."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    found: list[Line] = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            found.append(msgspec.json.decode(line, type=Line))
+        except msgspec.DecodeError as error:
+            raise RunFolderError([Problem(f"{path}:{number}", f"is no record of a session: {error}")]) from None
+    return found
+
+
+def known_key(secret: bytes, name: str, purpose: str) -> str:
+    """A capability that follows from a secret: the same after a restart, and unknown to everyone else.
+
+    Example: ``known_key(secret, "0.17.0/3", "key")``
+    """
+    return blake2b(f"{purpose}\0{name}".encode(), key=secret, digest_size=_SECRET_BYTES).hexdigest()

@@ -1,0 +1,87 @@
+"""What a trajectory in flight has so far: the tokens of its segments, piece by piece, and the calls of its session.
+
+    piece    seal · segment                                the first segment of a trajectory, all of a single turn
+             seal · [place of the segment, segment]        any other
+
+The pieces of a segment come in their order, those of several segments in any; the first says which segment it is
+behind. A call is on record when it begins, with what was asked, and again when its reply has come.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from stretto.core.records import NOTHING, Record, Segment
+from stretto.store.ledger.seals import SIZE, check, seal
+
+_PIECES = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
+_CALLS = "SELECT number, asked, reply, seal FROM calls WHERE key = ? ORDER BY number"
+_PAIR = b"\x92"  # begins a MessagePack array of two
+
+_encode = msgspec.msgpack.Encoder().encode
+_segment = msgspec.msgpack.Decoder(Segment).decode
+_placed = msgspec.msgpack.Decoder(tuple[int, Segment]).decode
+
+
+class JournaledCall(Record, frozen=True):
+    """A call of a session: of a tool, or of an agent to the gateway. Without a `reply` its end is not on record."""
+
+    number: int
+    asked: bytes
+    reply: bytes | None = None
+
+
+class UnfinishedMember(Record, frozen=True):
+    """The segments of a trajectory in flight by their places, and its calls by their numbers.
+
+    A segment of which nothing was on record, though later ones are, is empty and behind nothing.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    calls: tuple[JournaledCall, ...] = ()
+
+
+def encode_piece(id: str, piece: Segment, node: int = 0) -> bytes:
+    """A seal and new tokens of a segment of a trajectory in flight."""
+    body = _encode((node, piece) if node else piece)
+    return seal(id, body) + body
+
+
+def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
+    """The place of a segment and one piece of it; the last piece of a sampled segment has a stop reason.
+
+    Raises:
+        StoreError: it is not what was written.
+    """
+    body = sealed[SIZE:]
+    check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
+    return _placed(body) if body[:1] == _PAIR else (0, _segment(body))
+
+
+def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
+    """The segments of which these are the pieces."""
+    found: dict[int, Segment] = {}
+    for node, piece in pieces:
+        found[node] = found[node] + piece if node in found else piece
+    return tuple(found.get(node, Segment(parent=NOTHING)) for node in range(max(found, default=-1) + 1))
+
+
+def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[JournaledCall]:
+    """Raises StoreError where one is not what was written."""
+    for number, asked, reply, sealed in connection.execute(_CALLS, (key,)):
+        check(sealed, seal(id, number, asked, reply), f"call {number} of trajectory {id}")
+        yield JournaledCall(number, asked, reply)
+
+
+def read_member(connection: sqlite3.Connection, id: str, key: int, number: int) -> UnfinishedMember:
+    """The trajectory with this key, from a ledger of format `number`.
+
+    Raises:
+        StoreError: a piece or a call is not what was written.
+    """
+    pieces = (decode_piece(id, sealed) for (sealed,) in connection.execute(_PIECES, (key,)))
+    calls = read_calls(connection, id, key) if number > 4 else ()  # earlier ones have no calls
+    return UnfinishedMember(segments_of(pieces), tuple(calls))

@@ -1,0 +1,116 @@
+"""Which tokens a reward is for: all of a trajectory, or one turn and those behind it (``algorithm.advantages.credit``).
+
+    trajectory    the sampled tokens of all its paths share its reward; groups are compared trajectory by trajectory
+    turn          each turn has its return, the rewards from its own to the end of its path; the n-th turns of a group
+                  are compared with each other
+
+Estimators that go from token to token (`Estimator.along`) look at one path at a time, whose last token has the
+trajectory's reward; with credit by turn the last token of each turn has the turn's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+from stretto.core.records import Trajectory
+from stretto.trainer.batch.paths import PathTokens
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.estimators import RewardedCompletion, advantages_of
+from stretto.trainer.objective.shaping import shaped
+
+
+@dataclass(frozen=True)
+class ScoredPath:
+    """A path with what is known of its own sampled tokens, S of them."""
+
+    path: PathTokens
+    trained: tuple[int, ...]  # the loss tokens, as indices among the S
+    values: Sequence[float] = ()  # [S], or [S + 1] where the state behind the last token has a value; or empty
+    kl: Sequence[float] = ()  # [S] weighted, or empty
+
+
+@dataclass(frozen=True)
+class ScoredTrajectory:
+    """A trajectory with its paths; none if nothing was sampled."""
+
+    trajectory: Trajectory
+    paths: Sequence[ScoredPath]
+
+
+#: What shares one reward, and the paths whose loss tokens it has, each with their number.
+_Unit = tuple[RewardedCompletion, list[tuple[str, int]]]
+
+
+def advantages_by_path(
+    config: AlgorithmConfig, longest: int, groups: Sequence[Sequence[ScoredTrajectory]]
+) -> dict[str, list[float]]:
+    """The advantage of each loss token of each path, by its id; `longest` is ``sampling.max_tokens``."""
+    estimator, by_turn = config.advantages, config.advantages.credit == "turn"
+    compared = defaultdict[tuple[int, int], list[_Unit]](list)
+    for group, members in enumerate(groups):
+        for one in members:
+            if estimator.along:
+                units = [(0, (rewarded(config, longest, one, path), [_part(path)])) for path in one.paths]
+            elif by_turn:
+                units = [unit for path in one.paths for unit in _turns(config, longest, path)]
+            else:
+                units = [(0, (_whole(config, longest, one), [_part(path) for path in one.paths]))]
+            for number, unit in units:
+                compared[group, number].append(unit)
+    order = [compared[key] for key in sorted(compared)]
+    found = defaultdict[str, list[float]](list)
+    advantages = advantages_of(estimator, [[completion for completion, _ in units] for units in order])
+    for (_, parts), one_by_one in zip(chain.from_iterable(order), chain.from_iterable(advantages), strict=True):
+        left = iter(one_by_one)
+        for id, count in parts:
+            found[id] += [next(left) for _ in range(count)]
+    return found
+
+
+def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path: ScoredPath) -> RewardedCompletion:
+    """A path of a trajectory for an estimator that goes from token to token."""
+    tokens = len(path.path.places)
+    if config.advantages.credit == "trajectory":
+        reward = _shaped(config, longest, one)
+        return RewardedCompletion(reward, tokens, path.trained, path.values, path.kl)
+    rewards, ends = _rewards(config, longest, path), accumulate(turn.tokens for turn in path.path.turns)
+    earlier = tuple((end - 1, reward) for end, reward in zip(ends, rewards[:-1], strict=False))
+    return RewardedCompletion(rewards[-1], tokens, path.trained, path.values, path.kl, earlier)
+
+
+def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> RewardedCompletion:
+    """All paths of a trajectory, one after the other."""
+    lengths = [len(path.path.places) for path in one.paths]
+    starts = accumulate(lengths, initial=0)
+    trained = [start + t for start, path in zip(starts, one.paths, strict=False) for t in path.trained]
+    kl = [cost for path in one.paths for cost in path.kl]
+    return RewardedCompletion(_shaped(config, longest, one), sum(lengths), trained, kl=kl)
+
+
+def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[int, _Unit]]:
+    """The own turns of a path, each with its number on the path; its reward is what comes behind it, too."""
+    ends = list(accumulate((turn.tokens for turn in path.path.turns), initial=0))
+    rewards = _rewards(config, longest, path)
+    for turn, (start, end) in enumerate(pairwise(ends)):
+        reward = math.fsum(rewards[turn:]) - math.fsum(path.kl[end:])
+        trained = [t - start for t in path.trained if start <= t < end]
+        unit = RewardedCompletion(reward, end - start, trained, kl=path.kl[start:end])
+        yield path.path.turns_before + turn, (unit, [(path.path.id, len(trained))])
+
+
+def _part(path: ScoredPath) -> tuple[str, int]:
+    return path.path.id, len(path.trained)
+
+
+def _shaped(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> float:
+    """A trajectory is as long as its longest turn: the limit is one of turns."""
+    length = max((turn.tokens for path in one.paths for turn in path.path.turns), default=0)
+    return shaped(one.trajectory.reward, length, longest, config.shaping)
+
+
+def _rewards(config: AlgorithmConfig, longest: int, path: ScoredPath) -> list[float]:
+    return [shaped(turn.reward, turn.tokens, longest, config.shaping) for turn in path.path.turns]

@@ -1,0 +1,111 @@
+"""Calls are read back as they were written, in the form of every family; what is malformed is text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.conversation.messages import ToolCall
+from stretto.conversation.tool_calls import (
+    CallForm,
+    HermesForm,
+    LlamaForm,
+    MistralForm,
+    Parsed,
+    form_of,
+    split_reasoning,
+)
+
+FORMS: list[CallForm] = [HermesForm(), LlamaForm(), MistralForm()]
+ARGUMENTS = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text()))
+#: The form's own words inside of a string would end the call, for every parser of the field.
+HARMLESS = st.text().filter(lambda text: not any(word in text for word in ("tool_call", "TOOL_CALLS", "ARGS")))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
+@given(drawn=st.lists(st.tuples(HARMLESS.filter(bool), ARGUMENTS), min_size=1, max_size=3), spaces=st.booleans())
+def test_what_is_rendered_is_parsed_to_the_byte(
+    form: CallForm, drawn: list[tuple[str, dict[str, object]]], spaces: bool
+) -> None:
+    written = [json.dumps(arguments, separators=None if spaces else (",", ":")) for _, arguments in drawn]
+    if any(word in text for word in ("tool_call", "TOOL_CALLS", "ARGS") for text in written):
+        return
+    calls = tuple(
+        ToolCall(str(place), name, text) for place, ((name, _), text) in enumerate(zip(drawn, written, strict=True))
+    )
+    assert form.parse(form.render(calls), str) == Parsed("", calls)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
+@given(text=st.text() | st.text(alphabet='<>/tool_ca{}[]":; TOLCAS\\u0d8', max_size=40))
+def test_any_text_is_read_without_an_error(form: CallForm, text: str) -> None:
+    parsed = form.parse(text, str)
+    assert parsed.calls or parsed.text == text
+
+
+CALL = ToolCall("0", "add", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "wanted"),
+    [
+        (
+            HermesForm(),
+            'So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n',
+            Parsed("So: \n", (CALL,)),
+        ),
+        (LlamaForm(), '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', Parsed("", (CALL,))),
+        (MistralForm(), 'So: [TOOL_CALLS]add[ARGS]{"a": 1}', Parsed("So: ", (CALL,))),
+        (MistralForm(), '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', Parsed("", (CALL,))),
+    ],
+)
+def test_the_forms_of_the_families(form: CallForm, text: str, wanted: Parsed) -> None:
+    assert form.parse(text, str) == wanted
+
+
+GOOD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HermesForm(), GOOD.removesuffix("</tool_call>")),
+        (HermesForm(), f"{GOOD}<tool_call>"),
+        (HermesForm(), f'{GOOD}<tool_call>{{"name": "add", "arguments": "1+2"}}</tool_call>'),
+        (HermesForm(), '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+        (HermesForm(), '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'),
+        (HermesForm(), '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        (HermesForm(), "<tool_call>add(1, 2)</tool_call>"),
+        (LlamaForm(), 'I say {"name": "add", "parameters": {}}'),
+        (LlamaForm(), '{"name": "add", "parameters": {}} and more'),
+        (LlamaForm(), '{"answer": 3}'),
+        (MistralForm(), "[TOOL_CALLS]"),
+        (MistralForm(), '[TOOL_CALLS][{"name": "add"'),
+        (HermesForm(), "<tool_call>" + '{"name": "a", "arguments": {"b": ' + "[" * 5000 + "</tool_call>"),
+    ],
+)
+def test_malformed_calls_are_text(form: CallForm, text: str) -> None:
+    assert form.parse(text, str) == Parsed(text)
+
+
+def test_a_template_tells_its_form() -> None:
+    assert isinstance(form_of("... <tool_call> ..."), HermesForm)
+    assert isinstance(form_of('{"name": "x", "parameters": y}'), LlamaForm)
+    assert isinstance(form_of("[TOOL_CALLS]"), MistralForm)
+    assert isinstance(form_of(""), HermesForm)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<think>\nsmall\n</think>\n\n3", ("small", "3")),
+        ("small</think>3", ("small", "3")),  # its beginning was in the prompt
+        ("<think>without an end", ("without an end", "")),
+        ("3", ("", "3")),
+    ],
+)
+def test_reasoning_is_split_from_the_answer(text: str, wanted: tuple[str, str]) -> None:
+    assert split_reasoning(text) == wanted

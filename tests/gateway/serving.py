@@ -1,0 +1,178 @@
+"""A gateway on loopback in the test's own event loop, and a model that is a small real one: it says what a script says,
+in tokens that no encoder would choose."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from stretto.conversation.bridge import Renderer
+from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
+from stretto.core.records import Sampling, Segment, StopReason
+from stretto.gateway.agent_session import Speaker
+from stretto.gateway.anthropic import AnthropicDialect
+from stretto.gateway.app import GatewayApp
+from stretto.gateway.chat import ChatDialect
+from stretto.gateway.config import GatewayConfig
+from stretto.gateway.responses import ResponsesDialect
+from stretto.gateway.sampling import SamplingRule
+from stretto.gateway.sessions import RecordedSessions, SessionTable
+from stretto.gateway.telling import Teller
+from stretto.model.hf.tokenizer import Tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+MODEL = "scripted"
+CONTEXT = 100_000
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>"),
+    *("<|end_header_id|>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+)
+ENDS = {"qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama": "<|eot_id|>", "mistral": "</s>"}
+
+
+def tokenizer_of(template: str = "qwen2_5") -> Tokenizer:
+    """Bytes, a few longer pieces, the special tokens of the families, and one of the templates beside this file."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: at for at, token in enumerate([*alphabet, "th", "the", "us", "er"])}
+    backend = Backend(models.BPE(vocabulary, [("t", "h"), ("th", "e"), ("u", "s"), ("e", "r")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    whole = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=ENDS[template])
+    whole.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return Tokenizer(template, (whole.eos_token_id,), whole, whole.backend_tokenizer)
+
+
+@dataclass
+class ScriptedModel:
+    """Says what its script makes of the text of the prompt, one byte a token, and ends it with its end token.
+
+    Attributes:
+        asked: every prompt, in tokens.
+        gate: turns wait for it, when there is one, after their first token.
+        broken_off: turns that nobody waited for any more.
+    """
+
+    script: Callable[[str], str]
+    tokenizer: Tokenizer = field(default_factory=tokenizer_of)
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    running: int = 0
+    broken_off: int = 0
+
+    def sampler(self, name: str, record: SessionRecord) -> Sampler:
+        """See `gateway.sessions.MakeSampler`."""
+
+        async def sample(request: TurnRequest) -> Segment:
+            self.asked.append(request.prompt)
+            self.running += 1
+            try:
+                if self.gate is not None:
+                    await self.gate.wait()
+                segment = self._said(request)
+            except asyncio.CancelledError:
+                self.broken_off += 1
+                raise
+            finally:
+                self.running -= 1
+            record.journal(request.node, segment)
+            return segment
+
+        return sample
+
+    def _said(self, request: TurnRequest) -> Segment:
+        text = self.script(self.tokenizer.spell(request.prompt))
+        byte_by_byte = [token for letter in text for token in self.tokenizer.encode(letter, special_tokens=False)]
+        tokens = (*byte_by_byte, self.tokenizer.eos_token_ids[0])[: request.sampling.max_tokens]
+        whole = len(tokens) == len(byte_by_byte) + 1
+        return Segment(
+            token_ids=tokens,
+            behavior_logprobs=tuple(-0.01 * (at % 7 + 1) for at in range(len(tokens))),
+            versions=(3,) * len(tokens),
+            stop_reason=StopReason.STOP if whole else StopReason.LENGTH,
+            engines=(("scripted", len(tokens)),),
+        )
+
+
+def speaker_of(tokenizer: Tokenizer, config: GatewayConfig | None = None, context: int = CONTEXT) -> Speaker:
+    rule = SamplingRule(Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids), context)
+    return Speaker(Renderer(tokenizer), Teller(MODEL, tokenizer), rule, config or GatewayConfig())
+
+
+@dataclass
+class ServedGateway:
+    """A running gateway, and a client of its address."""
+
+    app: GatewayApp
+    client: httpx.AsyncClient
+    address: str
+
+    async def open(self, **task: Any) -> dict[str, str]:
+        """``POST /sessions``."""
+        reply = await self.client.post("/sessions", json={"task": task})
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    async def chat(self, session: dict[str, str], messages: list[Any], **fields: Any) -> httpx.Response:
+        """``POST`` of a chat completion in a session."""
+        headers = {"Authorization": f"Bearer {session['api_key']}", **fields.pop("headers", {})}
+        body = {"model": MODEL, "messages": messages, **fields}
+        return await self.client.post("/v1/chat/completions", json=body, headers=headers)
+
+    async def shown(self, session: dict[str, str]) -> dict[str, Any]:
+        """``GET /sessions/ID``."""
+        return dict((await self.client.get(f"/sessions/{session['id']}")).json())
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*given, **named), 60))
+
+    return run
+
+
+@asynccontextmanager
+async def served_gateway(
+    model: ScriptedModel,
+    folder: Path,
+    *,
+    operator_key: str = "",
+    config: GatewayConfig | None = None,
+    context: int = CONTEXT,
+) -> AsyncIterator[ServedGateway]:
+    """A gateway that records into `folder`, with what is recorded there."""
+    speaker = speaker_of(model.tokenizer, config, context)
+    host = RecordedSessions(folder, speaker, model.sampler)
+    sessions = SessionTable(host.load(), speaker.config.sessions)
+    bound = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
+    app = GatewayApp(sessions, host, speaker, dialects, operator_key=operator_key)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
+    serving = asyncio.create_task(server.serve([bound]))
+    try:
+        async with httpx.AsyncClient(base_url=address, timeout=30) as client:
+            while not server.started:
+                await asyncio.sleep(0.005)
+            yield ServedGateway(app, client, address)
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await serving
+        bound.close()

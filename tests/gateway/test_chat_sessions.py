@@ -1,0 +1,347 @@
+"""Sessions of the gateway, by chat completions over real sockets: what was sampled is never encoded again; a history
+that cannot be proven begins a branch with its cause; retries, restarts, ends, and the walls between sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.gateway.config import GatewayConfig
+from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
+
+
+def calculator(prompt: str) -> str:
+    """Calls the tool once, then says the result."""
+    return "It is 3." if "<tool_response>" in prompt else CALL
+
+
+async def turn(gateway: ServedGateway, session: dict[str, str], messages: list[Any], **fields: Any) -> dict[str, Any]:
+    reply = await gateway.chat(session, messages, **fields)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json()["choices"][0]["message"])
+
+
+async def calculated(gateway: ServedGateway, session: dict[str, str], **back: Any) -> list[Any]:
+    """Two turns of an agent that sends the first back with the changes `back`; the whole history."""
+    said = await turn(gateway, session, ASK, tools=[ADD])
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
+    history = [*ASK, {**said, **back}, result]
+    return [*history, await turn(gateway, session, history, tools=[ADD])]
+
+
+@in_a_loop
+async def test_the_next_prompt_is_what_is_held_and_the_new_tail(tmp_path: Path) -> None:
+    model = ScriptedModel(calculator)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open(question="1+2")
+        history = await calculated(gateway, session)
+        assert history[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1,  "b": 2}'}
+        assert history[2]["content"] is None
+        assert history[4]["content"] == "It is 3."
+        shown = await gateway.shown(session)
+    first, second = model.asked
+    sampled = tuple(shown["nodes"][1]["token_ids"])
+    assert second[: len(first) + len(sampled)] == first + sampled
+    # One byte a token, "the" and "us" too, in the sampled call; the encoder would have taken longer pieces.
+    assert len(sampled) == len(CALL) + 1
+    tail = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert model.tokenizer.spell(second[len(first) + len(sampled) :]) == tail
+    assert [(node["parent"], node["sampled"]) for node in shown["nodes"]] == [
+        (None, False),
+        (0, True),
+        (1, False),
+        (2, True),
+    ]
+    assert shown["samples"] == [[0, 1, 2, 3]]
+    assert shown["branches"] == {}
+
+
+@in_a_loop
+async def test_arguments_written_otherwise_are_the_same_arguments(tmp_path: Path) -> None:
+    model = ScriptedModel(calculator)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        said = await turn(gateway, session, ASK, tools=[ADD])
+        said["tool_calls"][0]["function"]["arguments"] = '{"b":2,"a":1}'
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
+        await turn(gateway, session, [*ASK, said, result], tools=[ADD])
+        shown = await gateway.shown(session)
+    assert (shown["samples"], shown["branches"], shown["equal_as_json"]) == ([[0, 1, 2, 3]], {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("back", "cause"),
+    [
+        ({"content": "Calling tools: add", "tool_calls": None}, "history_rewritten"),
+        ({"content": "Let me see."}, "history_rewritten"),
+    ],
+)
+@in_a_loop
+async def test_an_answer_that_comes_back_otherwise_begins_a_branch(
+    tmp_path: Path, back: dict[str, Any], cause: str
+) -> None:
+    async with served_gateway(ScriptedModel(calculator), tmp_path) as gateway:
+        session = await gateway.open()
+        await calculated(gateway, session, **back)
+        shown = await gateway.shown(session)
+    assert shown["branches"] == {cause: 1}
+    trained = [node for sample in shown["samples"] for node in sample if shown["nodes"][node]["sampled"]]
+    assert len(shown["samples"]) == 2
+    assert sorted(trained) == [node["id"] for node in shown["nodes"] if node["sampled"]]
+
+
+@in_a_loop
+async def test_causes_of_branches(tmp_path: Path) -> None:
+    thought = "<think>\nhm\n</think>\n\n"
+    model = ScriptedModel(lambda prompt: thought + (CALL if "call<" in prompt else "yes"), tokenizer_of("qwen3"))
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        said = await turn(gateway, session, ASK)
+        assert said["reasoning_content"] == "hm"
+        more = {"role": "user", "content": "and?"}
+        await turn(gateway, session, [*ASK, said, more])  # goes on
+        await turn(gateway, session, [*ASK, said, {"role": "user", "content": "or?"}])
+        await turn(gateway, session, [*ASK, {**said, "reasoning_content": None}, more])
+        await turn(gateway, session, [{"role": "system", "content": "search"}, *ASK[1:]])
+        await turn(gateway, session, [*ASK, said, more], tools=[ADD])
+        await turn(gateway, session, [ASK[0], {"role": "user", "content": "a summary"}])
+        ask = [{"role": "user", "content": "call"}]
+        called = await turn(gateway, session, ask, tools=[ADD])
+        called["tool_calls"][0]["function"]["arguments"] = '{"a": 5}'
+        result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "3"}
+        await turn(gateway, session, [*ask, called, result], tools=[ADD])
+        await turn(gateway, session, [*ASK, said, more], headers={"x-stainless-retry-count": "0"})
+        shown = await gateway.shown(session)
+    once = ["fork", "reasoning_stripped", "tools_changed", "compaction", "arguments", "again"]
+    assert shown["branches"] == dict.fromkeys(once, 1) | {"subagent": 2}
+
+
+@in_a_loop
+async def test_a_retry_is_answered_by_the_reply_on_record(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        first = await gateway.chat(session, ASK)
+        same_body = await gateway.chat(session, ASK)
+        by_header = await gateway.chat(session, ASK, headers={"x-stainless-retry-count": "1"})
+        keyed = [await gateway.chat(session, ASK, headers={"Idempotency-Key": "k"}) for _ in range(2)]
+        misused = await gateway.chat(session, ASK[1:], headers={"Idempotency-Key": "k"})
+        shown = await gateway.shown(session)
+    assert first.content == same_body.content == by_header.content
+    assert keyed[0].content == keyed[1].content != first.content
+    assert misused.status_code == 400
+    assert len(model.asked) == 2
+    assert shown["retries"] == 3
+
+
+@in_a_loop
+async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until_it_diverges(tmp_path: Path) -> None:
+    model = ScriptedModel(calculator)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        first = await gateway.chat(session, ASK, tools=[ADD])
+        said = first.json()["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
+        second = await gateway.chat(session, [*ASK, said, result], tools=[ADD], stream=True)
+    again = ScriptedModel(calculator)
+    async with served_gateway(again, tmp_path) as gateway:
+        assert (await gateway.chat(session, ASK, tools=[ADD])).content == first.content
+        assert (await gateway.chat(session, [*ASK, said, result], tools=[ADD], stream=True)).content == second.content
+        assert again.asked == []
+        otherwise = {**result, "content": "4"}
+        await gateway.chat(session, [*ASK, said, otherwise], tools=[ADD])
+        shown = await gateway.shown(session)
+    assert len(again.asked) == 1
+    assert again.asked[0][: len(model.asked[0])] == model.asked[0]
+    assert len(shown["samples"]) == 2
+
+
+@in_a_loop
+async def test_an_agent_that_lives_on_does_not_notice_a_restart(tmp_path: Path) -> None:
+    model = ScriptedModel(calculator)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        history = await calculated(gateway, session)
+        await gateway.client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
+    with (tmp_path / f"{session['id']}.jsonl").open("ab") as file:
+        file.write(b'{"type": "Rep')  # a line that was cut short
+    async with served_gateway(model, tmp_path) as gateway:
+        await turn(gateway, session, [*history, {"role": "user", "content": "sure?"}], tools=[ADD])
+        shown = await gateway.shown(session)
+    assert (shown["samples"], shown["branches"], shown["reward"]) == ([[0, 1, 2, 3, 4, 5]], {}, 0.5)
+
+
+@in_a_loop
+async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path) -> None:
+    model = ScriptedModel(calculator, gate=asyncio.Event())
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        under_way = asyncio.create_task(gateway.chat(session, ASK))
+        while not model.running:
+            await asyncio.sleep(0.005)
+        assert (await gateway.client.post(f"/sessions/{session['id']}/end")).json()["state"] == "ended"
+        assert (await under_way).status_code == 409
+        late = await gateway.chat(session, ASK)
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "session_ended")
+        shown = await gateway.shown(session)
+        assert (shown["state"], shown["stragglers"], model.broken_off) == ("ended", 1, 1)
+    async with served_gateway(model, tmp_path) as gateway:
+        assert (await gateway.chat(session, ASK)).status_code == 409
+
+
+@in_a_loop
+async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    model = ScriptedModel(calculator, gate=gate)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        leaver, stayer = (asyncio.create_task(gateway.chat(session, ASK)) for _ in range(2))
+        while gateway.app.sessions.named(session["id"]).retries < 1:  # type: ignore[union-attr]
+            await asyncio.sleep(0.005)
+        leaver.cancel()
+        await asyncio.sleep(0.1)
+        assert (model.running, model.broken_off) == (1, 0)
+        stayer.cancel()
+        async with asyncio.timeout(10):
+            while model.running:
+                await asyncio.sleep(0.005)
+        assert model.broken_off == 1
+        gate.set()
+        assert (await gateway.chat(session, ASK)).status_code == 200
+        shown = await gateway.shown(session)
+    assert len([node for node in shown["nodes"] if node["sampled"]]) == 1
+
+
+@in_a_loop
+async def test_no_session_reads_or_influences_another(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "my secret" if "secret" in prompt else "nothing")
+    async with served_gateway(model, tmp_path, operator_key="boss") as gateway:
+        boss = {"Authorization": "Bearer boss"}
+        assert (await gateway.client.post("/sessions", json={})).status_code == 401
+        mine, yours = [(await gateway.client.post("/sessions", json={}, headers=boss)).json() for _ in range(2)]
+        told = await turn(gateway, mine, [{"role": "user", "content": "a secret"}])
+        assert told["content"] == "my secret"
+        # The history of one session in another is text that was given, and answers nothing from its record.
+        stolen = [{"role": "user", "content": "a secret"}, told, {"role": "user", "content": "again"}]
+        await turn(gateway, yours, stolen)
+        await turn(gateway, yours, [{"role": "user", "content": "a secret"}])
+        assert len(model.asked) == 3
+        key = {"Authorization": f"Bearer {yours['api_key']}"}
+        for method, path in [("GET", ""), ("POST", "/reward"), ("POST", "/end")]:
+            path = f"/sessions/{mine['id']}{path}"
+            body = {"reward": 1.0}
+            assert (await gateway.client.request(method, path, headers=key, json=body)).status_code == 401
+        shown = (await gateway.client.get(f"/sessions/{mine['id']}", headers=boss)).json()
+        other = (await gateway.client.get(f"/sessions/{yours['id']}", headers=key)).json()
+    assert (shown["state"], shown["reward"], len(shown["nodes"])) == ("open", None, 2)
+    assert not any(set(node["token_ids"]) and node["sampled"] for node in other["nodes"][:1])
+
+
+@in_a_loop
+async def test_the_key_may_stand_in_the_path_or_in_either_header(tmp_path: Path) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
+        session = await gateway.open()
+        body = {"model": MODEL, "messages": ASK}
+        for headers, base in [
+            ({"Authorization": "Bearer x"}, session["base_url"]),
+            ({"x-api-key": session["api_key"]}, "/v1"),
+        ]:
+            reply = await gateway.client.post(f"{base}/chat/completions", json=body, headers=headers)
+            assert reply.status_code == 200
+        assert (await gateway.client.get(f"{session['base_url']}/models")).json()["data"][0]["id"] == MODEL
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@in_a_loop
+async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path: Path, path: str) -> None:
+    config = GatewayConfig(body_bytes=4096, turns=2, sessions=1)
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, config=config, context=400) as gateway:
+        session = await gateway.open()
+        assert (await gateway.client.post("/sessions", json={"task": {}})).status_code == 429
+
+        async def told(content: bytes, key: str = session["api_key"]) -> tuple[int, str]:
+            reply = await gateway.client.post(path, content=content, headers={"Authorization": f"Bearer {key}"})
+            error = reply.json()["error"]
+            assert isinstance(error["message"], str)
+            assert ("type" in reply.json()) == (path == "/v1/messages")
+            return reply.status_code, str(error.get("code"))
+
+        def body(text: str, model: str = MODEL) -> bytes:
+            asked = [{"role": "user", "content": text}]
+            fields = {"input": asked} if path == "/v1/responses" else {"messages": asked, "max_tokens": 9}
+            return json.dumps({"model": model, **fields}).encode()
+
+        assert (await told(body("hi"), key="wrong"))[0] == 401
+        assert (await told(body("hi"), key="x"))[0] == 401
+        assert (await told(body("hi", "gpt-9")))[0] == 404
+        assert (await told(b'{"model": '))[0] == 400
+        assert (await told(b"[]"))[0] == 400
+        assert (await told(body("x" * 5000)))[0] == 413
+        assert (await told(body("x" * 500)))[0] == 400
+        for number in range(1):
+            assert (await gateway.chat(session, [{"role": "user", "content": str(number)}])).status_code == 200
+        assert (await told(body("one more")))[0] == 400
+        assert (await gateway.client.get(path)).status_code == 405
+        assert (await gateway.client.post("/v1/nothing")).status_code == 404
+        assert (await gateway.client.get("/sessions/unknown")).status_code == 404
+
+
+@in_a_loop
+async def test_events_say_what_the_whole_reply_says(tmp_path: Path) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: f"Well. {CALL}"), tmp_path) as gateway:
+        session = await gateway.open()
+        fields: dict[str, Any] = {"tools": [ADD], "logprobs": True}
+        whole = (await gateway.chat(session, ASK, **fields)).json()
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        lines = (await gateway.chat(session, ASK, **fields)).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    deltas = [chunk["choices"][0] for chunk in chunks[:-1]]
+    text = "".join(delta["delta"].get("content", "") for delta in deltas)
+    message = whole["choices"][0]["message"]
+    assert text == message["content"] == "Well. "
+    assert deltas[-2]["delta"]["tool_calls"][0]["function"] == message["tool_calls"][0]["function"]
+    assert deltas[-1]["finish_reason"] == whole["choices"][0]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert [token["logprob"] for token in whole["choices"][0]["logprobs"]["content"]][:3] == [-0.01, -0.02, -0.03]
+
+
+@in_a_loop
+async def test_a_slow_client_holds_nobody_up(tmp_path: Path) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: "yes" * 200_000), tmp_path) as gateway:
+        session = await gateway.open()
+        host, port = gateway.address.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 90_000}).encode()
+        head = (
+            f"POST /s/{session['api_key']}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        )
+        writer.write(head.encode() + b"\r\n" + body[:10])  # and never the rest
+        assert (await gateway.chat(session, ASK, max_tokens=5)).status_code == 200
+        writer.close()
+
+
+@in_a_loop
+async def test_sessions_at_once_keep_apart(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "n" + prompt.split("number ")[1].split("<")[0])
+    async with served_gateway(model, tmp_path) as gateway:
+
+        async def one(number: int) -> str:
+            session = await gateway.open()
+            history: list[Any] = [{"role": "user", "content": f"number {number}"}]
+            for _ in range(3):
+                history += [await turn(gateway, session, history), {"role": "user", "content": "go on"}]
+            shown = await gateway.shown(session)
+            assert shown["samples"] == [[0, 1, 2, 3, 4, 5]]
+            return str(history[1]["content"])
+
+        said = await asyncio.gather(*map(one, range(40)))
+    assert said == [f"n{number}" for number in range(40)]

@@ -1,0 +1,109 @@
+"""`stretto gateway` as users run it: a real model, a real process, and sessions that survive its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from stretto.core.errors import UserError
+from stretto.launch.commands.gateway import gateway as serve_sessions
+from stretto.model.hf.folder import quiet_transformers
+from tests.gateway.serving import tokenizer_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that speaks ChatML in bytes."""
+    folder = tmp_path_factory.mktemp("model") / "chatml"
+    tokenizer = tokenizer_of("qwen2_5")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer.vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_ids[0],
+    )
+    with torch.random.fork_rng(devices=()), quiet_transformers():
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer._whole.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def gateway(model: Path, folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and its address once it listens."""
+    command = [sys.executable, "-m", "stretto.cli.main", "gateway", str(model), "--port", "0", "--folder", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            said = ""
+            for line in process.stdout:
+                said += line
+                if line.startswith("gateway at "):
+                    break
+            yield process, line.removeprefix("gateway at ").strip()
+        finally:
+            process.kill()
+
+
+def ask(session: dict[str, str], address: str, *texts: str) -> httpx.Response:
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    body = {"model": "chatml", "messages": messages, "max_tokens": 12}
+    headers = {"Authorization": f"Bearer {session['api_key']}"}
+    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+
+def test_recorded_turns_answer_after_the_process_was_killed(model: Path, tmp_path: Path) -> None:
+    with gateway(model, tmp_path / "sessions") as (process, address):
+        session = httpx.post(f"{address}/sessions", json={"task": {"question": "1+2"}}).json()
+        assert session["base_url"] == f"{address}/s/{session['api_key']}/v1"
+        first = ask(session, address, "hello")
+        assert first.status_code == 200, first.text
+        text = first.json()["choices"][0]["message"]["content"]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with gateway(model, tmp_path / "sessions") as (process, address):
+        assert ask(session, address, "hello").content == first.content
+        assert ask(session, address, "hello", text, "go on").status_code == 200
+        shown = httpx.get(f"{address}/sessions/{session['id']}").json()
+        assert shown["samples"] == [[0, 1, 2, 3]]
+        assert [len(node["logprobs"]) for node in shown["nodes"][1::2]] == [
+            len(node["token_ids"]) for node in shown["nodes"][1::2]
+        ]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"host": "0.0.0.0"}, "give --api-key"),
+        ({"api_key": "two words"}, "cannot be sent"),
+        ({"overrides": ["engine.slot=1"]}, "slots"),
+    ],
+)
+def test_mistakes_are_told_before_the_model_is_loaded(
+    model: Path, tmp_path: Path, wrong: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        serve_sessions(model, **{"host": "127.0.0.1", "port": 0, "folder": tmp_path / "sessions", **wrong})
+    assert not (tmp_path / "sessions").exists()

@@ -1,0 +1,18 @@
+"""The environment of the agents, made once in the user's cache (`benchmarks.peers.environment`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.environment import Environment, PeerUnavailable
+
+
+@pytest.fixture(scope="session")
+def agents() -> Path:
+    """The interpreter under which the agents run. Where they cannot be installed, their tests are skipped."""
+    try:
+        return Environment("agents").ensure()
+    except PeerUnavailable as problem:
+        pytest.skip(f"the agents cannot be installed: {problem}")

@@ -1,0 +1,97 @@
+"""Promise: agents of five makes, unchanged, call tools through the gateway; each continues one conversation or begins
+branches for a known cause, and every token that was sampled for it re-scores to 1e-4 in its training sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.serving import in_a_loop, served_gateway, tokenizer_of
+from tests.real_agents.running import ScoredModel, check_scores, run
+
+ADD = '<tool_call>\n{"name": "%s", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "3"}}\n</tool_call>'
+
+
+def script(prompt: str) -> str:
+    """Two parallel calls with a space too many, which no JSON library writes; then the answer."""
+    if prompt.count("<|im_start|>assistant") == 1:
+        tool = "mcp__sums__add" if "mcp__sums__add" in prompt else "add"
+        return "\n".join([ADD % tool] * 2)
+    return FINAL if "final_answer" in prompt else "It is 3."
+
+
+def thinking(prompt: str) -> str:
+    return f"<think>\nsmall numbers\n</think>\n\n{script(prompt)}"
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "branches", "as_json"),
+    [
+        ("openai_agents", ["chat"], {}, 0),
+        ("openai_agents", ["chat", "stream"], {}, 0),
+        ("openai_agents", ["responses"], {}, 0),
+        ("openai_agents", ["responses", "stream"], {}, 0),
+        ("pydantic_agent", ["whole"], {}, 1),
+        ("pydantic_agent", ["stream"], {}, 1),
+        ("langgraph_agent", ["whole"], {}, 1),
+        ("langgraph_agent", ["stream"], {}, 1),
+        ("smolagents_agent", [], {"history_rewritten": 1}, 0),
+        ("claude_agent", [], {}, 1),
+    ],
+)
+@in_a_loop
+async def test_an_agent_calls_tools(
+    agents: Path, tmp_path: Path, program: str, words: list[str], branches: dict[str, int], as_json: int
+) -> None:
+    model = ScoredModel(script)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        answer = await run(agents, program, *words, session=session, home=tmp_path)
+        shown: dict[str, Any] = await gateway.shown(session)
+        assert answer.removeprefix("It is ").removesuffix(".") == "3"
+        assert (shown["branches"], shown["equal_as_json"], shown["retries"]) == (branches, as_json, 0)
+        assert sum(node["sampled"] for node in shown["nodes"]) == 2
+        assert len(shown["samples"]) == 1 + len(branches)
+        await check_scores(gateway, session, model.vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "branches"),
+    [
+        ("openai_agents", ["chat"], {"reasoning_stripped": 1}),
+        ("openai_agents", ["responses"], {}),
+        ("openai_agents", ["responses", "stream"], {}),
+        ("pydantic_agent", ["whole"], {}),
+        ("langgraph_agent", ["whole"], {"reasoning_stripped": 1}),
+        ("smolagents_agent", [], {"history_rewritten": 1}),
+        ("claude_agent", [], {}),
+    ],
+)
+@in_a_loop
+async def test_an_agent_gives_the_reasoning_back_or_begins_a_branch(
+    agents: Path, tmp_path: Path, program: str, words: list[str], branches: dict[str, int]
+) -> None:
+    model = ScoredModel(thinking, tokenizer_of("qwen3"))
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        answer = await run(agents, program, *words, session=session, home=tmp_path)
+        assert answer.removeprefix("It is ").removesuffix(".") == "3"
+        assert (await gateway.shown(session))["branches"] == branches
+        await check_scores(gateway, session, model.vocabulary)
+
+
+@in_a_loop
+async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents: Path, tmp_path: Path) -> None:
+    async with served_gateway(ScoredModel(script), tmp_path) as gateway:
+        session = await gateway.open()
+        first = await run(agents, "openai_agents", "chat", session=session, home=tmp_path)
+        recorded = await gateway.shown(session)
+    silent = ScoredModel(lambda prompt: pytest.fail("it has been sampled before"))
+    async with served_gateway(silent, tmp_path) as gateway:
+        moved = {**session, "base_url": f"{gateway.address}/s/{session['api_key']}/v1"}
+        assert await run(agents, "openai_agents", "chat", session=moved, home=tmp_path) == first
+        assert (await gateway.shown(session))["nodes"] == recorded["nodes"]
+        assert silent.asked == []

@@ -1,0 +1,245 @@
+"""What a trajectory in flight has so far.
+
+Promises: pieces of several segments, in any interleaving and over any number of crashes, are read as the segments that
+they are pieces of; a call that must not be repeated is in the file when it begins and when it ends; both are gone when
+the trajectory is judged; a ledger of an earlier format gets them when it is resumed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from stretto.core.errors import StoreError
+from stretto.core.records import NOTHING, PROMPT, Segment, State, StopReason
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.partials import JournaledCall, UnfinishedMember
+from stretto.store.ledger.reading import read_unfinished
+from tests.store.conftest import as_format_4
+from tests.store.make import Make
+
+HOLD_BACK = StoreConfig(flush_seconds=60)
+ID = "0.1.0/0"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.sqlite"
+
+
+def begun(path: Path) -> Ledger:
+    ledger = Ledger(path, HOLD_BACK)
+    ledger.issue("0.1.0", Make.prompt, 1, 0)
+    return ledger
+
+
+def crash(ledger: Ledger) -> None:
+    """What is not flushed is lost."""
+    ledger._connection.close()
+
+
+def member(path: Path) -> UnfinishedMember:
+    (group,) = read_unfinished(path)
+    return group.members.get(0, UnfinishedMember())
+
+
+def sampled(*tokens: int, parent: int | None = None, end: StopReason | None = None, cause: str = "") -> Segment:
+    logprobs = tuple(-0.25 * token for token in tokens)
+    return Segment(tokens, logprobs, (0,) * len(tokens), stop_reason=end, parent=parent, cause=cause)
+
+
+def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.journal(ID, sampled(4, 5))
+        ledger.journal(ID, sampled(6, end=StopReason.STOP))
+        ledger.journal(ID, Segment((9, 9), parent=0), node=1)
+        ledger.journal(ID, sampled(7, parent=1), node=2)
+        ledger.journal(ID, sampled(8, parent=PROMPT, cause="history_rewritten"), node=3)
+        ledger.journal(ID, sampled(3, 2, end=StopReason.STOP), node=2)
+    assert member(path).segments == (
+        sampled(4, 5, 6, end=StopReason.STOP),
+        Segment((9, 9), parent=0),
+        sampled(7, 3, 2, parent=1, end=StopReason.STOP),
+        sampled(8, parent=PROMPT, cause="history_rewritten"),
+    )
+
+
+def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.journal(ID, sampled(4, end=StopReason.STOP))
+        ledger.journal(ID, Segment(parent=PROMPT, cause="subagent"), node=1)
+        ledger.journal(ID, Segment((9,), parent=0), node=3)
+    first, second, unknown, last = member(path).segments
+    assert (first.token_ids, last) == ((4,), Segment((9,), parent=0))
+    assert second == Segment(parent=PROMPT, cause="subagent")
+    assert unknown == Segment(parent=NOTHING), "nothing of the third was on record"
+
+
+def test_a_single_turn_is_written_in_the_bytes_of_format_4(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.journal(ID, sampled(4, 5))
+    with closing(sqlite3.connect(path)) as connection:
+        [(begin, piece)] = connection.execute("SELECT begin, payload FROM partials").fetchall()
+    assert (begin, piece[8:9]) == (0, b"\x99"), "a segment of nine fields, without a place"
+
+
+def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Path) -> None:
+    ledger = begun(path)
+    ledger.begin_call(ID, 0, b"send the letter", durable=True)
+    assert member(path).calls == (JournaledCall(0, b"send the letter"),)
+    ledger.begin_call(ID, 1, b"2 + 2", durable=False)
+    ledger.end_call(ID, 0, b"sent")
+    assert member(path).calls == (JournaledCall(0, b"send the letter", b"sent"), JournaledCall(1, b"2 + 2"))
+    ledger.end_call(ID, 1, b"4")
+    crash(ledger)
+    assert member(path).calls == (JournaledCall(0, b"send the letter", b"sent"), JournaledCall(1, b"2 + 2")), (
+        "nothing was promised"
+    )
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        ledger.end_call(ID, 1, b"4")
+        ledger.begin_call(ID, 2, b"", durable=False)
+        ledger.end_call(ID, 2, b"")
+    assert member(path).calls[1:] == (JournaledCall(1, b"2 + 2", b"4"), JournaledCall(2, b"", b""))
+
+
+def test_a_call_begins_once_and_ends_once(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.begin_call(ID, 1, b"a", durable=False)
+        for number in (0, 1):
+            with pytest.raises(StoreError, match=rf"call {number} of trajectory 0\.1\.0/0 has begun before"):
+                ledger.begin_call(ID, number, b"b", durable=False)
+        ledger.end_call(ID, 1, b"c")
+        for number in (1, 2):
+            with pytest.raises(StoreError, match=rf"call {number} of .* was never begun, or has ended"):
+                ledger.end_call(ID, number, b"d")
+        ledger.settle(ID, State.FAILED, "lost")
+        with pytest.raises(StoreError, match="its state is final"):
+            ledger.begin_call(ID, 3, b"e", durable=True)
+
+
+def test_pieces_and_calls_are_gone_when_the_trajectory_is_judged(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.journal(ID, sampled(4))
+        ledger.begin_call(ID, 0, b"a", durable=True)
+        ledger.journal(ID, Segment((9,)), node=1)
+        ledger.buffer(Make.group("0.1.0", Make.trajectory("0.1.0")))
+        ledger.flush()
+        for table in ("partials", "calls"):
+            assert ledger._query(f"SELECT count(*) FROM {table}") == [(0,)]
+
+
+def test_a_call_that_has_changed_is_named(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.begin_call(ID, 0, b"a", durable=True)
+        ledger.end_call(ID, 0, b"b")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE calls SET reply = x'63'")
+        connection.commit()
+    with pytest.raises(StoreError, match=r"call 0 of trajectory 0\.1\.0/0 is not what was written"):
+        read_unfinished(path)
+    with pytest.raises(StoreError, match=r"call 0 of trajectory 0\.1\.0/0 is not what was written"):
+        Ledger(path, HOLD_BACK)
+
+
+def test_a_run_of_format_4_goes_on_with_branches_and_calls(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        ledger.journal(ID, sampled(4, 5))
+    as_format_4(path)
+    assert member(path) == UnfinishedMember((sampled(4, 5),))
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        ledger.journal(ID, sampled(6, end=StopReason.STOP))
+        ledger.journal(ID, Segment((9,), parent=0), node=1)
+        ledger.begin_call(ID, 0, b"a", durable=True)
+    assert member(path) == UnfinishedMember(
+        (sampled(4, 5, 6, end=StopReason.STOP), Segment((9,), parent=0)), (JournaledCall(0, b"a"),)
+    )
+
+
+Piece = tuple[int, Segment]
+
+
+@st.composite
+def journals(draw: st.DrawFn) -> tuple[list[Segment], list[Piece | None]]:
+    """Segments, and an interleaving of their pieces; None is a crash behind a flush."""
+    segments = list[Segment]()
+    queues = list[list[Segment]]()
+    for place in range(draw(st.integers(1, 4))):
+        tokens = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
+        parent = draw(st.sampled_from([None, NOTHING, PROMPT, *range(place)])) if place else None
+        end = draw(st.sampled_from([None, *StopReason]))
+        whole = sampled(*tokens, parent=parent, end=end) if draw(st.booleans()) else Segment(tokens, parent=parent)
+        segments.append(whole)
+        queues.append(list(pieces_of(whole, draw(st.integers(0, len(tokens))))))
+    order = list[Piece | None]()
+    while waiting := [place for place, queue in enumerate(queues) if queue]:
+        place = draw(st.sampled_from(waiting))
+        order.append((place, queues[place].pop(0)))
+        order += [None] * draw(st.integers(0, 1))
+    return segments, order
+
+
+def pieces_of(segment: Segment, cut: int) -> Iterator[Segment]:
+    """Two pieces of a sampled segment, either of which may be empty; a given one is one piece."""
+    if not segment.sampled:
+        yield segment
+        return
+    head = segment.token_ids[:cut], segment.behavior_logprobs[:cut], segment.versions[:cut]
+    yield Segment(*head, parent=segment.parent, cause=segment.cause)
+    yield segment.after(cut)
+
+
+@settings(max_examples=30)
+@given(journals())
+def test_any_interleaving_over_any_crashes_is_read_as_the_segments_that_were_journaled(
+    journal: tuple[list[Segment], list[Piece | None]],
+) -> None:
+    segments, order = journal
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.sqlite"
+        ledger = begun(path)
+        for entry in order:
+            if entry is None:
+                ledger.flush()
+                crash(ledger)
+                ledger = Ledger(path, HOLD_BACK)
+            else:
+                node, piece = entry
+                ledger.journal(ID, piece, node)
+        ledger.close()
+        assert member(path).segments == tuple(segments)
+
+
+@settings(max_examples=30)
+@given(journals(), st.integers(0, 12))
+def test_a_crash_loses_the_end_of_a_journal_and_nothing_before_it(
+    journal: tuple[list[Segment], list[Piece | None]], flushed: int
+) -> None:
+    """What is restored are the pieces up to the last flush."""
+    _, order = journal
+    pieces = [entry for entry in order if entry is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.sqlite"
+        ledger = begun(path)
+        ledger.flush()
+        for at, (node, piece) in enumerate(pieces):
+            if at == flushed:
+                ledger.flush()
+            ledger.journal(ID, piece, node)
+        crash(ledger)
+        kept = pieces[:flushed] if flushed < len(pieces) else []
+        found = member(path).segments
+    assert len(found) == max((node + 1 for node, _ in kept), default=0)
+    for node, segment in enumerate(found):
+        own = [piece for at, piece in kept if at == node]
+        assert segment.token_ids == sum((piece.token_ids for piece in own), start=())
+        assert segment.parent == (own[0].parent if own else NOTHING)
+        assert replace(segment, token_ids=()).stop_reason == (own[-1].stop_reason if own else None)

@@ -1,0 +1,263 @@
+"""Promises about a trajectory that branches, and about whom a reward is for.
+
+- By hand: each path is a sample, a token that several paths share is trained in the first and context in the others.
+- In any forest every sampled token is a loss token of exactly one sample, behind exactly the tokens that it was sampled
+  behind; a linear trajectory makes the one sample that it always made.
+- With credit by turn, a turn has the rewards of its own and of later turns of its path, compared with the turns of the
+  same number in the group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from stretto.conversation.forest import way_to
+from stretto.core.errors import BoundViolated
+from stretto.core.records import (
+    NOTHING,
+    Batch,
+    Group,
+    Outcome,
+    Prompt,
+    Sampling,
+    Segment,
+    StopReason,
+    Trajectory,
+    Verdict,
+)
+from stretto.core.records import PROMPT as BEHIND_PROMPT
+from stretto.model.packed.logprobs import pack_tokens, token_logprobs
+from stretto.trainer.batch.minibatch import minibatch
+from stretto.trainer.batch.samples import Sample, samples_of
+from stretto.trainer.batch.scoring import score_tokens
+from stretto.trainer.config import CriticConfig, OptimizerConfig
+from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
+from stretto.trainer.objective.estimators import GAE, GroupMean, RawReward
+from stretto.trainer.objective.shaping import Shaping
+from stretto.trainer.optimizer import Learner
+from tests.tolerances import LOGITS, near
+from tests.trainer.tiny import FORWARD
+
+Build = Callable[[], PreTrainedModel]
+
+PROMPT = Prompt(id="0", token_ids=(5, 12), text="", answer="")
+LONGEST = 8
+CPU = torch.device("cpu")
+
+
+def turn(*tokens: int, parent: int | None = None, reward: float | None = None) -> Segment:
+    logprobs, versions = tuple(-0.5 * token for token in tokens), (6,) * len(tokens)
+    return Segment(tokens, logprobs, versions, stop_reason=StopReason.STOP, parent=parent, reward=reward)
+
+
+BRANCHES = (
+    turn(4, 9),
+    Segment((7,)),
+    turn(8),
+    Segment((3,), parent=0, cause="history_rewritten"),
+    turn(2, 6),
+    Segment((11,), parent=NOTHING, cause="subagent"),
+    turn(1),
+)
+
+
+def batch(*members: Sequence[Segment], rewards: Sequence[float] = (1.0,), oldest_trainable: int = 0) -> Batch:
+    verdicts = [Verdict(outcome=Outcome.RIGHT, reward=reward) for reward in rewards]
+    pairs = enumerate(zip(members, verdicts, strict=True))
+    trajectories = tuple(Trajectory(f"g/{k}", tuple(segments), verdict, "") for k, (segments, verdict) in pairs)
+    group = Group(id="g", prompt=PROMPT, admitted_version=5, trajectories=trajectories)
+    return Batch(step=8, version=7, groups=(group,), oldest_trainable=oldest_trainable)
+
+
+def test_each_branch_by_hand() -> None:
+    sampled = samples_of(batch(BRANCHES), AlgorithmConfig(advantages=RawReward()), LONGEST)
+    assert sampled.samples == (
+        Sample("g/0", (5, 12, 4, 9, 7, 8), 2, (2, 3, 5), (-2.0, -4.5, -4.0), (1, 1, 1), (1.0, 1.0, 1.0)),
+        Sample("g/0:1", (5, 12, 4, 9, 3, 2, 6), 2, (5, 6), (-1.0, -3.0), (1, 1), (1.0, 1.0)),
+        Sample("g/0:2", (11, 1), 0, (1,), (-0.5,), (1,), (1.0,)),
+    )
+    assert sampled.masked_tokens == 0
+    (part,) = [minibatch(sampled.samples, OptimizerConfig(), "token_mean", LONGEST, CPU)]
+    assert (part.ids, part.loss_tokens) == (("g/0",), 6)
+
+
+def test_a_trajectory_of_many_paths_counts_once_in_its_group() -> None:
+    # rewards 1 and 0: their mean is 0.5, however many paths have them
+    config = AlgorithmConfig(advantages=GroupMean())
+    samples = samples_of(batch(BRANCHES, (turn(4),), rewards=(1.0, 0.0)), config, LONGEST).samples
+    assert {sample.id: set(sample.advantages) for sample in samples} == {
+        "g/0": {0.5},
+        "g/0:1": {0.5},
+        "g/0:2": {0.5},
+        "g/1": {-0.5},
+    }
+
+
+def test_a_token_that_was_sampled_behind_nothing_stops_the_run() -> None:
+    with pytest.raises(BoundViolated, match="sampled behind nothing"):
+        samples_of(batch((turn(4, parent=NOTHING),)), AlgorithmConfig(), LONGEST)
+
+
+def test_batch_scoring_scores_each_token_once_behind_its_own_history(build: Build) -> None:
+    learner = Learner(build(), OptimizerConfig())
+    scores = score_tokens(batch(BRANCHES), 64, CPU, lambda packed: learner.logprobs(packed).logprobs)
+    wanted = {"g/0": [2, 3, 5], "g/0:1": [5, 6], "g/0:2": [1]}
+    for sample in samples_of(batch(BRANCHES), AlgorithmConfig(), LONGEST).samples:
+        every = token_logprobs(build(), pack_tokens([sample.token_ids]), Sampling(max_tokens=1)).logprobs
+        expected = every[[place - 1 for place in wanted[sample.id]]].tolist()
+        assert scores[sample.id] == near(expected, FORWARD, size=LOGITS)
+
+
+def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
+    cut = Segment((2, 6), (-1.0, -3.0), (6, 6), stop_reason=StopReason.LENGTH)
+    told = batch((*BRANCHES[:4], cut))
+    scores = score_tokens(
+        told,
+        64,
+        CPU,
+        lambda packed: torch.zeros(len(packed.wanted)),
+        continues=lambda path: path.stop_reason is StopReason.LENGTH,
+    )
+    assert {id: len(found) for id, found in scores.items()} == {"g/0": 3, "g/0:1": 3}
+    config = AlgorithmConfig(advantages=GAE(gamma=0.5, critic=CriticConfig()))
+    (_, second) = samples_of(told, config, LONGEST, {"g/0": [0.0] * 3, "g/0:1": [0.0, 0.0, 4.0]}).samples
+    # delta = 1 + 0.5 * 4 = 3 at the last token, and 0.5 * 3 before it
+    assert (second.advantages, second.returns) == ((1.5, 3.0), (1.5, 3.0))
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Segment]:
+    """Every token has an id of its own, from 100 on."""
+    segments, token = list[Segment](), 100
+    for place in range(draw(st.integers(1, 7))):
+        parent = draw(st.sampled_from([None, BEHIND_PROMPT, *range(place)]))
+        tokens = tuple(range(token, token + draw(st.integers(1, 3))))
+        token += len(tokens)
+        versions = tuple(sorted(draw(st.lists(st.integers(4, 7), min_size=len(tokens), max_size=len(tokens)))))
+        logged = (tuple(-float(one) for one in tokens), versions) if draw(st.booleans()) else ((), ())
+        segments.append(Segment(tokens, *logged, parent=parent))
+    return segments
+
+
+@given(forests(), st.integers(4, 7))
+@settings(max_examples=60)
+def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(
+    segments: list[Segment], oldest: int
+) -> None:
+    told = batch(segments, oldest_trainable=oldest)
+    sampled = samples_of(told, AlgorithmConfig(advantages=RawReward()), LONGEST)
+    trained = Counter(sample.token_ids[place] for sample in sampled.samples for place in sample.loss_positions)
+    young = [
+        token
+        for segment in segments
+        for token, version in zip(segment.token_ids, segment.versions, strict=False)
+        if version >= oldest
+    ]
+    assert trained == Counter(young)
+    assert sampled.masked_tokens == sum(len(segment.versions) for segment in segments) - len(young)
+    history = dict[int, tuple[int, ...]]()
+    for place, segment in enumerate(segments):
+        before = sum((segments[at].token_ids for at in way_to(segments, place)[1][:-1]), start=PROMPT.token_ids)
+        for at, token in enumerate(segment.token_ids):
+            history[token] = before + segment.token_ids[:at]
+    for sample in sampled.samples:
+        for place, logprob in zip(sample.loss_positions, sample.behavior_logprobs, strict=True):
+            assert sample.token_ids[:place] == history[sample.token_ids[place]]
+            assert logprob == -sample.token_ids[place]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=5), st.integers(4, 7))
+@settings(max_examples=40)
+def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tuple[bool, int]], oldest: int) -> None:
+    """Prompt and segments one after the other; what was given behind the last sampled token is left out."""
+    last = max((at for at, (sampled, _) in enumerate(shape) if sampled), default=-1)
+    shape = shape[: last + 1]
+    segments = [turn(*range(length)) if sampled else Segment((9,) * length) for sampled, length in shape]
+    samples = samples_of(batch(segments, oldest_trainable=oldest), AlgorithmConfig(advantages=RawReward()), LONGEST)
+    whole = Trajectory("g/0", tuple(segments), Verdict(outcome=Outcome.RIGHT, reward=1.0), "")
+    places = tuple(2 + place for place in whole.sampled_places)
+    expected = Sample(
+        "g/0", (5, 12, *whole.token_ids), 2, places, whole.behavior_logprobs, (1,) * len(places), (1.0,) * len(places)
+    )
+    assert samples.samples == ((expected,) if places and oldest <= 6 else ())
+
+
+def credited(*members: Sequence[Segment], rewards: Sequence[float], **advantages: object) -> list[tuple[float, ...]]:
+    config = AlgorithmConfig.model_validate({"advantages": {"credit": "turn", **advantages}})
+    return [sample.advantages for sample in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
+
+
+TOOL = Segment((9,))
+
+
+def test_a_turn_has_its_own_reward_and_those_behind_it() -> None:
+    # returns 3 = 1 + 2 and 2 of the first, 1 = 0 + 1 and 1 of the second, 5 alone; means 3 and 1.5 of each number
+    first = (turn(4, 4, reward=1.0), TOOL, turn(2, reward=2.0))
+    second = (turn(4, reward=0.0), TOOL, turn(2, 2, reward=1.0))
+    third = (turn(4, reward=5.0),)
+    assert credited(first, second, third, rewards=(0.0, 0.0, 0.0), kind="reward") == [
+        (3.0, 3.0, 2.0),
+        (1.0, 1.0, 1.0),
+        (5.0,),
+    ]
+    assert credited(first, second, third, rewards=(0.0, 0.0, 0.0), kind="group_mean") == [
+        (0.0, 0.0, 0.5),
+        (-2.0, -0.5, -0.5),
+        (2.0,),
+    ]
+
+
+def test_without_rewards_of_turns_that_of_the_trajectory_is_the_last_turn_s() -> None:
+    # the third turn has nothing to compare with
+    both = (turn(4), TOOL, turn(2)), (turn(4), TOOL, turn(2), TOOL, turn(2))
+    assert credited(*both, rewards=(1.0, 0.0), kind="group_mean") == [(0.5, 0.5), (-0.5, -0.5, 0.0)]
+
+
+def test_turns_of_a_branch_are_counted_from_the_root_of_their_path() -> None:
+    # returns: 1 + 2 for the shared turn on the first path; of the second turns 2, 4 and 6, their mean is 4
+    branches = (turn(4, reward=1.0), TOOL, turn(2, reward=2.0), Segment((3,), parent=0), turn(2, reward=4.0))
+    other = (turn(4, reward=0.0), TOOL, turn(2, reward=6.0))
+    found = credited(branches, other, rewards=(0.0, 0.0), kind="group_mean")
+    assert found == [(3.0 - 4.5, 2.0 - 4.0), (4.0 - 4.0,), (6.0 - 4.5, 6.0 - 4.0)]
+
+
+def test_from_token_to_token_each_turn_s_reward_is_at_its_last_token() -> None:
+    # gamma 0.5: 4 at the last token, 1 + 0.5 * 4 = 3 before it, 1.5 before that
+    two = (turn(4, 4, reward=1.0), TOOL, turn(2, reward=4.0))
+    assert credited(two, rewards=(0.0,), kind="gae", gamma=0.5) == [(1.5, 3.0, 4.0)]
+
+
+def test_a_kl_in_the_reward_is_that_of_the_turn_and_of_those_behind_it() -> None:
+    # k1 = behavior - reference = 1, 0 | 2, weighted 0.5, 0 | 1: returns (1 + 2) - 1.5 and 2 - 1
+    reference = ReferenceConfig(estimator="k1", weight=0.5, into="reward")
+    config = AlgorithmConfig(advantages=RawReward(credit="turn"), reference=reference)
+    two = batch((turn(4, 4, reward=1.0), TOOL, turn(2, reward=2.0)))
+    (sample,) = samples_of(two, config, LONGEST, reference_logprobs={"g/0": [-3.0, -2.0, -3.0]}).samples
+    assert sample.advantages == (1.5, 1.5, 1.0)
+
+
+def test_the_penalty_of_an_overlong_completion_is_that_of_its_longest_turn() -> None:
+    # 7 of 8 tokens with a buffer of 2: half the penalty; both turns together would have it all
+    shaping = Shaping(overlong_buffer=2, overlong_penalty=4.0)
+    segments = (turn(*range(3)), TOOL, turn(*range(7)))
+    (sample,) = samples_of(batch(segments), AlgorithmConfig(advantages=RawReward(), shaping=shaping), LONGEST).samples
+    assert set(sample.advantages) == {1.0 - 2.0}
+    by_turn = AlgorithmConfig(advantages=RawReward(credit="turn"), shaping=shaping)
+    (sample,) = samples_of(batch(segments), by_turn, LONGEST).samples
+    assert sample.advantages == (-1.0,) * 10, "0 of the first turn, 1 - 2 of the last"
+
+
+def test_a_single_turn_has_the_same_advantages_by_turn_and_by_trajectory() -> None:
+    members, rewards = ((turn(4, 2),), (turn(3),), (turn(8, 8, 8),)), (1.0, 0.0, 0.5)
+    kinds = ("group", "group_mean", "leave_one_out", "lite_ppo", "batch", "reinforce_pp", "gae", "reward")
+    for kind in kinds:
+        config = AlgorithmConfig.model_validate({"advantages": {"kind": kind}})
+        plain = [one.advantages for one in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
+        assert credited(*members, rewards=rewards, kind=kind) == plain
