@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from stretto.cluster.address import bound
-from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError, nearest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
 from stretto.engine.native.generation import MOST_WAITING
@@ -72,16 +72,33 @@ def check_reward_function(config: RewardsConfig) -> None:
     Raises:
         RewardFunctionError: it cannot be loaded.
     """
-    if config.function in BUILT_IN and not BUILT_IN[config.function].configured:
+    if all(part.function in BUILT_IN and not BUILT_IN[part.function].configured for part in config.parts):
         return
-    if ":" not in config.function and config.function not in BUILT_IN:
-        load_reward(config.function)
+    for part in config.parts:
+        if ":" not in part.function and part.function not in BUILT_IN:
+            load_reward(part.function)
     try:
         asyncio.run(check_reward(config))
     except RoleError as error:
         if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
             raise
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
+    """Raises RewardFunctionError: a reward names a source that there is not, or none judges the questions of one."""
+    known, problems = set(sources), []
+    for number, part in enumerate(config.functions):
+        place = f"rewards.functions.{number}.sources"
+        unknown = [name for name in part.sources if name not in known]
+        problems += [Problem(place, f"no source is called {name!r}", nearest(name, known)) for name in unknown]
+    everywhere = any(not part.sources for part in config.parts)
+    judged = {name for part in config.parts for name in part.sources}
+    if not everywhere and (without := sorted(known - judged)):
+        found = f"none judges the completions of source {without[0]!r}"
+        problems.append(Problem("rewards.functions", found, "name it in the sources of one, or give one without any"))
+    if problems:
+        raise RewardFunctionError(problems)
 
 
 def check_ports(config: EngineConfig) -> None:

@@ -175,11 +175,13 @@ def _find_reward(tree: dict[str, Any], folder: Path) -> None:
     rewards = tree.get("rewards")
     if not isinstance(rewards, dict) or "path" in rewards:
         return
-    name = rewards.get("function")
-    if isinstance(name, str) and ":" in name:
-        module = folder / name.partition(":")[0].partition(".")[0]
-        if module.is_dir() or module.with_suffix(".py").is_file():
-            rewards["path"] = str(folder.resolve())
+    listed = rewards.get("functions")
+    parts = [rewards, *(listed if isinstance(listed, list) else [])]
+    for name in [part.get("function") for part in parts if isinstance(part, dict)]:
+        if isinstance(name, str) and ":" in name:
+            module = folder / name.partition(":")[0].partition(".")[0]
+            if module.is_dir() or module.with_suffix(".py").is_file():
+                rewards["path"] = str(folder.resolve())
 
 
 def override(tree: dict[str, Any], overrides: Overrides) -> None:

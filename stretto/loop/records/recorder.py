@@ -46,6 +46,15 @@ class EarlierTotals(Record, frozen=True):
         return cls(**{name: getattr(totals, name) for name in cls.__struct_fields__})
 
 
+def mean_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean value of each named reward, over the trajectories that it judged, by name."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.verdict.rewards.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+
+
 @dataclass(frozen=True)
 class Work:
     """The work of the roles since they were started: tokens sampled, recomputed, sampled for completions that were
@@ -130,6 +139,7 @@ class Recorder:
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         self._sampled: Counter[Outcome] = Counter()
         self._accuracy = 0.0
+        self._rewards: Mapping[str, float] = {}
         self._queues: Mapping[str, float] = {}
         self._busy: Mapping[str, float] = {}
         self._busy_before: Mapping[str, float] = {}
@@ -171,6 +181,7 @@ class Recorder:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
         self._ledger.record_update(update)
         self.clock.updated()
+        self._rewards = mean_rewards([trajectory for group in batch.groups for trajectory in group.trajectories])
         self.latest = totals = self.totals()
         self._metrics.append(metrics := self._line(batch, update, totals))
         self._ledger.put(TOTALS, totals)
@@ -181,7 +192,7 @@ class Recorder:
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        lengths = [len(trajectory.versions) for trajectory in trajectories]
         ages = [
             batch.version - version
             for trajectory in trajectories
@@ -211,6 +222,7 @@ class Recorder:
             queues=self._queues,
             busy=self._busy,
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
+            rewards=self._rewards,
         )
 
     def polled(self) -> None:
@@ -292,6 +304,7 @@ class Recorder:
             rl_seconds=self.clock.rl_seconds,
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
+            rewards=self._rewards,
         )
 
     def conclude(self) -> None:
