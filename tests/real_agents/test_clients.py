@@ -64,6 +64,7 @@ async def test_an_agent_calls_tools(
     [
         ("openai_agents", ["chat"], {"reasoning_stripped": 1}),
         ("openai_agents", ["responses"], {}),
+        ("openai_agents", ["responses", "ids"], {}),
         ("openai_agents", ["responses", "stream"], {}),
         ("pydantic_agent", ["whole"], {}),
         ("langgraph_agent", ["whole"], {"reasoning_stripped": 1}),
