@@ -86,7 +86,8 @@ def recipe(tmp_path: Path) -> Path:
 def test_every_reward_is_measured_by_its_name(recipe: Path, laboratory: Laboratory) -> None:
     run = recipe.parent / "run"
     laboratory.trained(run, recipe=recipe)
-    steps, _ = read_metrics(run / "metrics.jsonl")
+    steps, evaluations = read_metrics(run / "metrics.jsonl")
+    assert [set(line.rewards) for line in evaluations] == [{"number", "shortness"}] * 2  # a sum is held out
     assert {name for step in steps for name in step.rewards} == {"number", "word", "shortness"}
     for step in steps:
         assert 0 < (step.rewards["shortness"] or 0) <= 1
