@@ -235,9 +235,10 @@ class GatewayApp:
         return Refusing(NotServed(401, "the API key is missing or wrong", "", "invalid_api_key"))
 
 
-def opened(session: AgentSession, address: str) -> dict[str, str]:
+def opened(session: AgentSession, address: str) -> dict[str, Any]:
     """What a program needs to use a session; `address` is ``http://host:port``, as it reaches the gateway."""
-    return {"id": session.id, "api_key": session.key, "base_url": f"{address}/s/{session.key}/v1"}
+    base = f"{address}/s/{session.key}/v1"
+    return {"id": session.id, "api_key": session.key, "base_url": base, "task": session.about}
 
 
 async def _send(dialect: Dialect, asked: AskedTurn, said: SaidTurn, send: Send) -> None:

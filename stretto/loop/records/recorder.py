@@ -183,7 +183,7 @@ class Recorder:
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        lengths = [len(trajectory.versions) for trajectory in trajectories]
         ages = [
             batch.version - version
             for trajectory in trajectories

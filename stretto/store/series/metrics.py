@@ -29,7 +29,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     rl_seconds: float  # since the first prompt was admitted, until this update
     accuracy: float  # of the completions judged since the step before, those of filtered groups included
     reward: float  # mean over the batch's completions
-    length_mean: float  # tokens per completion of the batch, masked ones included
+    length_mean: float  # sampled tokens per completion of the batch, masked ones included
     length_max: int
     staleness_mean: float  # versions
     staleness_max: int

@@ -32,7 +32,7 @@ class SampledCompletion(Record, frozen=True):
 
     @classmethod
     def of(cls, prompt: Prompt, versions: tuple[int, ...], text: str, verdict: Verdict) -> Self:
-        versions = tuple(dict.fromkeys(versions)) or (0,)
+        versions = tuple(sorted(set(versions))) or (0,)  # of parallel turns a later one may be older
         return cls(
             version=versions[-1],
             prompt_id=prompt.id,
