@@ -87,6 +87,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         published=_published(recipe),
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
+        tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
 
 import torch
 
-from stretto.cluster.wire import bound
+from stretto.cluster.address import bound
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError, nearest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
@@ -125,12 +126,23 @@ def check_cluster(recipe: Recipe) -> None:
     except RecipeError as error:
         problems += error.problems
     try:
-        if config.listen:
-            bound(config.listen).close()
+        within = config.listen != "" and _is_loopback(config.listen)
     except RecipeError as error:
         problems += error.problems
+    else:
+        if ranks and (config.listen or config.placer == "ray") and not within and not config.trusted_network:
+            found = f"false, and trainer.remote_ranks = {ranks}: collectives know neither key nor encryption"
+            remedy = "true says that nobody else is on their network (docs/ranks.md)"
+            problems.append(Problem("cluster.trusted_network", found, remedy))
     if problems:
         raise RecipeError(problems)
+
+
+def _is_loopback(listen: str) -> bool:
+    """Whether an address, which can be had, is one of the loopback interface."""
+    with bound(listen) as reserved:
+        host: str = reserved.getsockname()[0]
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def check_in_flight(config: RolloutConfig) -> None:
