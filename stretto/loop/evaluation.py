@@ -120,8 +120,7 @@ class Evaluator:
                 (text, len(one.token_ids), one.stop_reason is StopReason.LENGTH)
                 for text, one in zip(texts, completions, strict=True)
             ],
-            [verdict.outcome for verdict in verdicts],
-            [verdict.reward for verdict in verdicts],
+            verdicts,
             [version for one in completions for version in one.versions] or [0],
             [final(prompt.text, text) for text in texts] if final is not None else None,
         )
