@@ -181,6 +181,11 @@ class Session:
             self.forest.segments[node] = msgspec.structs.replace(whole, parent=prefix.parent, cause=prefix.cause)
         return Turn(node, self.forest.segments[node])
 
+    @property
+    def calls(self) -> Sequence[RecordedCall]:
+        """All of them, in the order in which they began."""
+        return self._calls
+
     def claim(self, node: int) -> Turn:
         """The recorded turn `node`, which a call on record has returned already.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import msgspec
 from stretto.conversation.bridge import Bridge, HeldTurn, NextPrompt, Renderer
 from stretto.conversation.forest import parent_of, paths
 from stretto.conversation.messages import AskedTurn, Likeness, Message, SaidTurn, Tool
-from stretto.conversation.session import RecordedCall, Session
+from stretto.conversation.session import Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DataError, RefusedRequest
 from stretto.core.records import Record, Segment
@@ -102,7 +102,6 @@ class AgentSession:
     about: Mapping[str, Any]  # its task, as it was given
     session: Session
     speaker: Speaker
-    recorded: Sequence[RecordedCall] = ()
     state: State = "open"
     reward: float | None = None
     stragglers: int = 0  # requests after the end
@@ -113,8 +112,9 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._bridge = Bridge(self.speaker.renderer)
-        for call in self.recorded:
-            if call.reply is not None:
+        self.last_text = ""  # of the last turn that was answered
+        for call in self.session.calls:
+            if call.reply is not None and len(call.asked) == blake2b.MAX_DIGEST_SIZE:
                 self._hold(msgspec.json.decode(call.reply, type=TurnRecord), live=False)
 
     async def answer(self, asked: AskedTurn, how: Attempt) -> SaidTurn:
@@ -188,6 +188,7 @@ class AgentSession:
         record = msgspec.json.decode(reply, type=TurnRecord)
         self.session.claim(record.node)
         self._hold(record, live=True)
+        self.last_text = record.said.message.text
         return record.said
 
     async def _prompt(self, asked: AskedTurn) -> NextPrompt:
@@ -196,7 +197,10 @@ class AgentSession:
             before = self._bridge.turn(asked.previous)
             if before is None:
                 raise RefusedRequest("previous_response_id", "unknown in this session", "the id of an earlier reply")
-            history = (*before.history, *history)
+            held, system = before.history, history[:1] if history[0].role == "system" else ()
+            if system and held[0].role == "system":  # instructions are told each time, and are not messages behind
+                held = held[1:]
+            history = (*system, *held, *history[len(system) :])
         long = sum(len(message.text) for message in history) > _LONG_TEXT
         try:
             if long:

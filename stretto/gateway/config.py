@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+#: A list in TOML; a tuple cannot be changed.
+Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
-class GatewayConfig(BaseModel):
-    """What one gateway serves at most.
+class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Section ``[gateway]`` of a recipe: where agents find the policy, and what is served at most.
 
     Example: ``GatewayConfig(sessions=64, turns=200)``
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    host: str = Field(
+        "127.0.0.1",
+        description="address to listen on; another than loopback needs a key in the environment, STRETTO_API_KEY",
+    )
+    port: int = Field(0, ge=0, le=65_535, description="0 takes a free one; `stretto inspect` shows it")
+    sessions: int = Field(4096, ge=1, description="open sessions; further ones are refused until some end")
+    turns: int = Field(1024, ge=1, description="turns of one session")
+    turn_seconds: float = Field(600.0, gt=0, description="longest wait for one turn")
+    body_bytes: int = Field(16 << 20, ge=1024, description="longest body of a request")
 
-    sessions: int = Field(default=4096, ge=1, description="Open sessions; further ones are refused until some end.")
-    turns: int = Field(default=1024, ge=1, description="Turns of one session.")
-    turn_seconds: float = Field(default=600.0, gt=0, description="Longest wait for one turn.")
-    body_bytes: int = Field(default=16 << 20, ge=1024, description="Longest body of a request.")
+
+class AgentConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: a program of any kind that finds the policy behind
+    the base URL of its client. Without `command` and `function`, services open the sessions over HTTP.
+    """
+
+    kind: Literal["agent"] = Field(description="trajectories are made by programs that speak HTTP")
+    command: Words = Field((), description="a program and its arguments; started once for each trajectory")
+    function: str | None = Field(
+        None,
+        description="'package.module:function', called with the task in a process of its own, in place of a command",
+    )
+    path: str | None = Field(
+        None, description="folder in which it runs; left out: the recipe's folder if a function's module is there"
+    )
+    model: str = Field("policy", min_length=1, description="the name under which agents ask for the policy")
+    parallel: int = Field(16, ge=1, le=4096, description="agents that run at once")
+    deadline: float = Field(600.0, gt=0, le=24 * 3600, description="seconds that one trajectory may take")
+    max_failed: float = Field(
+        0.5, gt=0, le=1, description="share of the last 64 trajectories that may fail; more end the run"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +25,7 @@ from stretto.core.records import Record, Segment, derive_seed
 from stretto.gateway.agent_session import AgentSession, Speaker
 
 _SECRET_BYTES = 18
+_RETIRED = 1024  # sessions of a run that have ended and are still known
 
 
 class TooManySessions(RefusedRequest):
@@ -61,6 +63,7 @@ class SessionTable:
         self._by_id: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._most = most
+        self._retired: deque[AgentSession] = deque()
         for session in sessions:
             self.add(session)
 
@@ -68,10 +71,13 @@ class SessionTable:
         """A session that may be asked from now on; it takes the place of one with its name."""
         self._by_id[session.id] = self._by_key[session.key] = session
 
-    def remove(self, session: AgentSession) -> None:
-        """Forget it: its key is unknown from now on."""
-        self._by_id.pop(session.id, None)
-        self._by_key.pop(session.key, None)
+    def retire(self, session: AgentSession) -> None:
+        """It has ended, and answers stragglers for a while; then its key is unknown."""
+        self._retired.append(session)
+        while len(self._retired) > _RETIRED:
+            old = self._retired.popleft()
+            if self._by_id.get(old.id) is old:
+                del self._by_id[old.id], self._by_key[old.key]
 
     def of_key(self, key: str) -> AgentSession | None:
         """The session whose key this is."""
@@ -198,9 +204,7 @@ class RecordedSessions:
         segments = joined_pieces((line.node, line.segment) for line in lines if isinstance(line, Written))
         sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
         session = Session(opened.id, (), seed, sampler, record, segments, calls)
-        found = AgentSession(
-            opened.id, opened.key, opened.created, opened.about, session, self._speaker, recorded=calls
-        )
+        found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._speaker)
         rewards = [line.reward for line in lines if isinstance(line, Rewarded)]
         found.reward = rewards[-1] if rewards else None
         if any(isinstance(line, Ended) for line in lines):

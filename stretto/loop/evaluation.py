@@ -125,8 +125,7 @@ class Evaluator:
         result = QuestionResult.of(
             prompt,
             [(one.text, len(one.versions), one.stop_reason is StopReason.LENGTH) for one in trajectories],
-            [one.verdict.outcome for one in trajectories],
-            [one.verdict.reward for one in trajectories],
+            [one.verdict for one in trajectories],
             [version for one in trajectories for version in one.versions] or [0],
             [final(prompt.text, one.text) for one in trajectories] if final is not None else None,
         )
@@ -167,8 +166,7 @@ class Evaluator:
                 (text, len(one.token_ids), one.stop_reason is StopReason.LENGTH)
                 for text, one in zip(texts, completions, strict=True)
             ],
-            [verdict.outcome for verdict in verdicts],
-            [verdict.reward for verdict in verdicts],
+            verdicts,
             [version for one in completions for version in one.versions] or [0],
             [final(prompt.text, text) for text in texts] if final is not None else None,
         )

@@ -170,7 +170,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: 
         earlier=earlier,
         clock=RunClock(earlier, since),
         medium=roles.cluster.medium.medium,
-        slow_reward=SlowReward(recipe.rewards.function, roles.rewards.workers),
+        slow_reward=SlowReward(recipe.rewards.title, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,
     )
 

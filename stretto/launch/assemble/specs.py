@@ -36,7 +36,7 @@ def socket_folder() -> Path:
 
 def in_rounds(recipe: Recipe) -> bool:
     """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`); those
-    of a workflow do not (docs/decisions/0026-workflows-and-rounds.md)."""
+    of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
     if recipe.workflow is not None:
         return False
     batching = recipe.engine.batching
@@ -90,6 +90,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         published=_published(recipe),
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
+        tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
     )
 
 

@@ -115,7 +115,7 @@ def evaluate(
     plan = make_plan(_recipe(model, task, overrides, asked.samples))
     sampling = plan.sampling
     say(
-        f"reward {plan.recipe.rewards.function} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "
+        f"reward {plan.recipe.rewards.title} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "
         f"tokens | {len(plan.held_out):,} prompts | sampling seed {plan.recipe.evaluation.seed}"
     )
     for note in dict.fromkeys(plan.notes):

@@ -18,6 +18,7 @@ from stretto.launch.preflight.checks import (
     check_kind,
     check_ports,
     check_reward_function,
+    check_reward_sources,
     check_top_k,
     check_vocabulary,
     check_workflow_class,
@@ -36,6 +37,7 @@ from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.service.wire import Row
 from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
@@ -71,7 +73,7 @@ class Plan(Outline):
 
     tokenizer: Tokenizer
     demonstrations: tuple[Demonstration, ...]
-    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
+    rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
 
@@ -104,7 +106,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     reference = recipe.algorithm.reference
     if reference is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
-    sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
+    sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
@@ -124,7 +126,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         origins=tuple((question.place, question.source) for question in training.questions),
         sources=_sources(training.questions, questions.weights),
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        rows=_further_fields(recipe, (*training.questions, *held_out.questions, *asked)),
+        rows=_rows(recipe, (*training.questions, *held_out.questions, *asked)),
         sets=sets,
         details=_details(recipe, (*training.questions, *held_out.questions, *asked), tokenizer),
         kept_apart=len(questions.held_out),
@@ -151,6 +153,14 @@ def _check_descriptors(recipe: Recipe) -> None:
             groups=recipe.rollout.max_in_flight,
         )
     )
+
+
+def _questions(recipe: Recipe) -> Questions:
+    """All questions of the task, each with a reward that judges it."""
+    found = recipe.task.questions(recipe.seed)
+    names = {question.source for question in (*found.training, *found.held_out)}
+    check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
+    return found
 
 
 def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int) -> tuple[Within, Within]:
@@ -196,19 +206,23 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
     return tuple(PromptSource(name, count, weights.get(name)) for name, count in counted.items())
 
 
-def _further_fields(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], str]:
-    """The further fields of rows, which a reward of the user's own may take, by prompt and gold answer.
+def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
+    """What the rewards need of rows, by prompt and gold answer: further fields, which one of the user's own may take,
+    and the source, if some judge those of some sources.
 
     Raises:
-        DataError: two rows have the same prompt and gold answer, and different further fields.
+        DataError: two rows have the same prompt and gold answer, and differ in these.
     """
-    found: dict[tuple[str, str], str] = {}
-    if recipe.rewards.function in BUILT_IN:
-        return found
-    for row in questions:
-        if row.fields and found.setdefault((row.text, row.answer), row.fields) != row.fields:
-            problem = "has the prompt and the gold answer of another row, and different further fields"
-            raise DataError([Problem(row.place, problem, "prompt and gold answer identify the row of a completion")])
+    parts = recipe.rewards.parts
+    own = any(part.function not in BUILT_IN for part in parts)
+    by_source = any(part.sources for part in parts)
+    found: dict[tuple[str, str], Row] = {}
+    for asked in questions:
+        row = Row(asked.fields if own else "", asked.source if by_source else "")
+        if row != Row() and found.setdefault((asked.text, asked.answer), row) != row:
+            differs = "different further fields" if not by_source else "different further fields or another source"
+            problem = f"has the prompt and the gold answer of another row, and {differs}"
+            raise DataError([Problem(asked.place, problem, "prompt and gold answer identify the row of a completion")])
     return found
 
 

@@ -185,11 +185,13 @@ def _find_module(section: Any, folder: Path) -> None:
     """The module of a reward, or of a workflow, is first looked for beside the recipe."""
     if not isinstance(section, dict) or "path" in section:
         return
-    name = section.get("function")
-    if isinstance(name, str) and ":" in name:
-        module = folder / name.partition(":")[0].partition(".")[0]
-        if module.is_dir() or module.with_suffix(".py").is_file():
-            section["path"] = str(folder.resolve())
+    listed = section.get("functions")
+    parts = [section, *(listed if isinstance(listed, list) else [])]
+    for name in [part.get("function") for part in parts if isinstance(part, dict)]:
+        if isinstance(name, str) and ":" in name:
+            module = folder / name.partition(":")[0].partition(".")[0]
+            if module.is_dir() or module.with_suffix(".py").is_file():
+                section["path"] = str(folder.resolve())
 
 
 def override(tree: dict[str, Any], overrides: Overrides) -> None:

@@ -1,0 +1,192 @@
+"""The trajectories of a group, each made by an agent in a session of its own.
+
+    ticket ─► session ─► program started, or a service that asks for it ─► end ─► reward ─► trajectory
+
+After a crash of the conductor the agent is started again, and its recorded turns answer it until it does something
+else. An agent that fails in any way makes an undecided trajectory with its reason, never a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+import stretto
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import Session
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, UserError
+from stretto.core.records import Outcome, Prompt, Trajectory, Verdict, trajectory_id
+from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
+from stretto.gateway.agent_session import AgentSession, Speaker
+from stretto.gateway.agents.environment import environment_of
+from stretto.gateway.agents.programs import run_program
+from stretto.gateway.config import AgentConfig
+from stretto.gateway.sessions import SessionTable, known_key
+from stretto.rollout.controller import Ticket
+
+_COUNTED = 64  # trajectories of which `max_failed` is a share
+_LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
+_CREATED = b"created"
+
+
+class ScoreText(Protocol):
+    """Verdicts of texts, by the run's rewards."""
+
+    async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
+
+
+@dataclass(frozen=True)
+class AgentServices:
+    """What agents of a run work with.
+
+    Attributes:
+        secret: what the names and the keys of sessions are made of; the same after a restart.
+        verdict: of a number that was given over HTTP.
+        task: what an agent is told of a prompt, its member and its seed.
+    """
+
+    table: SessionTable
+    speaker: Speaker
+    address: str
+    secret: bytes
+    score: ScoreText
+    verdict: Callable[[float], Verdict]
+    decode: Callable[[Tokens], str]
+    task: Callable[[Prompt, int, int], Mapping[str, Any]]
+
+
+@dataclass
+class WaitingSessions:
+    """Sessions that wait for a service (a `gateway.sessions.Host`)."""
+
+    waiting: deque[AgentSession] = field(default_factory=deque)
+
+    async def open(self, about: Mapping[str, Any]) -> AgentSession:
+        """See `Host`; the task is the run's."""
+        while self.waiting:
+            session = self.waiting.popleft()
+            if session.state == "open":
+                return session
+        raise RefusedRequest("task", "no trajectory of the run waits for a service", "try again later")
+
+    def rewarded(self, session: AgentSession) -> None:
+        """See `Host`; the ledger gets the reward with the trajectory."""
+
+    def ended(self, session: AgentSession) -> None:
+        """See `Host`."""
+
+
+@dataclass
+class AgentGroups:
+    """A group of trajectories by an agent (satisfies `worlds.single_turn.GroupWorkflow`)."""
+
+    config: AgentConfig
+    services: AgentServices
+    open_session: Callable[[str, Tokens, int], Session]
+    host: WaitingSessions
+
+    def __post_init__(self) -> None:
+        self._room = asyncio.Semaphore(self.config.parallel)
+        self._failed: deque[bool] = deque(maxlen=_COUNTED)
+        self.ended = 0  # trajectories, for who looks whether anything moves
+
+    async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
+        prompt = ticket.draw.prompt
+        members = zip(ticket.members, ticket.seeds, strict=True)
+        ids = [(trajectory_id(ticket.group_id, member), member, seed) for member, seed in members]
+        return await gather_or_cancel(*(self.member(id, prompt, member, seed) for id, member, seed in ids))
+
+    async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
+        """One trajectory.
+
+        Raises:
+            UserError: most of the last trajectories failed.
+        """
+        async with self._room:
+            session = await self._opened(id, prompt, member, seed)
+            self.services.table.add(session)
+            try:
+                failure = await self._end_of(session)
+            finally:
+                session.end()
+                self.services.table.retire(session)
+        trajectory = await self._trajectory(session, prompt, failure)
+        self._count(trajectory)
+        return trajectory
+
+    async def _opened(self, id: str, prompt: Prompt, member: int, seed: int) -> AgentSession:
+        services = self.services
+        session = self.open_session(id, prompt.token_ids, seed)
+        created = int(await session.call(_CREATED, _now, repeatable=True))
+        name, key = (known_key(services.secret, id, purpose) for purpose in ("name", "key"))
+        return AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
+
+    async def _end_of(self, session: AgentSession) -> str:
+        """Why the agent failed, once it has ended; "" if it did not."""
+        try:
+            async with deadline(f"session {session.session.id}", "the end of its agent", self.config.deadline):
+                if not (self.config.command or self.config.function):
+                    self.host.waiting.append(session)
+                    await session.ended.wait()
+                    return ""
+                return await self._program(session)
+        except DeadlineExceeded as late:
+            return str(late)
+
+    async def _program(self, session: AgentSession) -> str:
+        config, services = self.config, self.services
+        task = json.dumps(dict(session.about))
+        environment = environment_of(
+            os.environ, services.address, session.id, session.key, services.speaker.model, task
+        )
+        command = config.command
+        if config.function is not None:
+            command = (sys.executable, "-m", "stretto.gateway.agents.call", config.function)
+            paths = [str(Path(stretto.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        running = asyncio.ensure_future(run_program(command, environment, config.path))
+        sealed = asyncio.ensure_future(session.ended.wait())
+        try:
+            await first_of(running, sealed)
+            if not running.done():  # it has ended its session itself
+                await asyncio.wait([running], timeout=_LINGER_SECONDS)
+            return running.result().failure if running.done() else ""
+        finally:
+            await cancel_and_wait([running, sealed])
+
+    async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:
+        services, segments = self.services, session.session.segments()
+        if not failure and not segments:
+            failure = "the agent has ended without a completion"
+        if failure:
+            verdict = Verdict(Outcome.UNDECIDED, None, failure)
+        elif session.reward is not None:
+            verdict = services.verdict(session.reward)
+        else:
+            [verdict] = await services.score(prompt.text, [session.last_text], prompt.answer)
+        text = services.decode(tuple(token for segment in segments for token in segment.token_ids))
+        return Trajectory(session.session.id, segments, verdict, text, session.id)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.ended += 1
+        self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)
+        failed = sum(self._failed)
+        if len(self._failed) == _COUNTED and failed > self.config.max_failed * _COUNTED:
+            found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
+            remedy = "mend the agent, or allow more with workflow.max_failed"
+            raise UserError([Problem("workflow", found, remedy)])
+
+
+async def _now() -> bytes:
+    return msgspec.json.encode(int(time.time()))

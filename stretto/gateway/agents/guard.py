@@ -1,0 +1,80 @@
+"""``python -I guard.py PARENT COMMAND...``: runs an agent's program, and leaves nothing of it behind.
+
+What the program has started ends with it, and all of it ends with the guard, with the run, and with the machine's
+patience: children that hide in sessions of their own come to the guard when their parents end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ROUNDS, _PAUSE = 200, 0.01
+_NOT_FOUND = 127
+
+
+def main(parent: int, command: list[str]) -> int:
+    """The program's exit code; 128 + the signal that ended it."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, _leave)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the request took effect
+        return 0
+    try:
+        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        code = program.wait()
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", flush=True)
+        return _NOT_FOUND
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants()
+    return code if code >= 0 else 128 - code
+
+
+def end_descendants() -> None:
+    """Kill every process below this one, those that they start meanwhile too."""
+    for _ in range(_ROUNDS):
+        found = descendants(os.getpid())
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_PAUSE)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        try:
+            text = "".join(path.read_text() for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"))
+        except OSError:
+            continue
+        children = [int(word) for word in text.split()]
+        found += children
+        waiting += children
+    return found
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

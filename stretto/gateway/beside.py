@@ -1,0 +1,51 @@
+"""A gateway that listens beside other work of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_BACKLOG = 4096
+_SHUTDOWN_SECONDS = 1
+_KEEP_ALIVE_SECONDS = 120
+
+
+class _BesideServer(uvicorn.Server):
+    """Signals are those of the run, not of the server."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
+    """Serve on a bound socket for as long as the block runs; its address as ``http://host:port``."""
+    server = _BesideServer(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
+    )
+    bound.listen(_BACKLOG)
+    host, port = bound.getsockname()[:2]
+    serving = asyncio.create_task(server.serve([bound]))
+    try:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        await serving  # it has a deadline of its own for what is still open
+        bound.close()

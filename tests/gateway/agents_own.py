@@ -1,0 +1,63 @@
+"""Agents as users write them: functions of a task, and programs of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+def ask(*texts: str) -> str:
+    """What the policy says to a conversation, by a client of ten lines."""
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body)
+    request.add_header("Authorization", f"Bearer {os.environ['OPENAI_API_KEY']}")
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return str(json.load(reply)["choices"][0]["message"]["content"])
+
+
+def two_turns(task: dict[str, Any]) -> float:
+    """Asks twice; the reward is the length of the last answer."""
+    first = ask(task["prompt"])
+    with Path(task["seen"]).open("a") as file:
+        file.write(f"{first}\n")
+    return float(len(ask(task["prompt"], first, "shorter")))
+
+
+async def says_nothing(task: dict[str, Any]) -> float:
+    return 1.0
+
+
+def raises(task: dict[str, Any]) -> None:
+    ask(task["prompt"])
+    raise ValueError("no such luck")
+
+
+def hangs(task: dict[str, Any]) -> None:
+    ask(task["prompt"])
+    time.sleep(600)
+
+
+def floods(task: dict[str, Any]) -> float:
+    for _ in range(300):
+        print("x" * 100_000)
+    ask(task["prompt"])
+    return 1.0
+
+
+def forks(task: dict[str, Any]) -> float:
+    """Leaves a process behind that hides in a session of its own."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(task["seen"]).write_text(str(child.pid))
+    ask(task["prompt"])
+    return 1.0
+
+
+def without_reward(task: dict[str, Any]) -> None:
+    ask(task["prompt"])

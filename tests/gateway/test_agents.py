@@ -1,0 +1,198 @@
+"""Agents of a run: each is started in a session of its own; its reward comes over HTTP or from the run's rewards; what
+goes wrong is a failure with its reason, never a zero; one that is started again is answered from the record."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import MemoryRecord, Session
+from stretto.core.errors import UserError
+from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
+from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
+from stretto.gateway.app import GatewayApp
+from stretto.gateway.beside import serving_beside
+from stretto.gateway.chat import ChatDialect
+from stretto.gateway.config import AgentConfig
+from stretto.gateway.sessions import SessionTable
+from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, speaker_of
+
+HERE = Path(__file__).parent
+PROMPT = Prompt("17", (), "3+8=", "11")
+
+
+@dataclass
+class Run:
+    """The part of a run that agents need, with a record that outlives it."""
+
+    model: ScriptedModel
+    seen: Path
+    records: dict[str, MemoryRecord] = field(default_factory=dict)
+
+    def open_session(self, id: str, prompt: Tokens, seed: int) -> Session:
+        record = self.records.setdefault(id, MemoryRecord())
+        known, calls = record.segments, list(record.calls)
+        return Session(id, prompt, seed, self.model.sampler(id, record), record, known, calls)
+
+    async def score(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+        assert (prompt, answer) == ("3+8=", "11")
+        return [Verdict(Outcome.RIGHT, float(len(text)), "scored by the run") for text in completions]
+
+    @asynccontextmanager
+    async def groups(self, function: str = "", **settings: Any) -> AsyncIterator[AgentGroups]:
+        """Agents that are functions of `agents_own`, or as `settings` say."""
+        chosen: dict[str, Any] = {"kind": "agent", "model": MODEL, "path": str(HERE), "deadline": 30.0}
+        if function:
+            chosen["function"] = f"agents_own:{function}"
+        config = AgentConfig.model_validate(chosen | settings)
+        table, host, speaker = SessionTable(), WaitingSessions(), speaker_of(self.model.tokenizer)
+        bound = socket.create_server(("127.0.0.1", 0))
+        async with serving_beside(GatewayApp(table, host, speaker, [ChatDialect()]), bound) as address:
+            services = AgentServices(
+                table=table,
+                speaker=speaker,
+                address=address,
+                secret=b"secret",
+                score=self.score,
+                verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
+                decode=self.model.tokenizer.decode,
+                task=lambda prompt, member, seed: {"prompt": prompt.text, "member": member, "seen": str(self.seen)},
+            )
+            yield AgentGroups(config, services, self.open_session, host)
+
+    async def one(self, function: str = "", **settings: Any) -> Trajectory:
+        async with self.groups(function, **settings) as groups:
+            return await groups.member("0.17.0/3", PROMPT, 3, 5)
+
+
+def run_of(tmp_path: Path) -> Run:
+    return Run(ScriptedModel(lambda prompt: "four" if "shorter" in prompt else "a longer answer"), tmp_path / "seen")
+
+
+@in_a_loop
+async def test_a_function_makes_a_trajectory_and_returns_its_reward(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    trajectory = await run.one("two_turns")
+    assert trajectory.verdict == Verdict(Outcome.RIGHT, 4.0)
+    assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
+    assert trajectory.session
+    assert trajectory.text.count("four") == 1
+
+
+@in_a_loop
+async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) -> None:
+    program = (
+        'body=\'{"model": "\'$OPENAI_MODEL\'", "messages": [{"role": "user", "content": "hi"}]}\'; '
+        'curl -sf -H "Authorization: Bearer $OPENAI_API_KEY" -d "$body" $OPENAI_BASE_URL/chat/completions && '
+        "curl -sf -d '{\"reward\": 0.25}' $STRETTO_SESSION/reward && curl -sf -X POST $STRETTO_SESSION/end && sleep 60"
+    )
+    trajectory = await run_of(tmp_path).one(command=["sh", "-c", program])
+    assert trajectory.verdict.reward == 0.25
+
+
+@in_a_loop
+async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_path: Path) -> None:
+    trajectory = await run_of(tmp_path).one("without_reward")
+    assert trajectory.verdict == Verdict(Outcome.RIGHT, 15.0, "scored by the run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"function": "raises"}, "the agent ended with exit code 1: ValueError: no such luck"),
+        ({"function": "says_nothing"}, "the agent has ended without a completion"),
+        ({"function": "missing"}, "has no attribute 'missing'"),
+        ({"command": ["/no/such/program"]}, "exit code 127: /no/such/program: No such file or directory"),
+        ({"function": "hangs", "deadline": 3.0}, "waited 3 s for the end of its agent"),
+    ],
+)
+def test_what_goes_wrong_is_undecided_with_its_reason(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    trajectory = asyncio.run(run_of(tmp_path).one(**settings))
+    assert trajectory.verdict.outcome is Outcome.UNDECIDED
+    assert reason in trajectory.verdict.reason
+
+
+@pytest.mark.parametrize("function", ["floods", "forks"])
+def test_floods_and_forks_end_with_the_agent(tmp_path: Path, function: str) -> None:
+    run = run_of(tmp_path)
+    assert asyncio.run(run.one(function)).verdict.reward == 1.0
+    if function == "forks":
+        assert not Path(f"/proc/{int(run.seen.read_text())}").exists()
+
+
+@in_a_loop
+async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups(command=["false"], parallel=4) as groups:
+        groups._failed.extend([True] * 32 + [False] * 31)
+        with pytest.raises(UserError, match=r"33 of the last 64 .* exit code 1; mend the agent"):
+            await groups.member("0.1.0/0", PROMPT, 0, 5)
+
+
+@in_a_loop
+async def test_an_agent_that_is_started_again_is_answered_from_the_record(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.model.gate = asyncio.Event()
+    async with run.groups("two_turns") as groups:
+        first = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while not run.model.running:
+            await asyncio.sleep(0.01)
+        run.model.gate.set()
+        run.model.gate = asyncio.Event()  # the first turn is answered, the second one is not
+        while len(run.model.asked) < 2:
+            await asyncio.sleep(0.01)
+        first.cancel()  # the conductor is killed
+        await asyncio.gather(first, return_exceptions=True)
+    run.model.gate = None
+    # A model that would say something else now is not asked for what is on record.
+    run.model.script = lambda prompt: "otherwise"
+    trajectory = await run.one("two_turns")
+    assert run.seen.read_text() == "a longer answer\n" * 2
+    assert trajectory.verdict.reward == len("otherwise")
+    assert len(run.model.asked) == 3
+    assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
+
+
+@in_a_loop
+async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        refused = await client.post("/sessions", json={})
+        assert refused.status_code == 400
+        waiting = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while (opened := await client.post("/sessions", json={})).status_code != 200:
+            await asyncio.sleep(0.01)
+        session = opened.json()
+        assert session["task"]["prompt"] == "3+8="
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
+        reply = await client.post(f"{session['base_url']}/chat/completions", json=body)
+        assert reply.status_code == 200
+        await client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
+        await client.post(f"/sessions/{session['id']}/end")
+        trajectory = await waiting
+        assert (trajectory.verdict.reward, trajectory.session) == (0.5, session["id"])
+        late = await client.post(f"{session['base_url']}/chat/completions", json=body)
+        assert late.status_code == 409
+
+
+@in_a_loop
+async def test_no_more_agents_run_at_once_than_the_recipe_says(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.model.gate = asyncio.Event()
+    async with run.groups("without_reward", parallel=2) as groups:
+        members = [asyncio.create_task(groups.member(f"0.1.0/{k}", PROMPT, k, k)) for k in range(3)]
+        while run.model.running < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert run.model.running == 2
+        run.model.gate.set()
+        assert all(trajectory.segments for trajectory in await asyncio.gather(*members))
