@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-numerics agent-environments engine-environments test-engines test-clusters test-agents format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -20,6 +20,9 @@ setup: .venv/ready-run  ## .venv with the pinned packages and stretto itself
 
 demo: .venv/ready-run  ## train recipes/arithmetic.toml: a small model learns to reason, in minutes
 	$(BIN)/stretto train recipes/arithmetic.toml
+
+smollm2: .venv/ready-run  ## train recipes/smollm2.toml: fetches a pretrained chat model, which learns a task in half an hour
+	$(BIN)/stretto train recipes/smollm2.toml "model.path=$$($(BIN)/python recipes/smollm2.py)"
 
 test: format-check lint types tests  ## every check: format, lint, types, tests
 
@@ -103,6 +106,9 @@ bench-loop: .venv/ready-run  ## asynchronous against synchronous, the policies, 
 
 bench-training: .venv/ready-run  ## the training step beside padded rows and trl's, micro-batches, share of the machine's peak
 	$(RUN) benchmarks.training all
+
+bench-smollm2: .venv/ready-run  ## recipes/smollm2.toml: five evaluations before and after, and what the run took
+	$(RUN) benchmarks.smollm2
 
 bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
 	$(BIN)/python benchmarks/peers/environment.py trl

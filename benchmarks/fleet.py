@@ -41,7 +41,6 @@ from stretto.cluster.messages import (
     StopRole,
     ToAgent,
 )
-from stretto.cluster.wire import Wire, connect
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import DeadlineExceeded, HandshakeBroken, MachineLost
 from stretto.core.frames import frame
@@ -49,6 +48,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Record, 
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.wire import AbortRequest, PartialsRequest, UpdateReply, UpdateRequest
 from stretto.processes.handshake import call
+from stretto.processes.wire import Wire, connect
 
 _HOST = "127.0.0.1"
 _HANDSHAKE_SECONDS = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.records import Batch, Record
+from stretto.core.records import Batch, Record, Trajectory
 from stretto.store.folder.policies import same_weights
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import last_step, read_batches
@@ -84,14 +84,25 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
             yield f"trajectories of {ours.id}"
             continue
         for left, right in zip(ours.trajectories, theirs.trajectories, strict=True):
-            for name in ("member", "token_ids", "behavior_logprobs", "versions"):
-                if getattr(left, name) != getattr(right, name):
-                    yield f"{name} of {left.id}"
+            if left.member != right.member:
+                yield f"member of {left.id}"
+            yield from _of_segments(left, right)
             if left.verdict != right.verdict:
                 yield f"reward of {left.id}"
     if one.metrics and other.metrics:
         names = sorted(one.metrics.keys() | other.metrics.keys())
         yield from (f"measured {name}" for name in names if one.metrics.get(name) != other.metrics.get(name))
+
+
+def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
+    """Segment by segment; a single turn is not numbered. Engines and interruptions may differ."""
+    if (counts := [len(one.segments) for one in (left, right)])[0] != counts[1]:
+        yield f"segments of {left.id} ({counts[0]} and {counts[1]})"
+    for place, (ours, theirs) in enumerate(zip(left.segments, right.segments, strict=False)):
+        where = f"segment {place} of {left.id}" if max(counts) > 1 else left.id
+        for name in ("token_ids", "behavior_logprobs", "versions", "parent", "cause", "reward"):
+            if getattr(ours, name) != getattr(theirs, name):
+                yield f"{name} of {where}"
 
 
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:

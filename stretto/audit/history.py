@@ -20,8 +20,9 @@ from stretto.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_fil
 from stretto.core.errors import Problem, RunFolderError, StoreError
 
 FORMATS = (2, 3, 4, 5)  #: formats that can be checked
+PROMPT, NOTHING = -1, -2  #: what a segment is behind that is behind no other
 _FIRST_SEALED = 3
-_ENGINES = 5  # the place of the engines in a segment
+_ENGINES, _PARENT = 5, 6  # their places in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
 MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store"})
@@ -40,8 +41,18 @@ _STEPS = (
 
 
 @dataclass(frozen=True)
+class RecordedSegment:
+    """What is known of one segment of a trajectory; a given one has no versions."""
+
+    tokens: int
+    logprobs: int
+    versions: tuple[int, ...]
+    parent: int  # the place of the segment it is behind, PROMPT or NOTHING
+
+
+@dataclass(frozen=True)
 class RecordedTrajectory:
-    """One trajectory. `versions` is None if its tokens were not kept, or are damaged."""
+    """One trajectory. `versions` is None if its tokens were not kept, or are damaged; then it has no segments."""
 
     id: str
     group: str
@@ -58,6 +69,7 @@ class RecordedTrajectory:
     versions: tuple[int, ...] | None
     lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
     writers: tuple[tuple[str, int], ...] = ()  # engines, each with the tokens that it wrote; none before format 4
+    segments: tuple[RecordedSegment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,7 @@ class History:
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
     notes: tuple[str, ...]  # what cannot be checked
+    trained: Mapping[int, tuple[int, int]]  # by step: tokens that the trainer says it trained on, and that it masked
     data: RecordedData | None = None  # None: a run of an earlier stretto
 
     @property
@@ -197,6 +210,7 @@ def _history(
         edited=tuple(_edited(folder, facts.get("recipe"))),
         notes=tuple(_not_judged(folder, number, facts)),
         data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
+        trained=_trained(folder / "metrics.jsonl"),
     )
 
 
@@ -289,14 +303,36 @@ def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     id = f"{group}/{member}"
     versions, lengths = None, None
     writers: tuple[tuple[str, int], ...] = ()
+    recorded: tuple[RecordedSegment, ...] = ()
     if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
         bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
         found = segments_of(bulk)
-        segments = [bulk] if found is None else [segment for segment in found if segment[2]]
+        every = [bulk[:3]] if found is None else found
+        recorded = tuple(_segment(place, segment) for place, segment in enumerate(every))
+        segments = [segment for segment in every if segment[2]]
         versions = tuple(version for segment in segments for version in segment[2])
         lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
         writers = tuple((name, count) for segment in segments for name, count in (segment[_ENGINES:] or [()])[0])
-    return RecordedTrajectory(id, group, *facts, versions, lengths, writers)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+    return RecordedTrajectory(id, group, *facts, versions, lengths, writers, recorded)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+
+
+def _segment(place: int, columns: list[Any]) -> RecordedSegment:
+    tokens, logprobs, versions, *_ = columns
+    parent = next(iter(columns[_PARENT:]), None)
+    return RecordedSegment(len(tokens), len(logprobs), tuple(versions), place - 1 if parent is None else parent)
+
+
+def _trained(path: Path) -> Mapping[int, tuple[int, int]]:
+    """The tokens of each step that the trainer says it trained on, and those that it masked."""
+    found: dict[int, tuple[int, int]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            if row["kind"] == "step":
+                found[row["step"]] = (row["trained_tokens"], row["masked_tokens"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that is being written, or has been cut off
+    return found
 
 
 def _step(row: tuple[object, ...]) -> RecordedStep:

@@ -10,6 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
+from stretto.audit.forest import (
+    backward_versions,
+    every_sampled_token_is_trained_once,
+    every_segment_has_its_place,
+)
 from stretto.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
 from stretto.audit.order import prompts_come_in_their_order
 from stretto.core.states import FINAL, OPEN, UNTRAINED
@@ -81,8 +86,7 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
     newest = len(history.steps)
     yield from (f"policy {version} belongs to no step on record" for version in history.policies if version > newest)
     for one in history.trajectories:
-        if one.versions is not None and list(one.versions) != sorted(one.versions):
-            yield f"{one.id}: its versions go back: {one.versions}"
+        yield from (f"{one.id}: its versions go back: {versions}" for versions in backward_versions(one))
         if one.newest_version is not None and one.newest_version > newest:
             yield f"{one.id} was sampled by version {one.newest_version}, and {newest} is the newest"
 
@@ -257,6 +261,8 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     no_group_starts_before_its_turn,
     no_bound_is_broken,
     batches_are_complete,
+    every_segment_has_its_place,
+    every_sampled_token_is_trained_once,
     every_token_has_its_engine,
     no_prompt_is_skipped_or_repeated,
     prompts_come_in_their_order,

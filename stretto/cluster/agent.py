@@ -23,8 +23,10 @@ from pathlib import Path
 import msgspec
 
 from stretto import __version__
+from stretto.cluster.address import speaks_tls
 from stretto.cluster.messages import (
     AGENTS_TLS,
+    LARGEST_WORDS,
     TO_AGENT,
     Beat,
     Dismissed,
@@ -45,7 +47,6 @@ from stretto.cluster.messages import (
     ToAgent,
 )
 from stretto.cluster.scratch import own_folder, own_memory, sweeper
-from stretto.cluster.wire import Wire, connect, speaks_tls
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
     DeadlineExceeded,
@@ -62,6 +63,7 @@ from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
 from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
 from stretto.processes.tls import client_context
+from stretto.processes.wire import Wire, connect
 from stretto.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
@@ -178,7 +180,7 @@ class _Session:
                 if not offer.tls and await speaks_tls(offer.address):
                     raise HandshakeRefused(gate, "speaks TLS, and this machine shows no certificate") from None
                 raise
-            wire = Wire(gate, reader, writer, TO_AGENT)
+            wire = Wire(gate, reader, writer, TO_AGENT, LARGEST_WORDS)
             async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
                 terms = await wire.receive()
             if not isinstance(terms, RunTerms):

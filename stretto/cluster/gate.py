@@ -22,19 +22,17 @@ from pathlib import Path
 import msgspec
 
 from stretto import __version__
+from stretto.cluster.address import bound
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, Answer, FromAgent, Join, RunTerms, Scale
-from stretto.cluster.wire import Wire, bound
+from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, LARGEST_WORDS, Answer, FromAgent, Join, RunTerms, Scale
 from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
-from stretto.processes.handshake import admit
 from stretto.processes.tls import server_context
+from stretto.processes.wire import Reception, Wire
 
-_HANDSHAKE_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 _BACKLOG = 4096
-_STRANGERS = 256  # that have not proved the token yet, at one time
 _MOST_PLACES = 1024  # of one machine
 _QUIET_SECONDS = 10.0  # between two sentences about callers that were turned away
 
@@ -67,7 +65,6 @@ class Gate:
         self._run, self._token, self._doors = run, token, doors
         self._servers: list[asyncio.Server] = []
         self._callers: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._numbers = itertools.count(1)
         self._unsaid, self._quiet_until = 0, 0.0
         self.machines: dict[str, JoinedMachine] = {}
@@ -107,28 +104,24 @@ class Gate:
     # ── callers ──────────────────────────────────────────────────────────────────────────────────
 
     def _greeting(self, context: ssl.SSLContext | None) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+        reception = Reception(self._token, context)
+
         def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if len(self._strangers) >= _STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
-                oldest.transport.abort()
-            self._strangers[writer] = None
-            task = asyncio.create_task(self._serve(reader, writer, context))
+            reception.comes(writer)
+            task = asyncio.create_task(self._serve(reader, writer, reception))
             self._callers.add(task)
             task.add_done_callback(self._callers.discard)
 
         return greet
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext | None
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reception: Reception) -> None:
         name = writer.get_extra_info("peername")
         peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a command"
         try:
-            said = await self._admit(reader, writer, context, peer)
+            said = await reception.admit(reader, writer, self._run.encode(), self._why_not, peer)
             match FROM_CALLER.decode(said):
                 case Join() as join:
-                    wire: Wire[FromAgent] = Wire(f"{join.host} ({peer})", reader, writer, FROM_AGENT)
+                    wire: Wire[FromAgent] = Wire(f"{join.host} ({peer})", reader, writer, FROM_AGENT, LARGEST_WORDS)
                     await self._host(join, wire)
                 case Scale(engines):
                     await self._scale(engines, writer)
@@ -138,22 +131,7 @@ class Gate:
             self._turned_away(refused)
             await _flushed(writer)
         finally:
-            self._strangers.pop(writer, None)
             writer.transport.abort()
-
-    async def _admit(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext | None, peer: str
-    ) -> bytes:
-        """The introduction of a caller that has proved the token, and is wanted."""
-        try:
-            if context is not None:
-                await writer.start_tls(context, ssl_handshake_timeout=_HANDSHAKE_SECONDS)
-            ours = self._run.encode()
-            return await admit(reader, writer, self._token, ours, self._why_not, peer=peer, seconds=_HANDSHAKE_SECONDS)
-        except ssl.SSLError as error:
-            raise HandshakeRefused(peer, f"does not speak our TLS ({error.reason or error})") from None
-        finally:
-            self._strangers.pop(writer, None)
 
     def _turned_away(self, refused: HandshakeRefused) -> None:
         """Say it, but not as often as a stranger likes."""

@@ -28,11 +28,11 @@ from stretto.cluster.messages import (
     StartRole,
     StopRole,
 )
-from stretto.cluster.wire import Wire
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.tasks import first_of
+from stretto.processes.wire import Wire
 
 SILENT_SECONDS = 4.0  #: several heartbeats
 _START_SECONDS = 30.0

@@ -19,6 +19,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
+#: Bytes of a message: weights and completions go other ways.
+LARGEST_WORDS = 1 << 20
 
 #: In a spec: the folder of certificates on the agent's machine, which the agent alone knows.
 AGENTS_TLS = "(the agent's folder of certificates)"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections import Counter
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.rewards.built_in import BUILT_IN, timeout_of
 from stretto.rewards.functions import LARGEST_REWARD
@@ -12,6 +13,40 @@ from stretto.rewards.judge import JudgeConfig
 from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+
+
+class RewardPart(BaseModel, extra="forbid", frozen=True):
+    """One of several rewards, a table of `functions`. The reward of a completion is the sum of weight times value over
+    those that judge it; it is right if the first of them finds it right, and undecided if one of them is.
+
+    Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
+    """
+
+    function: str = Field(min_length=1, description="as `rewards.function`")
+    name: str = Field(
+        default="", description="of its metric; left out: the last part of `function`", pattern=r"^[A-Za-z0-9_.-]*$"
+    )
+    weight: float = Field(
+        default=1.0,
+        ge=-LARGEST_REWARD,
+        le=LARGEST_REWARD,
+        description="of its value in the sum; 0: it is measured only, negative: it is a penalty",
+    )
+    sources: Names = Field(
+        default=(), description="names of the sources whose completions it judges; left out: those of all sources"
+    )
+
+    @property
+    def title(self) -> str:
+        """Its name, else the last part of its function."""
+        return self.name or self.function.rpartition(":")[2]
 
 
 class RewardsConfig(BaseModel, extra="forbid", frozen=True):
@@ -23,10 +58,13 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         description="A built-in reward (final_answer, exact_match, last_number, math, code, judge, reasoning_gym), "
         "or 'package.module:function'.",
     )
+    functions: Annotated[tuple[RewardPart, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="Several rewards in place of `function`: `[[rewards.functions]]`."
+    )
     path: str | None = Field(
         default=None,
-        description="Folder in which the module of `function` is looked for first, before the folder that stretto is "
-        "started from; left out: the recipe's folder, if the module is there.",
+        description="Folder in which the modules of functions are looked for first, before the folder that stretto is "
+        "started from; left out: the recipe's folder, if one is there.",
     )
     workers: int = Field(default=1, ge=1, le=256, description="Processes that judge completions.")
     timeout: float | None = Field(
@@ -34,7 +72,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         gt=0,
         le=3600,
         description="Seconds one completion may take; then its worker is killed. Left out: the reward's own limit, 1 s "
-        "for most.",
+        "for most; of several, the sum of theirs.",
     )
     memory_gib: float = Field(
         default=16.0,
@@ -71,22 +109,55 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     judge: JudgeConfig = JudgeConfig()
 
     @property
-    def seconds_per_completion(self) -> float:
-        """The hard limit for one completion: the recipe's, else that of the reward."""
-        return timeout_of(self.function) if self.timeout is None else self.timeout
+    def parts(self) -> tuple[RewardPart, ...]:
+        """The rewards that are added up; a single `function` is a sum of one."""
+        return self.functions or (RewardPart(function=self.function),)
 
     @property
-    def section(self) -> str:
+    def title(self) -> str:
+        """What the recipe calls its reward: the function, or the names of all."""
+        return " + ".join(part.title for part in self.functions) or self.function
+
+    @property
+    def deciding(self) -> str:
+        """The function that says what is right; empty if that is not the same one for all sources."""
+        return "" if self.parts[0].sources else self.parts[0].function
+
+    @property
+    def seconds_per_completion(self) -> float:
+        """The hard limit for one completion: the recipe's, else that of the rewards."""
+        return self.timeout or sum(timeout_of(part.function) for part in self.parts)
+
+    def alone(self, part: RewardPart) -> Self:
+        """With this part as the single reward."""
+        return self.model_copy(update={"function": part.function, "functions": ()})
+
+    def section(self, function: str) -> str:
         """The section of a built-in that has one, as JSON."""
-        configured = self.function in BUILT_IN and BUILT_IN[self.function].configured
-        section: BaseModel | None = getattr(self, self.function) if configured else None
+        configured = function in BUILT_IN and BUILT_IN[function].configured
+        section: BaseModel | None = getattr(self, function) if configured else None
         return "{}" if section is None else section.model_dump_json()
+
+    def has(self, function: str) -> bool:
+        """Whether a part is this function."""
+        return any(part.function == function for part in self.parts)
+
+    @model_validator(mode="after")
+    def _the_parts_have_names(self) -> Self:
+        if self.functions and self.function != "final_answer":
+            raise ValueError(f"give either function ({self.function!r}) or functions, of which each is one reward")
+        names = Counter(part.title for part in self.functions)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two of the functions are called {twice[0]!r}; give each a name of its own")
+        if self.functions and not any(part.weight for part in self.functions):
+            raise ValueError("all functions have weight 0, so every completion would get the same reward")
+        return self
 
     @model_validator(mode="after")
     def _a_judge_can_be_asked_in_time(self) -> Self:
-        if self.function == "judge" and not (self.judge.address and self.judge.model):
+        if self.has("judge") and not (self.judge.address and self.judge.model):
             raise ValueError('function = "judge" needs judge.address and judge.model')
-        if self.function == "judge" and self.seconds_per_completion <= self.judge.seconds:
+        if self.has("judge") and self.seconds_per_completion <= self.judge.seconds:
             found = (
                 f"timeout ({self.seconds_per_completion:g}) must be more than judge.seconds ({self.judge.seconds:g})"
             )
@@ -102,7 +173,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     @model_validator(mode="after")
     def _a_program_ends_before_its_worker(self) -> Self:
         needed = self.code.completion_seconds + _AFTER_PROGRAMS
-        if self.function == "code" and self.seconds_per_completion < needed:
+        if self.has("code") and self.seconds_per_completion < needed:
             raise ValueError(
                 f"timeout ({self.seconds_per_completion:g}) must leave room for code.completion_seconds: "
                 f"{needed:g} or more"

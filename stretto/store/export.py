@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,24 @@ _ROWS = """
 _NO_PAYLOAD = Payload(segments=(), text="")
 
 
+class ExportedSegment(Record, frozen=True, omit_defaults=True):
+    """Consecutive tokens of one origin. `parent` is the place of the segment that it is behind, -1 behind the prompt,
+    -2 behind nothing; left out behind the one before it. `cause` and `reward` are left out where there is none."""
+
+    sampled: bool
+    token_ids: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    parent: int | None = None
+    cause: str = ""
+    reward: float | None = None
+
+
 class ExportedTrajectory(Record, frozen=True):
-    """One line. Log-probabilities and versions are those of the sampled tokens; `given` has the spans of `token_ids`
-    that were given, not sampled; `engines` names those that wrote the sampled tokens, in the order in which they did.
-    Token fields are empty if nothing was sampled, or ``store.keep_payloads`` kept none.
+    """One line. `token_ids` are those of all segments, one after the other; log-probabilities and versions are those of
+    the sampled tokens; `given` has the spans of `token_ids` that were given, not sampled; `engines` names those that
+    wrote the sampled tokens, in the order in which they did. Token fields are empty if nothing was sampled, or
+    ``store.keep_payloads`` kept none.
     """
 
     id: str
@@ -67,6 +81,9 @@ class ExportedTrajectory(Record, frozen=True):
     answer: str | None = None  # the gold answer
     row: str | None = None  # FILE:LINE of the question, where it is a row of a file
     source: str = ""  # the name of the source that the question is from, in a task of several
+    segments: tuple[ExportedSegment, ...] = ()
+    rewards: Mapping[str, float] = {}  # the named parts of the reward, before their weights
+    session: str = ""  # the name of the agent's session that it was, if it was one
 
 
 class ExportedQuestion(Record, frozen=True):
@@ -134,10 +151,18 @@ def _exported(columns: dict[str, Any], question: ExportedQuestion | None) -> Exp
         "given": _given(payload.segments),
         "engines": [name for name, _ in groupby(_writers(payload.segments))],
         "text": payload.text,
+        "segments": [_segment(segment) for segment in payload.segments],
+        "rewards": payload.rewards,
+        "session": payload.session,
     }
     if question is not None:
         fields |= {"prompt": question.prompt, "answer": question.answer, "row": question.row, "source": question.source}
     return msgspec.convert(fields, ExportedTrajectory)
+
+
+def _segment(segment: Segment) -> ExportedSegment:
+    columns = (segment.token_ids, segment.behavior_logprobs, segment.versions)
+    return ExportedSegment(segment.sampled, *columns, segment.parent, segment.cause, segment.reward)
 
 
 def _given(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:

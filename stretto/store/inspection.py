@@ -48,6 +48,7 @@ class Totals(Record, frozen=True):
     final_accuracy: float | None = None  # held-out, the last version evaluated
     generated_by: Mapping[str, int] = {}  # engine: its part of `generated`
     carried: Carried | None = None
+    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
 
 
 TOTALS = "totals"
@@ -143,6 +144,7 @@ class Inspection(Record, frozen=True):
     busy: dict[str, float]
     engines: tuple[EngineRecord, ...]
     weights: WeightsSummary
+    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -192,6 +194,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
             for row in _fact(connection, ENGINES, tuple[Membership, ...]) or ()
         ),
         weights=_weights(totals.carried),
+        rewards=totals.rewards,
     )
 
 

@@ -50,9 +50,12 @@ class RanksAwaited(Record, frozen=True, tag=True):
     key: str
     ranks: tuple[int, ...]
 
-    def spec(self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0) -> RankSpec:
-        """The spec of one of them, whose machine has the model (and a reference's own) in these folders; `gpu` is its
-        own, of those that its process sees. It is started as the role `RANK_ROLE`, with `secrets`."""
+    def spec(
+        self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0, tls: str = ""
+    ) -> RankSpec:
+        """The spec of one of them, whose machine has the model (and a reference's own, and certificates) in these
+        folders; `gpu` is its own, of those that its process sees. It is started as the role `RANK_ROLE`, with
+        `secrets`."""
         assert rank in self.ranks, f"rank {rank} is not awaited"
         return RankSpec(
             rank=rank,
@@ -63,6 +66,7 @@ class RanksAwaited(Record, frozen=True, tag=True):
             gpu=gpu,
             model=model,
             reference=reference,
+            tls=tls,
         )
 
     @property

@@ -27,6 +27,7 @@ class TrainerSpec(Record, frozen=True):
     hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
     rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
     assembly: float = 90.0  # seconds in which ranks on other machines have to join
+    tls: str = ""  # folder of certificates (`processes.tls`) for the orders of ranks; "": no TLS
 
 
 class RankSpec(Record, frozen=True):
@@ -43,6 +44,7 @@ class RankSpec(Record, frozen=True):
     gpu: int = 0  # its own, of those that it sees
     model: str | None = None  # the model folder on this machine; None: the same path as rank 0's
     reference: str | None = None  # the folder of `algorithm.reference.path`, likewise
+    tls: str = ""  # the folder of certificates on this machine; "": no TLS
 
 
 RANK_ROLE = "stretto.trainer.roles.rank"

@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
+from stretto.processes.http.server import HttpServer, admit
 from stretto.weights.delta import Deltas, NoDelta
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
@@ -60,18 +61,19 @@ class WeightsApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         try:
-            self._check(scope["method"], headers)
+            self._check(scope, headers)
             base = parse_qs(scope["query_string"].decode("ascii", "replace")).get("base", [""])[0]
             await self._answer(scope["path"], base, headers, receive, send)
         except _Refused as refused:
             await self._reply(send, refused.status, "text/plain", str(refused).encode())
 
-    def _check(self, method: str, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
             raise _Refused(401, "the key is not that of this run")
+        admit(scope)
         if headers.get(RUN.encode()) != self._run.encode():
             raise _Refused(409, f"this is the server of run {self._run}")
-        if method != "GET":
+        if scope["method"] != "GET":
             raise _Refused(405, "there is nothing but GET")
 
     async def _answer(self, path: str, base: str, headers: Headers, receive: Receive, send: Send) -> None:
@@ -196,7 +198,7 @@ def bound(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def server_of(app: WeightsApp, tls: Path | None = None) -> uvicorn.Server:
+def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
     """The server, for a socket that is bound already; `tls` as for `serve`."""
     config = uvicorn.Config(
         app,
@@ -211,7 +213,7 @@ def server_of(app: WeightsApp, tls: Path | None = None) -> uvicorn.Server:
         ssl_ca_certs=str(tls / "ca.pem") if tls else None,
         ssl_cert_reqs=ssl.CERT_REQUIRED if tls else ssl.CERT_NONE,
     )
-    return uvicorn.Server(config)
+    return HttpServer(config)
 
 
 async def _gone(receive: Receive) -> None:

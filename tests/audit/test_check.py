@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit import check, checksums, history, laws
+from stretto.audit import check, checksums, forest, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
@@ -365,7 +365,7 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, there: bool
         check_run(folder)
 
 
-@pytest.mark.parametrize("module", [check, checksums, history, laws])
+@pytest.mark.parametrize("module", [check, checksums, forest, history, laws])
 def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_writers(module: object) -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

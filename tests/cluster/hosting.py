@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from stretto import __version__
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import TO_AGENT, Join, RunTerms, ToAgent
-from stretto.cluster.wire import Wire, connect
 from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
+from stretto.processes.wire import Wire, connect
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from tests.weights.serving import KEY, serving
 
@@ -184,17 +183,3 @@ class Road:
                 await target.drain()
             await self._open.wait()
         target.close()
-
-
-def authority(folder: Path) -> Path:
-    """A folder with a new authority, a key, and a certificate that it has signed."""
-    folder.mkdir()
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *new, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
-    openssl("req", *new, "-subj", "/CN=machine", "-keyout", "key.pem", "-out", "cert.csr")
-    openssl("x509", "-req", "-in", "cert.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "cert.pem", "-days", "2")
-    return folder

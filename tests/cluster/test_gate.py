@@ -23,7 +23,6 @@ import msgspec
 import pytest
 
 from stretto import __version__
-from stretto.cluster import gate as gate_module
 from stretto.cluster import machine as machine_module
 from stretto.cluster.messages import (
     Beat,
@@ -40,10 +39,11 @@ from stretto.cluster.messages import (
     Scale,
     StartRole,
 )
-from stretto.cluster.wire import Wire
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, RoleDied
 from stretto.core.frames import frame
 from stretto.core.records import Record
+from stretto.processes import wire as wire_module
+from stretto.processes.wire import Wire
 from tests.cluster.hosting import TOKEN, Road, hosted, introduction, joined_by_hand, until
 
 READY = MachineReady(places=(RolePlace("127.0.0.1:1", "/tmp"),), model="/m", mailbox_folder="/w")
@@ -125,7 +125,7 @@ def test_a_stranger_costs_nothing_but_its_connection(tmp_path: Path, said: bytes
 
 def test_a_crowd_that_says_nothing_does_not_keep_a_machine_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places of strangers are few here, so that the crowd need not be large."""
-    monkeypatch.setattr(gate_module, "_STRANGERS", 8)
+    monkeypatch.setattr(wire_module, "_STRANGERS", 8)
 
     async def work() -> None:
         async with hosted(tmp_path) as host:
@@ -154,7 +154,7 @@ def test_callers_that_come_in_one_turn_of_the_loop_take_no_more_places_than_ther
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No task of those who are pushed out has run by then."""
-    monkeypatch.setattr(gate_module, "_STRANGERS", 8)
+    monkeypatch.setattr(wire_module, "_STRANGERS", 8)
 
     async def work() -> None:
         async with hosted(tmp_path) as host:
@@ -167,13 +167,13 @@ def test_callers_that_come_in_one_turn_of_the_loop_take_no_more_places_than_ther
             assert left == [writer for _, writer in streams[-8:]]
             for _, theirs in ends:
                 theirs.close()
-            await until(lambda: not host.gate._strangers)
+            await until(lambda: not host.gate._callers)
 
     now(work())
 
 
 def test_half_a_handshake_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(wire_module, "_HANDSHAKE_SECONDS", 0.2)
 
     async def work() -> None:
         async with hosted(tmp_path) as host:

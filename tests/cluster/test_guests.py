@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from stretto.cluster.messages import Beat, MachineReady, Mirrored, RolePlace, RunTerms, ToAgent
-from stretto.cluster.wire import Wire
 from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.http.client import HttpEngine
@@ -27,7 +26,9 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.guest import GuestEngine
 from stretto.model.hf.build import build_policy
 from stretto.processes.tls import client_context
-from tests.cluster.hosting import authority, hosted, introduction, joined_by_hand
+from stretto.processes.wire import Wire
+from tests.certificates import authority
+from tests.cluster.hosting import hosted, introduction, joined_by_hand
 from tests.cluster.test_gate import now
 from tests.engine.answering import engine_of
 from tests.engine.serving import Mailbox, until_up

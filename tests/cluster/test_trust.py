@@ -20,7 +20,8 @@ from stretto.cluster.messages import AGENTS_TLS
 from stretto.core.errors import HandshakeRefused
 from stretto.core.records import Record
 from stretto.processes.handshake import call
-from tests.cluster.hosting import TOKEN, Road, authority, hosted, introduction, joined_by_hand, until
+from tests.certificates import authority
+from tests.cluster.hosting import TOKEN, Road, hosted, introduction, joined_by_hand, until
 from tests.cluster.test_agent import agent, lone, now, toy
 
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────────

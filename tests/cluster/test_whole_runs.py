@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.cluster.hosting import authority
+from tests.certificates import authority
 from tests.faults.test_company import end_well
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_for_step, wait_until
 

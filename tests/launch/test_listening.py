@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from stretto.cluster.wire import bound
+from stretto.cluster.address import bound
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_cluster
 from stretto.launch.recipe.recipe import Recipe, validate
-from tests.cluster.hosting import authority
+from tests.certificates import authority
 
 REMEDY = "give host:port of this machine, with a free port"
 
 
-def recipe(trainer: dict[str, Any] | None = None, **cluster: str) -> Recipe:
+def recipe(trainer: dict[str, Any] | None = None, **cluster: str | bool) -> Recipe:
     tree: dict[str, Any] = {
         "model": {"path": "/a"},
         "task": {"kind": "arithmetic"},
@@ -75,7 +75,7 @@ def test_machines_that_could_not_join_are_not_waited_for() -> None:
     without = 'and cluster.listen is empty: no machine can join; give cluster.listen="HOST:PORT"'
     ranks = {"ranks": 2, "remote_ranks": 1}
     assert refusal(recipe(ranks)) == f"trainer.remote_ranks: 1, {without}"
-    check_cluster(recipe(ranks, placer="ray"))
+    check_cluster(recipe(ranks, placer="ray", trusted_network=True))
     with pytest.raises(RecipeError, match=r'placer = "given" needs listen'):
         recipe(placer="given")
 
@@ -88,3 +88,14 @@ def test_certificates_are_read_and_all_mistakes_told_together(tmp_path: Path) ->
     said = refusal(recipe(tls=str(tmp_path / "nowhere"), listen="nowhere"))
     assert "nowhere/ca.pem does not exist" in said
     assert "is no host:port" in said
+
+
+def test_ranks_meet_on_a_network_of_others_only_if_the_recipe_says_that_it_is_ours() -> None:
+    ranks = {"ranks": 2, "remote_ranks": 1}
+    elsewhere: tuple[dict[str, Any], ...] = ({"listen": "0.0.0.0:0"}, {"placer": "ray"})
+    for cluster in elsewhere:
+        said = refusal(recipe(ranks, **cluster))
+        assert said.startswith("cluster.trusted_network: false, and trainer.remote_ranks = 1: collectives")
+        check_cluster(recipe(ranks, trusted_network=True, **cluster))
+        check_cluster(recipe(**cluster))
+    check_cluster(recipe(ranks, listen="127.0.0.2:0"))

@@ -156,7 +156,7 @@ def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
 def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, tmp_path: Path) -> None:
     rows = [row | {"level": level} for level, row in enumerate(FOUR)]
     own = {"function": f"{REWARDS}:length"}
-    assert plan_for(rows, rewards=own).rows["4+7=", "11"] == '{"demonstration": "11", "level": 1}'
+    assert plan_for(rows, rewards=own).rows["4+7=", "11"].fields == '{"demonstration": "11", "level": 1}'
     assert plan_for(rows).rows == {}, "a built-in reward takes none"
     assert f"{tmp_path}/rows.jsonl:5: has the prompt" in message(plan_for, [*rows, FOUR[0] | {"level": 9}], rewards=own)
 

@@ -50,6 +50,9 @@ FIELDS = {
     "answer",
     "row",
     "source",
+    "segments",
+    "rewards",
+    "session",
 }
 
 
@@ -134,6 +137,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
             },
         ],
         "weights": {"medium": "http", "bytes": 20, "seconds_pull_median": 0.3, "seconds_pause_median": 0.03},
+        "rewards": {},
     }
 
 
@@ -197,6 +201,16 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
         "answer": "11",
         "row": "rows.jsonl:17",
         "source": "",
+        "segments": [
+            {
+                "sampled": True,
+                "token_ids": [4, 5, 6, 7],
+                "behavior_logprobs": [-0.25, -0.5, -0.75, -1.0],
+                "versions": [0, 1, 2, 3],
+            }
+        ],
+        "rewards": {},
+        "session": "",
     }
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None

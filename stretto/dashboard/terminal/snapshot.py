@@ -120,6 +120,7 @@ class Watcher:
         facts += [
             ("accuracy", f"{metrics.accuracy:.1%}"),
             ("reward", f"{metrics.reward:.3f}"),
+            *((name, f"{value:.3f}") for name, value in metrics.rewards.items() if value is not None),
             ("length", f"{metrics.length_mean:.1f}, longest {metrics.length_max}"),
             ("staleness", f"{metrics.staleness_mean:.2f}, largest {metrics.staleness_max}"),
         ]

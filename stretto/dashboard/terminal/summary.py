@@ -63,6 +63,8 @@ Rows = Iterable[tuple[str, RenderableType]]
 def _accuracy(inspection: Inspection) -> Rows:
     before, after = _percent(inspection.initial_accuracy), _percent(inspection.final_accuracy)
     yield "held-out accuracy", Text.assemble(before, " → ", (after, "bold green"))
+    for name, value in inspection.rewards.items():
+        yield name, f"{value:.3f} on average in the last batch"
     yield "steps", f"{inspection.steps:,} (version {inspection.version})"
     yield "time", f"{inspection.rl_seconds:.1f} s of RL, {inspection.wall_seconds:.1f} s in all"
 

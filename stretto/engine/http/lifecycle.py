@@ -14,21 +14,25 @@ from starlette.types import ASGIApp
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.engine.native.generation import Generation
+from stretto.processes.http.server import STRANGERS, HttpServer
 from stretto.processes.tls import server_context
 
 _SHUTDOWN_SECONDS = 1
 _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 
 
-def server_of(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "") -> uvicorn.Server:
-    """A server that a signal ends at once, as signals end a process. `tls`: see `processes.tls`."""
+def server_of(
+    app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "", *, has_key: bool = False
+) -> HttpServer:
+    """A server that a signal ends at once, as signals end a process. `tls`: see `processes.tls`; without a key all
+    clients are strangers, so there may be many."""
     config = _config(app, keep_alive_seconds, unix_path)
     config.load()
     config.ssl = server_context(tls)
-    return uvicorn.Server(config)
+    return HttpServer(config, strangers=STRANGERS if has_key else _BACKLOG)
 
 
-class GracefulServer(uvicorn.Server):
+class GracefulServer(HttpServer):
     """A server that finishes open requests when a signal asks it to end, and begins no other meanwhile.
 
     A second signal ends it at once. Ending is what it was asked to do, so the signal is not raised again.
@@ -39,7 +43,9 @@ class GracefulServer(uvicorn.Server):
         Args:
             patience: seconds that open requests have to end.
         """
-        super().__init__(_config(app, keep_alive_seconds, None))
+        config = _config(app, keep_alive_seconds, None)
+        # Any client may be served: many may wait, and be idle for as long as between two requests.
+        super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds)
         self._generation, self._patience = generation, patience
         self._until: float | None = None
 
@@ -71,7 +77,7 @@ class Runner(Protocol):
         ...
 
 
-async def run_app(server: uvicorn.Server, sockets: Sequence[socket.socket] | None, runner: Runner) -> None:
+async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, runner: Runner) -> None:
     """Serve and step until the server ends or the engine fails; cancelling it ends both.
 
     Raises:

@@ -39,6 +39,7 @@ from stretto.engine.wire import (
     split_address,
 )
 from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
+from stretto.processes.http.server import admit
 from stretto.weights.mailbox import Subscriber
 
 _HEADERS = [(b"content-type", MSGPACK.encode())]
@@ -95,10 +96,17 @@ class EngineApp:
         # A bare router: starlette's middleware would turn errors into pages, and every request through it costs time.
         self._router = Router(routes)
 
+    @property
+    def has_key(self) -> bool:
+        """Whether clients have to send one."""
+        return bool(self._bearer)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._bearer and not hmac.compare_digest(header(scope, b"authorization") or b"", self._bearer):
             await _reply(send, 401, Refusal(error="RefusedRequest", field="key", found="is wrong", allowed="the run's"))
             return
+        if self.has_key:
+            admit(scope)
         await self._router(scope, receive, send)
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,7 +190,7 @@ async def serve_app(app: EngineApp, listen: str, runner: Runner, tls: str = "") 
         await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, runner)
     else:
         bound = bind(host, port, "engine.base_port")
-        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, tls=tls), [bound], runner)
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, tls=tls, has_key=app.has_key), [bound], runner)
 
 
 async def _reply(send: Send, status: int, message: object) -> None:

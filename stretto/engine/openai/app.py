@@ -34,6 +34,7 @@ from stretto.engine.openai.token_ids import TokenBody, TokenChoice, TokenInterfa
 from stretto.engine.openai.translate import ServedModel, TranslatedRequest, Translator
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
+from stretto.processes.http.server import admit
 
 _JSON = "application/json"
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -71,6 +72,8 @@ class OpenAIApp:
             await send(message)
 
         try:
+            if self._api_key and self._has_key(scope):
+                admit(scope)
             if path == "/health" or self._has_key(scope):
                 await self._dispatch(path, scope, receive, watched)
             else:

@@ -13,12 +13,12 @@ from typing import NoReturn
 
 import msgspec
 
+from stretto.cluster.address import bound
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import AGENTS_TLS, RunTerms
 from stretto.cluster.placing import RayPlacerSpec
-from stretto.cluster.wire import bound
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of

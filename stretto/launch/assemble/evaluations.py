@@ -17,7 +17,7 @@ from stretto.store.series.metrics import EvaluationLine, read_metrics, read_sets
 def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
     """The evaluator with as many completions of each prompt as the recipe says, and the reward's final answers."""
     chosen = plan.recipe.evaluation
-    return replace(evaluator, samples=chosen.samples, final_answer=FINAL_ANSWERS.get(plan.recipe.rewards.function))
+    return replace(evaluator, samples=chosen.samples, final_answer=FINAL_ANSWERS.get(plan.recipe.rewards.deciding))
 
 
 def evaluations(

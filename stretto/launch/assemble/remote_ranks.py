@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from stretto.cluster.machine import JoinedMachine, RemoteProcess
+from stretto.cluster.messages import AGENTS_TLS
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
@@ -36,7 +37,8 @@ class RemoteRanks:
         for number, (machine, place) in zip(awaited.ranks, places, strict=False):
             rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, awaited.secrets)
             self._ranks.append(rank)
-            starts.append(rank.start(awaited.spec(number, spec, machine.model), spec.threads))
+            told = awaited.spec(number, spec, machine.model, tls=AGENTS_TLS if spec.tls else "")
+            starts.append(rank.start(told, spec.threads))
         try:
             await gather_or_cancel(*starts)
         except (MachineLost, DeadlineExceeded) as loss:

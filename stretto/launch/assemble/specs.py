@@ -35,7 +35,10 @@ def socket_folder() -> Path:
 
 
 def in_rounds(recipe: Recipe) -> bool:
-    """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`)."""
+    """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`); those
+    of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
+    if recipe.workflow is not None:
+        return False
     batching = recipe.engine.batching
     repeatable = recipe.engine.kind == "native"
     return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0 and repeatable)
@@ -87,6 +90,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         published=_published(recipe),
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
+        tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
     )
 
 

@@ -14,11 +14,11 @@ from stretto import __version__
 from stretto.cluster.agent import Offer, places_of_gpus, run_agent
 from stretto.cluster.join_file import read_join_file
 from stretto.cluster.messages import ANSWER, Answer, Scale
-from stretto.cluster.wire import Wire, connect
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.spawn import TOKEN
+from stretto.processes.wire import Wire, connect
 
 _HANDSHAKE_SECONDS = 10.0
 _SCALE_SECONDS = 120.0

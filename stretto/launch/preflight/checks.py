@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
-from stretto.cluster.wire import bound
-from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.cluster.address import bound
+from stretto.core.errors import (
+    ModelFolderError,
+    Problem,
+    RecipeError,
+    RewardFunctionError,
+    RoleError,
+    WorkflowError,
+    nearest,
+)
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
 from stretto.engine.native.generation import MOST_WAITING
@@ -26,6 +37,9 @@ from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.loading import PLACE as WORKFLOW
+from stretto.worlds.workflows.pool import check_workflow
 
 _LARGEST_PORT = 65_535
 
@@ -71,16 +85,53 @@ def check_reward_function(config: RewardsConfig) -> None:
     Raises:
         RewardFunctionError: it cannot be loaded.
     """
-    if config.function in BUILT_IN and not BUILT_IN[config.function].configured:
+    if all(part.function in BUILT_IN and not BUILT_IN[part.function].configured for part in config.parts):
         return
-    if ":" not in config.function and config.function not in BUILT_IN:
-        load_reward(config.function)
+    for part in config.parts:
+        if ":" not in part.function and part.function not in BUILT_IN:
+            load_reward(part.function)
     try:
         asyncio.run(check_reward(config))
     except RoleError as error:
         if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
             raise
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def check_workflow_class(config: WorkflowConfig | None) -> None:
+    """Import and make the workflow, if there is one, in a process that can be killed.
+
+    Raises:
+        WorkflowError: it cannot be used.
+    """
+    if config is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        log = Path(folder) / "workflow.txt"
+        try:
+            asyncio.run(check_workflow(config, log))
+        except RoleError as error:
+            if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+                raise
+            said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
+            found = str(error).partition(";")[0] + (f": {said}" if said else "")
+            raise WorkflowError([Problem(WORKFLOW, found, "its module must be importable")]) from None
+
+
+def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
+    """Raises RewardFunctionError: a reward names a source that there is not, or none judges the questions of one."""
+    known, problems = set(sources), []
+    for number, part in enumerate(config.functions):
+        place = f"rewards.functions.{number}.sources"
+        unknown = [name for name in part.sources if name not in known]
+        problems += [Problem(place, f"no source is called {name!r}", nearest(name, known)) for name in unknown]
+    everywhere = any(not part.sources for part in config.parts)
+    judged = {name for part in config.parts for name in part.sources}
+    if not everywhere and (without := sorted(known - judged)):
+        found = f"none judges the completions of source {without[0]!r}"
+        problems.append(Problem("rewards.functions", found, "name it in the sources of one, or give one without any"))
+    if problems:
+        raise RewardFunctionError(problems)
 
 
 def check_ports(config: EngineConfig) -> None:
@@ -108,12 +159,23 @@ def check_cluster(recipe: Recipe) -> None:
     except RecipeError as error:
         problems += error.problems
     try:
-        if config.listen:
-            bound(config.listen).close()
+        within = config.listen != "" and _is_loopback(config.listen)
     except RecipeError as error:
         problems += error.problems
+    else:
+        if ranks and (config.listen or config.placer == "ray") and not within and not config.trusted_network:
+            found = f"false, and trainer.remote_ranks = {ranks}: collectives know neither key nor encryption"
+            remedy = "true says that nobody else is on their network (docs/ranks.md)"
+            problems.append(Problem("cluster.trusted_network", found, remedy))
     if problems:
         raise RecipeError(problems)
+
+
+def _is_loopback(listen: str) -> bool:
+    """Whether an address, which can be had, is one of the loopback interface."""
+    with bound(listen) as reserved:
+        host: str = reserved.getsockname()[0]
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def check_in_flight(config: RolloutConfig) -> None:

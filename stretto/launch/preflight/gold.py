@@ -15,7 +15,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
-from stretto.worlds.data.task import Questions
+from stretto.worlds.data.task import Question, Questions
 
 _SHOWN = 20
 _PORTION = 64  # gold answers that a worker reads under one deadline
@@ -49,29 +49,47 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
         DataError: no gold answer of the training or of the held-out questions can be read, or one takes too long.
         RewardFunctionError: the workers do not start.
     """
-    reader = BUILT_IN[config.function].gold if config.function in BUILT_IN else ""
-    if not reader:
+    asked = (*questions.training, *questions.held_out)
+    reasons: dict[tuple[str, str], str] = {}  # by source and gold answer
+    for part in config.parts:
+        if part.function in BUILT_IN and (reader := BUILT_IN[part.function].gold):
+            judged = [question for question in asked if not part.sources or question.source in part.sources]
+            read = config.alone(part).model_copy(update={"function": reader})
+            unread = _reasons(read, sorted({question.answer for question in judged}), reading_seconds)
+            reasons |= {_key(question): unread[question.answer] for question in judged if question.answer in unread}
+    if not reasons:
         return Sifted(questions)
-    golds = sorted({question.answer for question in (*questions.training, *questions.held_out)})
-    try:
-        reasons = asyncio.run(_unreadable(config.model_copy(update={"function": reader}), golds, reading_seconds))
-    except RoleError as error:
-        raise RewardFunctionError([Problem(PLACE, str(error))]) from None
-    bad = [question for question in (*questions.training, *questions.held_out) if question.answer in reasons]
-    problems = tuple(Problem(place_of(question), reasons[question.answer]) for question in bad)
+    bad = [question for question in asked if _key(question) in reasons]
+    problems = tuple(Problem(place_of(question), reasons[_key(question)]) for question in bad)
     if late := [problem for problem in problems if problem.found.startswith((TIMED_OUT, DIED))]:
         remedy = "shorten or remove these gold answers"
         raise DataError([Problem(problem.place, f"reading it: {problem.found}", remedy) for problem in late[:_SHOWN]])
     kept = replace(
         questions,
-        training=[question for question in questions.training if question.answer not in reasons],
-        held_out=[question for question in questions.held_out if question.answer not in reasons],
+        training=[question for question in questions.training if _key(question) not in reasons],
+        held_out=[question for question in questions.held_out if _key(question) not in reasons],
     )
     if not kept.training or (questions.held_out and not kept.held_out):
         which = "of the questions for training" if not kept.training else "that is held out"
-        found = f"no gold answer {which} can be read by the reward {config.function!r}"
+        found = f"no gold answer {which} can be read by the reward {config.title!r}"
         raise DataError([*problems[:_SHOWN], Problem("[task]", found, f"{len(problems):,} cannot in all")])
     return Sifted(kept, problems)
+
+
+def _key(question: Question) -> tuple[str, str]:
+    return question.source, question.answer
+
+
+def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
+    """The gold answers that the reader `config` cannot read, with the reasons.
+
+    Raises:
+        RewardFunctionError: the workers do not start.
+    """
+    try:
+        return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
+    except RoleError as error:
+        raise RewardFunctionError([Problem(PLACE, str(error))]) from None
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:

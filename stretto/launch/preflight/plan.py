@@ -18,8 +18,10 @@ from stretto.launch.preflight.checks import (
     check_kind,
     check_ports,
     check_reward_function,
+    check_reward_sources,
     check_top_k,
     check_vocabulary,
+    check_workflow_class,
     longest_prompt_allowed,
     medium_of,
 )
@@ -35,10 +37,12 @@ from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.service.wire import Row
 from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.group import QuestionDetails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +73,9 @@ class Plan(Outline):
 
     tokenizer: Tokenizer
     demonstrations: tuple[Demonstration, ...]
-    rows: Mapping[tuple[str, str], str] = field(default_factory=dict)  # further fields, for a reward that takes them
+    rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
+    details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
@@ -82,17 +87,11 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
-    check_descriptors(
-        descriptors_needed(
-            engines=recipe.engine.count,
-            ranks=recipe.trainer.ranks,
-            reward_workers=recipe.rewards.workers,
-            groups=recipe.rollout.max_in_flight,
-        )
-    )
+    _check_descriptors(recipe)
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
+    check_workflow_class(recipe.workflow)
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -107,7 +106,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     reference = recipe.algorithm.reference
     if reference is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
-    sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
+    sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
@@ -127,8 +126,9 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         origins=tuple((question.place, question.source) for question in training.questions),
         sources=_sources(training.questions, questions.weights),
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        rows=_further_fields(recipe, (*training.questions, *held_out.questions, *asked)),
+        rows=_rows(recipe, (*training.questions, *held_out.questions, *asked)),
         sets=sets,
+        details=_details(recipe, (*training.questions, *held_out.questions, *asked), tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
@@ -141,6 +141,26 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *try_reward(recipe.rewards, questions.training),
         ),
     )
+
+
+def _check_descriptors(recipe: Recipe) -> None:
+    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    check_descriptors(
+        descriptors_needed(
+            engines=recipe.engine.count,
+            ranks=recipe.trainer.ranks,
+            reward_workers=recipe.rewards.workers + of_workflows,
+            groups=recipe.rollout.max_in_flight,
+        )
+    )
+
+
+def _questions(recipe: Recipe) -> Questions:
+    """All questions of the task, each with a reward that judges it."""
+    found = recipe.task.questions(recipe.seed)
+    names = {question.source for question in (*found.training, *found.held_out)}
+    check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
+    return found
 
 
 def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int) -> tuple[Within, Within]:
@@ -186,20 +206,35 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
     return tuple(PromptSource(name, count, weights.get(name)) for name, count in counted.items())
 
 
-def _further_fields(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], str]:
-    """The further fields of rows, which a reward of the user's own may take, by prompt and gold answer.
+def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
+    """What the rewards need of rows, by prompt and gold answer: further fields, which one of the user's own may take,
+    and the source, if some judge those of some sources.
 
     Raises:
-        DataError: two rows have the same prompt and gold answer, and different further fields.
+        DataError: two rows have the same prompt and gold answer, and differ in these.
     """
-    found: dict[tuple[str, str], str] = {}
-    if recipe.rewards.function in BUILT_IN:
-        return found
-    for row in questions:
-        if row.fields and found.setdefault((row.text, row.answer), row.fields) != row.fields:
-            problem = "has the prompt and the gold answer of another row, and different further fields"
-            raise DataError([Problem(row.place, problem, "prompt and gold answer identify the row of a completion")])
+    parts = recipe.rewards.parts
+    own = any(part.function not in BUILT_IN for part in parts)
+    by_source = any(part.sources for part in parts)
+    found: dict[tuple[str, str], Row] = {}
+    for asked in questions:
+        row = Row(asked.fields if own else "", asked.source if by_source else "")
+        if row != Row() and found.setdefault((asked.text, asked.answer), row) != row:
+            differs = "different further fields" if not by_source else "different further fields or another source"
+            problem = f"has the prompt and the gold answer of another row, and {differs}"
+            raise DataError([Problem(asked.place, problem, "prompt and gold answer identify the row of a completion")])
     return found
+
+
+def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
+    if recipe.workflow is None:
+        return QuestionDetails()
+    chats = {
+        (row.text, row.answer): row.messages or row.as_chat
+        for row in questions
+        if row.messages or (row.as_chat and tokenizer.has_chat_template)
+    }
+    return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
 
 
 def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:

@@ -32,15 +32,27 @@ class _Call:
 
 
 def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE) -> list[str]:
-    """Warnings about the verdicts on the first gold answers.
+    """Warnings about the verdicts on the first gold answers, of each reward alone on those that it judges.
 
-    Built-in rewards are tried on the gold answers of files only, since those of generated tasks are right. A reward of
+    Only the first reward of a source has to find gold answers right: the others may be about something else. Built-in
+    rewards are tried on the gold answers of files only, since those of generated tasks are right. A reward of
     the user's own may depend on chance, or not on the gold answer, so it is warned about and not refused.
 
     Raises:
         RewardFunctionError: the workers do not start; no call returned a verdict in time; a built-in reward finds no
             gold answer right.
     """
+    told: list[str] = []
+    decided: set[str] = set()
+    for part in config.parts:
+        judged = [question for question in questions if not part.sources or question.source in part.sources]
+        decides = [question for question in judged if question.source not in decided]
+        told += _tried(config.alone(part), decides or judged, patience, decides=bool(decides))
+        decided |= {question.source for question in judged}
+    return told
+
+
+def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float, *, decides: bool) -> list[str]:
     built_in = config.function in BUILT_IN
     if built_in and BUILT_IN[config.function].configured:
         return []  # its gold answers are tests
@@ -58,7 +70,7 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
         raise RewardFunctionError([_lost(config, calls[-1], len(calls))])
     wrong = [call for call in first if call.verdict.outcome is Outcome.WRONG]
     warnings = [_lost(config, call, 1) for call in first if _is_lost(call, limit)]
-    if len(wrong) == len(rows) or (wrong and built_in):
+    if decides and (len(wrong) == len(rows) or (wrong and built_in)):
         warnings.append(_wrong(config, wrong, len(rows)))
         if built_in and len(wrong) == len(rows):
             raise RewardFunctionError(warnings)

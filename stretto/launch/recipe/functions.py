@@ -12,16 +12,33 @@ _REMEDY = "write it into a file beside the recipe or the notebook, import it fro
 
 
 def with_named_reward(section: Any) -> Any:
-    """The section ``[rewards]`` with its function by name, if it is a function, or is all that was given.
+    """The section ``[rewards]`` with its functions by name, if they are functions, or one is all that was given.
 
     Raises:
         ValueError: another process could not import the function.
     """
     if callable(section):
         return named_reward(section)
-    if isinstance(section, Mapping) and callable(section.get("function")):
-        return {**section, **named_reward(section["function"])}
+    if not isinstance(section, Mapping):
+        return section
+    if callable(section.get("function")):
+        section = {**section, **named_reward(section["function"])}
+    parts = section.get("functions")
+    if isinstance(parts, list | tuple) and any(isinstance(part, Mapping) for part in parts):
+        named = [_named_part(part) for part in parts]
+        paths = {path for _, path in named if path} | ({str(section["path"])} if section.get("path") else set())
+        if len(paths) > 1:
+            raise ValueError(f"the functions are in modules of several folders: {', '.join(sorted(paths))}")
+        section = {**section, "functions": [part for part, _ in named], "path": next(iter(paths), None)}
     return section
+
+
+def _named_part(part: Any) -> tuple[Any, str]:
+    """A table of ``[[rewards.functions]]`` with its function by name, and the folder of the module."""
+    if not isinstance(part, Mapping) or not callable(part.get("function")):
+        return part, ""
+    named = named_reward(part["function"])
+    return {**part, "function": named["function"]}, named["path"]
 
 
 def named_reward(function: Callable[..., object]) -> dict[str, str]:

@@ -82,6 +82,8 @@ def line(sample: SampledCompletion) -> str:
     first, last = sample.versions[0], sample.versions[-1]
     version = f"{first}" if first == last else f"{first} to {last}"
     worth = sample.reason if sample.reward is None else f"reward {sample.reward:g}"
+    if sample.rewards:
+        worth += f" ({', '.join(f'{name} {value:g}' for name, value in sample.rewards.items())})"
     prompt, completion, gold = map(_short, (sample.prompt, sample.completion, sample.answer))
     return (
         f"sample of version {version}: prompt {prompt} | completion {completion} | gold {gold} | "

@@ -16,7 +16,7 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, Outcome, Prompt, Record, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
-from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals
@@ -130,6 +130,7 @@ class Recorder:
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         self._sampled: Counter[Outcome] = Counter()
         self._accuracy = 0.0
+        self._rewards: Mapping[str, float] = {}
         self._queues: Mapping[str, float] = {}
         self._busy: Mapping[str, float] = {}
         self._busy_before: Mapping[str, float] = {}
@@ -171,6 +172,7 @@ class Recorder:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
         self._ledger.record_update(update)
         self.clock.updated()
+        self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
         self.latest = totals = self.totals()
         self._metrics.append(metrics := self._line(batch, update, totals))
         self._ledger.put(TOTALS, totals)
@@ -181,7 +183,7 @@ class Recorder:
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        lengths = [len(trajectory.versions) for trajectory in trajectories]
         ages = [
             batch.version - version
             for trajectory in trajectories
@@ -211,6 +213,7 @@ class Recorder:
             queues=self._queues,
             busy=self._busy,
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
+            rewards=self._rewards,
         )
 
     def polled(self) -> None:
@@ -266,6 +269,7 @@ class Recorder:
             pass_at=evaluation.pass_at,
             maj=evaluation.maj,
             ci95=evaluation.ci95,
+            rewards=evaluation.rewards,
         )
 
     def say(self, sentence: str) -> None:
@@ -292,6 +296,7 @@ class Recorder:
             rl_seconds=self.clock.rl_seconds,
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
+            rewards=self._rewards,
         )
 
     def conclude(self) -> None:

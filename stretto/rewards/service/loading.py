@@ -16,9 +16,9 @@ PLACE = "rewards.function"
 _CONTRACT = "a reward is called as function(prompt, completion, answer) and returns a number or a bool"
 
 
-def load_reward(name: str, settings: str = "{}") -> RewardFunction:
+def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFunction:
     """The reward called `name`: a built-in, or ``package.module:function`` from the import path; `settings` is the
-    section of a built-in that has one, as JSON.
+    section of a built-in that has one, as JSON; `place` is where the recipe names it.
 
     Raises:
         RewardFunctionError: unknown name, module that cannot be imported, something that is not callable, that is
@@ -27,46 +27,40 @@ def load_reward(name: str, settings: str = "{}") -> RewardFunction:
     if ":" not in name:
         if name not in BUILT_IN:
             remedy = f"{nearest(name, BUILT_IN)}; a function of your own is written 'package.module:function'"
-            raise _refused(f"no built-in reward is called {name!r}", remedy)
+            raise _refused(place, f"no built-in reward is called {name!r}", remedy)
         built_in = BUILT_IN[name]
-        found = _imported(*built_in.function.split(":"))
-        return _checked(name, found(settings) if built_in.configured and callable(found) else found)
+        found = _imported(place, *built_in.function.split(":"))
+        return _checked(place, name, found(settings) if built_in.configured and callable(found) else found)
     module_name, _, attribute = name.partition(":")
-    return _checked(name, _imported(module_name, attribute))
+    return _checked(place, name, _imported(place, module_name, attribute))
 
 
-def facts_of(name: str, function: RewardFunction) -> dict[str, str]:
-    """What a run has to record about a reward: built-ins that depend on the machine say what they found."""
-    facts: dict[str, str] = getattr(function, "facts", {}) if name in BUILT_IN else {}
-    return facts
-
-
-def _imported(module_name: str, attribute: str) -> object:
+def _imported(place: str, module_name: str, attribute: str) -> object:
     try:
         found: object = importlib.import_module(module_name)
     # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
     except (Exception, SystemExit) as error:
         remedy = "give a module of the environment or of the folder that stretto is started from"
-        raise _refused(f"cannot import {module_name!r}: {type(error).__name__}: {error}", remedy) from error
+        raise _refused(place, f"cannot import {module_name!r}: {type(error).__name__}: {error}", remedy) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            raise _refused(f"{module_name!r} has no {attribute!r}", nearest(part, public))
+            raise _refused(place, f"{module_name!r} has no {attribute!r}", nearest(part, public))
         found = getattr(found, part)
     return found
 
 
-def _checked(name: str, found: object) -> RewardFunction:
+def _checked(place: str, name: str, found: object) -> RewardFunction:
     if not callable(found):
-        raise _refused(f"{name!r} is {type(found).__name__}, which cannot be called", _CONTRACT)
+        raise _refused(place, f"{name!r} is {type(found).__name__}, which cannot be called", _CONTRACT)
     # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
     call = getattr(type(found), "__call__", None)  # noqa: B004
     if any(map(inspect.iscoroutinefunction, (found, call))) or any(map(inspect.isasyncgenfunction, (found, call))):
-        raise _refused(f"{name!r} is asynchronous", f"{_CONTRACT}, without 'async'")
+        raise _refused(place, f"{name!r} is asynchronous", f"{_CONTRACT}, without 'async'")
     try:
         inspect.signature(found).bind("prompt", "completion", "answer", **dict.fromkeys(_further(found)))
     except TypeError as error:
-        raise _refused(f"{name!r} has another signature: {error}", _CONTRACT) from error
+        raise _refused(place, f"{name!r} has another signature: {error}", _CONTRACT) from error
     except ValueError:
         pass  # some functions written in C have no signature to look at; the first call will tell
     function: RewardFunction = found
@@ -94,5 +88,5 @@ def _further(found: Callable[..., object]) -> list[str]:
     return [p.name for p in parameters if p.kind in named and p.name not in (*first, "prompt", "completion", "answer")]
 
 
-def _refused(found: str, remedy: str) -> RewardFunctionError:
-    return RewardFunctionError([Problem(PLACE, found, remedy)])
+def _refused(place: str, found: str, remedy: str) -> RewardFunctionError:
+    return RewardFunctionError([Problem(place, found, remedy)])

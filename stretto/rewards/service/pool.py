@@ -30,7 +30,7 @@ from stretto.rewards.service.judging import undecided
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.process import FORGED, WorkerProcess
 from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
-from stretto.rewards.service.wire import Request, ScoreItem, Verdicts
+from stretto.rewards.service.wire import Request, Row, ScoreItem, Verdicts
 
 ROLE = "rewards"
 TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons in which the machine has a part
@@ -58,10 +58,10 @@ class RewardPool:
         log: Path | None = None,
         on_change: Callable[[str], None] = lambda sentence: None,
         hung: float = 10.0,
-        rows: Mapping[tuple[str, str], str] | None = None,
+        rows: Mapping[tuple[str, str], Row] | None = None,
     ) -> None:
         """`on_change` reports a worker that comes back with other `facts`, or that sent no heartbeat for `hung` seconds
-        and is replaced. `rows` has the further fields of each question (JSON), by prompt and gold answer."""
+        and is replaced. `rows` has what else the rewards need of each question, by prompt and gold answer."""
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
@@ -127,8 +127,8 @@ class RewardPool:
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
         """As `score`, for several completions of one prompt."""
-        fields = self._rows.get((prompt, answer), "")
-        return await self.score([ScoreItem(prompt, text, answer, fields) for text in completions])
+        row = self._rows.get((prompt, answer), Row())
+        return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
 
     def drain_spans(self) -> list[Span]:
         """The stretches of work since the last call, for the timeline."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -22,10 +22,12 @@ from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireErro
 from stretto.core.frames import Unframer, frame
 from stretto.processes.heartbeat import cpu_ticks
 from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.wire import (
     LARGEST_REPLY,
     FromWorker,
     JudgingCounter,
+    PartSettings,
     Refused,
     Request,
     Verdicts,
@@ -67,8 +69,7 @@ class WorkerProcess:
         self._progress, descriptor = JudgingCounter.create()
         try:
             settings = WorkerSettings(
-                function=config.function,
-                settings=config.section,
+                parts=tuple(_parts(config)),
                 worth=Worth(right=config.right, wrong=config.wrong),
                 socket=theirs.fileno(),
                 progress=descriptor,
@@ -86,7 +87,7 @@ class WorkerProcess:
             os.close(descriptor)
         await asyncio.get_running_loop().create_connection(lambda: self._wire, sock=ours)
         try:
-            async with deadline("rewards", f"{self.name} to import {config.function}", config.start_timeout):
+            async with deadline("rewards", f"{self.name} to import {config.title}", config.start_timeout):
                 await self._ready
         except _LostWhileStarting:
             how = await self.end()
@@ -182,6 +183,14 @@ class WorkerProcess:
             self._ready.set_exception(_LostWhileStarting())
         elif not self._ready.cancelled() and self._ready.exception() is None:
             self._on_lost()
+
+
+def _parts(config: RewardsConfig) -> Iterator[PartSettings]:
+    for number, part in enumerate(config.parts):
+        settings, named = config.section(part.function), bool(config.functions)
+        place = f"rewards.functions.{number}.function" if named else PLACE
+        name = part.title if named else ""
+        yield PartSettings(part.function, settings, place, name, part.weight, part.sources)
 
 
 class _LostWhileStarting(Exception):

@@ -33,6 +33,14 @@ class ScoreItem(Record, frozen=True, array_like=True):
     completion: str
     answer: str
     fields: str = ""  # the other fields of the row, as a JSON object
+    source: str = ""  # the name of the source that the question is from
+
+
+class Row(Record, frozen=True):
+    """What a reward may need of a question beside its text and gold answer."""
+
+    fields: str = ""  # the other fields of its row, as a JSON object
+    source: str = ""  # the name of its source
 
 
 class Worth(Record, frozen=True):
@@ -54,12 +62,23 @@ class Worth(Record, frozen=True):
         return Verdict(outcome=Outcome.WRONG, reward=self.wrong)
 
 
-class WorkerSettings(Record, frozen=True):
-    """A worker's settings, as JSON on its command line. `settings` are the reward's own (JSON again); `socket` and
-    `progress` are inherited descriptors; `memory` is a limit in bytes."""
+class PartSettings(Record, frozen=True):
+    """One reward of the sum. `settings` are the reward's own (JSON); `place` is where the recipe names it; a part
+    without a name is the only one."""
 
     function: str
     settings: str
+    place: str
+    name: str = ""
+    weight: float = 1.0
+    sources: tuple[str, ...] = ()  # empty: all
+
+
+class WorkerSettings(Record, frozen=True):
+    """A worker's settings, as JSON on its command line. `socket` and `progress` are inherited descriptors; `memory` is
+    a limit in bytes."""
+
+    parts: tuple[PartSettings, ...]
     worth: Worth
     socket: int
     progress: int

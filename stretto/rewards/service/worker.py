@@ -15,9 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import msgspec
 
@@ -25,9 +24,7 @@ from stretto.core.errors import RewardFunctionError
 from stretto.core.frames import Unframer, frame
 from stretto.core.records import Verdict
 from stretto.processes.heartbeat import die_with_parent, survive_a_full_disk
-from stretto.rewards.functions import RewardFunction
-from stretto.rewards.service.judging import judge
-from stretto.rewards.service.loading import facts_of, fields_taken, load_reward
+from stretto.rewards.service.parts import LoadedPart, facts_of, judge_all, loaded
 from stretto.rewards.service.wire import (
     JudgingCounter,
     Refused,
@@ -48,25 +45,25 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._worth = settings.worth
-        self._function_name, self._settings = settings.function, settings.settings
+        self._settings = settings.parts
         self._socket = socket.socket(fileno=_moved(settings.socket))
         self._progress = JudgingCounter(settings.progress)
 
     def run(self) -> None:
         try:
             with self._heartbeat():
-                function = load_reward(self._function_name, self._settings)
+                parts = loaded(self._settings)
         except RewardFunctionError as error:
             problem = error.problems[0]
             self._socket.sendall(frame(Refused(place=problem.place, found=problem.found, remedy=problem.remedy)))
             return
-        self._socket.sendall(frame(WorkerReady(facts=facts_of(self._function_name, function))))
+        self._socket.sendall(frame(WorkerReady(facts=facts_of(parts))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._read():
             for body in unframer.feed(data):
                 request = decoder.decode(body)
                 start = time.monotonic()
-                verdicts = tuple([self._judged(function, item) for item in request.items])
+                verdicts = tuple([self._judged(parts, item) for item in request.items])
                 reply = Verdicts(request=request.id, verdicts=verdicts, start=start, end=time.monotonic())
                 self._socket.sendall(frame(reply))
 
@@ -95,10 +92,9 @@ class Worker:
             over.set()
             thread.join()
 
-    def _judged(self, function: RewardFunction, item: ScoreItem) -> Verdict:
+    def _judged(self, parts: Sequence[LoadedPart], item: ScoreItem) -> Verdict:
         self._progress.count += 1
-        fields = fields_taken(function, item.fields)
-        verdict = judge(partial(function, **fields) if fields else function, item, self._worth)
+        verdict = judge_all(parts, item, self._worth)
         self._progress.count += 1
         return verdict
 

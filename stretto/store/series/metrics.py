@@ -29,7 +29,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     rl_seconds: float  # since the first prompt was admitted, until this update
     accuracy: float  # of the completions judged since the step before, those of filtered groups included
     reward: float  # mean over the batch's completions
-    length_mean: float  # tokens per completion of the batch, masked ones included
+    length_mean: float  # sampled tokens per completion of the batch, masked ones included
     length_max: int
     staleness_mean: float  # versions
     staleness_max: int
@@ -41,6 +41,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     queues: Mapping[str, float | None] = {}  # sizes when the batch was taken (buffer, in_flight, ...)
     busy: Mapping[str, float | None] = {}  # role: fraction of about the last second
     slower_than_generation: str = ""  # the reward's name, if the run waits for it
+    rewards: Mapping[str, float | None] = {}  # of several rewards, by name: mean value before the weight
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
@@ -65,6 +66,7 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
     maj: float | None = None  # of prompts whose most frequent answer is right
     ci95: tuple[float, float] | None = None  # of the accuracy
+    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value before the weight
 
 
 class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_field="kind"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -27,10 +28,11 @@ class SampledCompletion(Record, frozen=True):
     reward: float | None
     reason: str
     versions: tuple[int, ...]
+    rewards: Mapping[str, float] = {}  # of several rewards: the value of each, before its weight
 
     @classmethod
     def of(cls, prompt: Prompt, versions: tuple[int, ...], text: str, verdict: Verdict) -> Self:
-        versions = tuple(dict.fromkeys(versions)) or (0,)
+        versions = tuple(sorted(set(versions))) or (0,)  # of parallel turns a later one may be older
         return cls(
             version=versions[-1],
             prompt_id=prompt.id,
@@ -41,6 +43,7 @@ class SampledCompletion(Record, frozen=True):
             reward=verdict.reward,
             reason=verdict.reason,
             versions=versions,
+            rewards=verdict.rewards,
         )
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: a store at an address of rank 0, then torch's process group."""
+"""The rendezvous of ranks: a store of rank 0, then torch's process group."""
 
 from __future__ import annotations
 
@@ -26,21 +26,16 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the first IPv4 address of an interface
 _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sockaddr_in
 
 
-def open_store(count: int, host: str = LOOPBACK) -> TCPStore:
-    """The store of rank 0, on a free port of the address `host`.
-
-    Raises:
-        OSError: this machine does not have the address.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.create_server((host, 0), family=family)
+def open_store(count: int) -> TCPStore:
+    """The store of rank 0, on a free port of the loopback interface: it does what anyone says who reaches it."""
+    server = socket.create_server((LOOPBACK, 0))
     port = server.getsockname()[1]
-    return TCPStore(host, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    return TCPStore(LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
-def reach_store(port: int, count: int, host: str = LOOPBACK) -> TCPStore:
-    """The same store, from another rank."""
-    return TCPStore(host, port, count, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+def reach_store(port: int, count: int) -> TCPStore:
+    """The same store, from another rank, at a port of its loopback interface."""
+    return TCPStore(LOOPBACK, port, count, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
 
 
 def join(store: TCPStore, rank: int, count: int, device: str, here: str = LOOPBACK, gpu: int = 0) -> ShardedRanks:

@@ -17,16 +17,17 @@ from queue import SimpleQueue
 import msgspec
 import torch
 
-from stretto.core.deadlines import deadline
+from stretto.core.errors import StrettoError
 from stretto.processes.channel import ConductorGone
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.peer import Peer
 from stretto.processes.run_role import Failed, run_role
+from stretto.processes.tls import client_context
+from stretto.processes.wire import Stream, Wire, connect, join_ends
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, CheckpointFailed, CheckpointSaved, RankStart, Stop, ToRank
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.rendezvous import join, reach_store
+from stretto.trainer.parallel.rendezvous import LOOPBACK, join, reach_store
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankIntroduction
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
@@ -44,20 +45,25 @@ class RankOrders:
     def __init__(self, spec: RankSpec, key: str) -> None:
         self._spec, self._key = spec, key
         self._orders: SimpleQueue[ToRank] = SimpleQueue()
-        self._joined: Future[tuple[Peer[ToRank], asyncio.AbstractEventLoop]] = Future()
+        self._joined: Future[tuple[Wire[ToRank], asyncio.AbstractEventLoop]] = Future()
+        self._way_to_store = 0
         self._stopping = False
 
     def join(self) -> str:
         """Join rank 0; the address of this machine by which the ranks reach it.
 
         Raises:
-            OSError: rank 0 cannot be reached.
-            HandshakeRefused: the key is not that of this trainer, or rank 0 does not want this rank.
+            MachineLost, HandshakeBroken: rank 0 cannot be reached, or goes away.
+            HandshakeRefused: the key or the certificate is not that of this trainer, or rank 0 does not want this rank.
             DeadlineExceeded: that took too long.
         """
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="orders", daemon=True).start()
-        peer, _ = self._joined.result()
-        return peer.here
+        wire, _ = self._joined.result()
+        return wire.local_host
+
+    def store_port(self, start: RankStart) -> int:
+        """Where torch's store is reached, at the loopback interface of this machine."""
+        return self._way_to_store or start.store
 
     def receive(self) -> ToRank:
         """The next message. The wait has no deadline: its owner is rank 0, with which this process ends."""
@@ -71,31 +77,47 @@ class RankOrders:
         """
         if not self._joined.done() or self._joined.exception() is not None:
             raise ConductorGone
-        peer, loop = self._joined.result()
+        wire, loop = self._joined.result()
         try:
-            asyncio.run_coroutine_threadsafe(peer.send(words), loop).result(_PARTING_SECONDS)
+            asyncio.run_coroutine_threadsafe(wire.send_all(words), loop).result(_PARTING_SECONDS)
         except (ConnectionError, TimeoutError):
             raise ConductorGone from None
 
     async def _listen(self) -> None:
-        spec, introduction = self._spec, RankIntroduction(rank=self._spec.rank)
         try:
-            async with deadline(f"rank {spec.rank}", f"{_RANK_0} at {spec.host} port {spec.port}", _JOIN_SECONDS):
-                reader, writer = await asyncio.open_connection(spec.host, spec.port)
-            ours = msgspec.msgpack.encode(introduction)
-            await call(reader, writer, self._key, ours, peer=_RANK_0, seconds=_JOIN_SECONDS)
+            wire = Wire(_RANK_0, *await self._reach(RankIntroduction(rank=self._spec.rank)), TO_RANK)
+            if self._spec.model is not None:  # on a machine of its own
+                way = await asyncio.start_server(self._lead_to_store, LOOPBACK, 0)
+                self._way_to_store = way.sockets[0].getsockname()[1]
         except Exception as error:  # whatever it is: the main thread waits for it
             self._joined.set_exception(error)
             return
-        peer = Peer(reader, writer, TO_RANK, spec.hung)
-        self._joined.set_result((peer, asyncio.get_running_loop()))
+        self._joined.set_result((wire, asyncio.get_running_loop()))
         try:
-            how = await peer.listen(self._take)
+            how = await wire.listen(self._take, self._spec.hung)
         except Exception as error:  # whatever it is: the main thread waits for orders
             how = f"sent what is no order: {error!r}"
         if not self._stopping:
             print(f"{_RANK_0} {how}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)  # the main thread may hang in a collective
+
+    async def _reach(self, introduction: RankIntroduction) -> Stream:
+        """A connection to rank 0, admitted there."""
+        spec = self._spec
+        reader, writer = await connect(f"{spec.host}:{spec.port}", client_context(spec.tls))
+        ours = msgspec.msgpack.encode(introduction)
+        await call(reader, writer, self._key, ours, peer=_RANK_0, seconds=_JOIN_SECONDS)
+        return reader, writer
+
+    async def _lead_to_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass a connection of torch's on to its store."""
+        try:
+            far = await self._reach(RankIntroduction(rank=self._spec.rank, to_store=True))
+        except (StrettoError, OSError) as error:  # torch says that its connection was lost; this is why
+            print(f"no way to the store of {_RANK_0}: {error}", file=sys.stderr, flush=True)
+            writer.close()
+        else:
+            await join_ends((reader, writer), far)
 
     def _take(self, message: ToRank) -> None:
         self._stopping = isinstance(message, Stop)
@@ -109,7 +131,7 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
     assert isinstance(start, RankStart), start
     trainer = _as_here(msgspec.json.decode(start.trainer, type=TrainerSpec), spec)
     config = TrainerConfig.model_validate_json(trainer.trainer)
-    store = reach_store(start.store, config.ranks, spec.host)
+    store = reach_store(orders.store_port(start), config.ranks)
     ranks = join(store, spec.rank, config.ranks, config.device, here, spec.gpu)
     role = TrainerRole(trainer, GatheringPublisher(), ranks, partial(_tell, orders))
     while not isinstance(order := orders.receive(), Stop):

@@ -4,8 +4,10 @@
         ▲                   │                             │ die, hang, go silent, or report an error
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
-Every rank joins at an address of rank 0 and proves a key (`processes.handshake`), which is made anew for each trainer.
-Rank 0 starts the ranks of its own machine; those of other machines are started by whom the conductor asks.
+Every rank joins at an address of rank 0 and proves a key (`processes.handshake`), which is made anew for each trainer;
+inside TLS, if the run has it. torch's store, which knows no key, listens at the loopback interface alone: ranks on
+other machines reach it over connections of the same kind. Rank 0 starts the ranks of its own machine; those of other
+machines are started by whom the conductor asks.
 
 A dead rank makes collectives fail or hang. Either way rank 0 ends and names the lost rank; the kernel ends the ranks of
 its machine (`processes.heartbeat`), those of other machines end with their connection, and the conductor replaces the
@@ -31,11 +33,12 @@ import msgspec
 from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, RoleDied
 from stretto.core.records import Record
-from stretto.processes.handshake import admit, new_key
-from stretto.processes.peer import Peer
+from stretto.processes.handshake import new_key
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.tls import server_context
+from stretto.processes.wire import Reception, Wire, join_ends
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost, RanksAwaited, RankStart, Stop, ToTrainer
 from stretto.trainer.parallel.ranks import ALONE, Ranks
@@ -44,7 +47,6 @@ from stretto.trainer.spec import RANK_KEY, RANK_ROLE, RankSpec, TrainerSpec
 
 _NOTICE_SECONDS = 2.0
 _STUCK_SECONDS = 1.0
-_HANDSHAKE_SECONDS = 10.0
 _PARTING_SECONDS = 1.0
 _MOST_REFUSALS = 4  # that a message names
 EXIT_CODE = 1
@@ -52,10 +54,14 @@ _FAILED = msgspec.msgpack.Decoder(Failed)
 
 
 class RankIntroduction(Record, frozen=True):
-    """Who joins: its rank, and its installation of stretto."""
+    """Who joins: its rank, and its installation of stretto. `to_store`: a further connection, to torch's store."""
 
     rank: int
     version: str = __version__
+    to_store: bool = False
+
+
+_INTRODUCTION = msgspec.msgpack.Decoder(RankIntroduction)
 
 
 class RankGroup:
@@ -65,10 +71,11 @@ class RankGroup:
         """Of the trainer with this spec; `spawner` starts the ranks of this machine."""
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._key, self._spawner = spec, new_key(), spawner
+        self._reception = Reception(self._key, server_context(spec.tls))
         self._host = _resolved(spec.rank_host) if config.ranks > 1 else LOOPBACK
         self._remote = tuple(range(config.local_ranks, config.ranks))
         self._ranks = tuple(range(1, config.ranks))
-        self._joined: dict[int, asyncio.Future[Peer[Failed]]] = {}
+        self._joined: dict[int, asyncio.Future[Wire[Failed]]] = {}
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSALS)  # why ranks were not let in
         self._ending = False
         self._loss: Future[RankLost | Failed] = Future()
@@ -83,7 +90,7 @@ class RankGroup:
         """
         if not self._ranks:
             return ALONE
-        store = open_store(self._config.ranks, self._host)
+        store = open_store(self._config.ranks)
         watching = partial(asyncio.run, self._watch(store.port, tell))
         threading.Thread(target=watching, name="ranks", daemon=True).start()
         return join(store, 0, self._config.ranks, self._config.device, self._host)
@@ -99,8 +106,8 @@ class RankGroup:
             asyncio.run_coroutine_threadsafe(self._send(order), self._loop.result()).result()
 
     async def _send(self, order: ToTrainer) -> None:
-        peers = [joined.result() for joined in self._joined.values()]
-        await asyncio.gather(*(peer.send(order) for peer in peers))
+        wires = [joined.result() for joined in self._joined.values()]
+        await asyncio.gather(*(wire.send_all(order) for wire in wires))
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
         """The loss of another rank that made rank 0 fail with `error`; None if all ranks fail so, or rank 0 alone."""
@@ -134,27 +141,30 @@ class RankGroup:
 
     async def _admit(self, store: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a rank in, or say in the log who was refused."""
-        address = writer.get_extra_info("peername")[0]
+        self._reception.comes(writer)
+        peer = f"a rank at {writer.get_extra_info('peername')[0]}"
         try:
-            introduction = await admit(
-                reader, writer, self._key, b"", self._unwanted, peer=f"a rank at {address}", seconds=_HANDSHAKE_SECONDS
-            )
-            rank = msgspec.msgpack.decode(introduction, type=RankIntroduction).rank
-            peer = Peer(reader, writer, _FAILED, self._spec.hung)
-            self._joined[rank].set_result(peer)
-            await peer.send(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
-        except (HandshakeRefused, DeadlineExceeded, ConnectionError, asyncio.InvalidStateError) as error:
+            who = _INTRODUCTION.decode(await self._reception.admit(reader, writer, b"", self._unwanted, peer))
+            if who.to_store:
+                await join_ends((reader, writer), await asyncio.open_connection(LOOPBACK, store))
+                return
+            wire = Wire(_name(who.rank), reader, writer, _FAILED)
+            self._joined[who.rank].set_result(wire)
+            await wire.send_all(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
+        except (HandshakeRefused, DeadlineExceeded, OSError, asyncio.InvalidStateError) as error:
             print(f"not joined: {error}", file=sys.stderr)  # the last of them: two came as one rank at the same time
             self._refused.append(str(error))
             writer.close()
 
     def _unwanted(self, introduction: bytes) -> str:
         """Why a process that has the key is not let in; "" if it is."""
-        who = msgspec.msgpack.decode(introduction, type=RankIntroduction)
+        who = _INTRODUCTION.decode(introduction)
         if who.version != __version__:
             return f"{_name(who.rank)} is of stretto {who.version}, and rank 0 of stretto {__version__}"
         if (joined := self._joined.get(who.rank)) is None:
             return f"there is no {_name(who.rank)}"
+        if who.to_store:
+            return "" if joined.done() else f"{_name(who.rank)} has not joined yet"
         return f"{_name(who.rank)} has joined already" if joined.done() else ""
 
     async def _elsewhere(self, rank: int) -> RankLost | Failed:
@@ -171,7 +181,8 @@ class RankGroup:
         config, log = self._config, Path(self._spec.log)
         log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
         process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)
-        spec = RankSpec(rank=rank, host=self._host, port=port, threads=config.threads, hung=self._spec.hung, gpu=rank)
+        hung, tls = self._spec.hung, self._spec.tls
+        spec = RankSpec(rank=rank, host=self._host, port=port, threads=config.threads, hung=hung, gpu=rank, tls=tls)
         try:
             await process.start(spec, config.threads, environment={RANK_KEY: self._key})
         except RoleDied as death:
@@ -185,9 +196,9 @@ class RankGroup:
 
     async def _listened(self, rank: int) -> RankLost | Failed:
         """What a rank says before its connection ends, or how that ends."""
-        peer = await self._joined[rank]
+        wire = await self._joined[rank]
         words: list[Failed] = []
-        how = await peer.listen(words.append)
+        how = await wire.listen(words.append, self._spec.hung)
         if words:
             return Failed(problem=f"{_name(rank)}: {words[0].problem}", exit_code=words[0].exit_code)
         return RankLost(how=f"lost {_name(rank)}, which {how}")

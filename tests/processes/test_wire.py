@@ -16,7 +16,7 @@ import pytest
 
 from stretto.core.errors import WireError
 from stretto.core.frames import frame
-from stretto.processes.peer import Peer
+from stretto.processes.wire import Wire, join_ends
 from stretto.trainer.messages import TO_TRAINER, SavePolicy, Stop, ToTrainer
 
 T = TypeVar("T")
@@ -26,41 +26,40 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 20))
 
 
-async def end_of(wire: socket.socket, hung: float) -> Peer[ToTrainer]:
-    reader, writer = await asyncio.open_connection(sock=wire)
-    return Peer(reader, writer, TO_TRAINER, hung)
+async def end_of(connection: socket.socket) -> Wire[ToTrainer]:
+    return Wire("the other", *await asyncio.open_connection(sock=connection), TO_TRAINER)
 
 
 @asynccontextmanager
-async def two(hung: float = 10.0) -> AsyncIterator[tuple[Peer[ToTrainer], Peer[ToTrainer]]]:
+async def two() -> AsyncIterator[tuple[Wire[ToTrainer], Wire[ToTrainer]]]:
     near, far = socket.socketpair()
-    peers = await end_of(near, hung), await end_of(far, hung)
-    yield peers
-    for peer in peers:
-        peer.close()
+    wires = await end_of(near), await end_of(far)
+    yield wires
+    for wire in wires:
+        wire.cut()
 
 
 @asynccontextmanager
-async def one(hung: float) -> AsyncIterator[tuple[Peer[ToTrainer], socket.socket]]:
-    """A peer, and the socket of a process that is no peer."""
+async def one() -> AsyncIterator[tuple[Wire[ToTrainer], socket.socket]]:
+    """A wire, and the socket of a process that speaks otherwise."""
     near, far = socket.socketpair()
     with far:
-        peer = await end_of(near, hung)
-        yield peer, far
-        peer.close()
+        wire = await end_of(near)
+        yield wire, far
+        wire.cut()
 
 
 def test_messages_arrive_in_order_and_the_end_is_told() -> None:
     async def talk() -> tuple[list[ToTrainer], str]:
         heard: list[ToTrainer] = []
         async with two() as (near, far):
-            listening = asyncio.create_task(far.listen(heard.append))
+            listening = asyncio.create_task(far.listen(heard.append, 10.0))
             for number in range(100):
-                await near.send(SavePolicy(folder="x" * 1000 * number))
-            await near.send(Stop())
+                await near.send_all(SavePolicy(folder="x" * 1000 * number))
+            await near.send_all(Stop())
             while not (heard and isinstance(heard[-1], Stop)):
                 await asyncio.sleep(0.01)
-            near.close()
+            near.cut()
             return heard, await listening
 
     heard, how = run(talk())
@@ -70,8 +69,8 @@ def test_messages_arrive_in_order_and_the_end_is_told() -> None:
 
 def test_a_connection_lasts_while_nobody_has_anything_to_say() -> None:
     async def idle() -> list[bool]:
-        async with two(hung=1.6) as (near, far):
-            tasks = [asyncio.create_task(peer.listen(lambda message: None)) for peer in (near, far)]
+        async with two() as (near, far):
+            tasks = [asyncio.create_task(wire.listen(lambda message: None, 1.6)) for wire in (near, far)]
             await asyncio.sleep(2.6)
             done = [task.done() for task in tasks]
             for task in tasks:
@@ -83,24 +82,43 @@ def test_a_connection_lasts_while_nobody_has_anything_to_say() -> None:
 
 def test_a_peer_that_is_silent_is_given_up_and_nobody_waits_to_send_to_it() -> None:
     async def talk() -> str:
-        async with one(hung=0.4) as (peer, _):
-            sending = asyncio.create_task(peer.send(SavePolicy(folder="x" * (64 << 20))))  # that nobody reads
-            how = await peer.listen(lambda message: None)
+        async with one() as (wire, _):
+            sending = asyncio.create_task(wire.send_all(SavePolicy(folder="x" * (64 << 20))))  # that nobody reads
+            how = await wire.listen(lambda message: None, 0.4)
             with pytest.raises(ConnectionError):
                 await sending
             return how
 
-    assert run(talk()).startswith("sent no heartbeat for")
+    assert run(talk()) == "sent no heartbeat for 0.4 s"
 
 
 @pytest.mark.parametrize("said", [bytes([255] * 4), frame({"type": "Nothing"})])
 def test_what_is_no_message_ends_the_connection(said: bytes) -> None:
     async def talk() -> None:
-        async with one(hung=5.0) as (peer, other):
+        async with one() as (wire, other):
             other.sendall(said)
             with pytest.raises((WireError, ValueError)):
-                await peer.listen(lambda message: None)
+                await wire.listen(lambda message: None, 5.0)
             with pytest.raises(ConnectionError):
-                await peer.send(Stop())
+                await wire.send_all(Stop())
 
     run(talk())
+
+
+def test_ends_that_are_joined_pass_bytes_on_both_ways_and_end_together() -> None:
+    async def talk() -> tuple[bytes, bytes, bytes]:
+        (near, one), (two, far) = socket.socketpair(), socket.socketpair()
+        ends = [await asyncio.open_connection(sock=end) for end in (near, one, two, far)]
+        joined = asyncio.create_task(join_ends(ends[1], ends[2]))
+        (reader, writer), (far_reader, far_writer) = ends[0], ends[3]
+        writer.write(b"there" * 100_000)
+        far_writer.write(b"back")
+        there, back = await far_reader.readexactly(500_000), await reader.readexactly(4)
+        writer.close()
+        await joined
+        end = await far_reader.read()
+        far_writer.close()
+        await far_writer.wait_closed()
+        return there, back, end
+
+    assert run(talk()) == (b"there" * 100_000, b"back", b"")

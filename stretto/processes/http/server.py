@@ -1,0 +1,154 @@
+"""uvicorn's server, with bounds on strangers: connections that have not shown the key of what is served.
+
+One more than `strangers` takes the place of the one that has been idle for longest; a request that is being answered is
+not cut off, and while all places have one, callers are turned away. A stranger that is idle for `patience` seconds is
+turned out: one that says nothing, does not end TLS's handshake, or sends a request drop by drop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import uvicorn
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from stretto.core.tasks import cancel_and_wait
+
+STRANGERS = 256
+PATIENCE_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
+_PAUSE_SECONDS = 0.1
+_AT_ONCE = 128  # callers: then others have their turn
+_ADMIT = "stretto.admit"
+
+
+def admit(scope: Scope) -> None:
+    """For an application: this request has shown the key, so its connection is no stranger's any more."""
+    if (admitted := scope.get("state", {}).get(_ADMIT)) is not None:
+        admitted()
+
+
+@dataclass(eq=False)
+class _Stranger:
+    connection: socket.socket
+    since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
+    protocol: HttpToolsProtocol | None = None  # while TLS's handshake goes on, this is idle too
+    greeting: asyncio.Task[None] | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self.connection.fileno() < 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has come as a whole, and has not been answered as a whole."""
+        cycle = self.protocol.cycle if self.protocol is not None else None
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+
+class HttpServer(uvicorn.Server):
+    """See the module. What is said of strangers holds for sockets, not for a path of the file system."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, strangers: int = STRANGERS, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        super().__init__(config)
+        self._most_strangers, self._idle_seconds = strangers, patience
+        self._strangers: dict[_Stranger, None] = {}
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by `serve`."""
+        await super().startup(None if sockets is None else [])
+        for endpoint in sockets or []:
+            endpoint.setblocking(False)
+            endpoint.listen(self.config.backlog)
+            self._listen(endpoint)
+        self._looking = asyncio.create_task(self._look_after())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by `serve`."""
+        for endpoint in sockets or []:
+            asyncio.get_running_loop().remove_reader(endpoint)
+        greetings = [stranger.greeting for stranger in self._strangers if stranger.greeting is not None]
+        await cancel_and_wait([self._looking, *greetings])
+        for stranger in self._strangers:
+            if stranger.protocol not in self.server_state.connections:  # the rest is told by uvicorn
+                stranger.connection.close()
+        await super().shutdown(sockets)
+
+    def _listen(self, endpoint: socket.socket) -> None:
+        if endpoint.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(endpoint, self._accept, endpoint)
+
+    def _accept(self, endpoint: socket.socket) -> None:
+        """Take the callers that wait, some of them at a time."""
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = endpoint.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is free, or the caller has gone again
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(endpoint)
+                loop.call_later(_PAUSE_SECONDS, self._listen, endpoint)
+                return
+            connection.setblocking(False)
+            if self._has_room():
+                self._greet(connection)
+            else:
+                connection.close()
+
+    def _has_room(self) -> bool:
+        self._forget_the_gone()
+        if len(self._strangers) >= self._most_strangers:
+            idle = [stranger for stranger in self._strangers if not stranger.busy]
+            if not idle:
+                return False
+            self._turn_out(min(idle, key=lambda stranger: stranger.since))
+        return True
+
+    def _greet(self, connection: socket.socket) -> None:
+        loop, stranger = asyncio.get_running_loop(), _Stranger(connection)
+        self._strangers[stranger] = None
+        state = self.lifespan.state | {_ADMIT: partial(self._strangers.pop, stranger, None)}
+
+        def protocol() -> HttpToolsProtocol:
+            stranger.protocol = HttpToolsProtocol(self.config, self.server_state, state, loop)
+            return stranger.protocol
+
+        context = self.config.ssl
+        seconds = self._idle_seconds if context is not None else None
+
+        async def greet() -> None:
+            try:
+                await loop.connect_accepted_socket(protocol, connection, ssl=context, ssl_handshake_timeout=seconds)
+            except OSError:  # it speaks no TLS or another authority's, is too slow for it, or has gone
+                connection.close()
+
+        stranger.greeting = asyncio.create_task(greet())
+
+    async def _look_after(self) -> None:
+        while True:
+            self._forget_the_gone()
+            now = time.monotonic()
+            for stranger in [*self._strangers]:
+                if stranger.busy:
+                    stranger.since = now
+                elif now - stranger.since > self._idle_seconds:
+                    self._turn_out(stranger)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _forget_the_gone(self) -> None:
+        for stranger in [stranger for stranger in self._strangers if stranger.gone]:
+            del self._strangers[stranger]
+
+    def _turn_out(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger]
+        with contextlib.suppress(OSError):  # it has gone by itself
+            stranger.connection.shutdown(socket.SHUT_RDWR)  # its transport hears of it as of an end

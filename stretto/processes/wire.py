@@ -1,0 +1,226 @@
+"""A connection between two machines: how it is made and admitted, messages both ways, and how long the other side has
+been silent.
+
+No signal tells that another machine has vanished, and a connection to it stays open. So both sides send something at
+least every second, and one that hears nothing for long takes the other for gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from stretto.core.deadlines import StallTimer, deadline
+from stretto.core.errors import HandshakeBroken, HandshakeRefused, MachineLost, Problem, RecipeError
+from stretto.core.frames import LARGEST_FRAME, Unframer, frame
+from stretto.core.tasks import cancel_and_wait, first_of
+from stretto.processes.handshake import Judge, admit
+from stretto.processes.heartbeat import HEARTBEAT_SECONDS
+
+_READ_BYTES = 1 << 17
+_UNSENT = 8 << 20  # bytes: the other side does not read any more
+_POLL_SECONDS = 0.25
+_CONNECT_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 10.0
+_STRANGERS = 256
+_HEARTBEAT = bytes(4)  # a frame of length 0
+
+Received = TypeVar("Received")
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Wire(Generic[Received]):
+    """One side's end, in asyncio, after the handshake (`processes.handshake`).
+
+    Example::
+
+        wire.send(Beat(...))
+        while (message := await wire.receive()) is not None:   # None: the other side has closed
+            ...
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decoder: msgspec.msgpack.Decoder[Received],
+        largest: int = LARGEST_FRAME,
+    ) -> None:
+        """`largest`: bytes of a message that is received."""
+        self.peer = peer
+        self._reader, self._writer, self._decoder = reader, writer, decoder
+        self._unframer = Unframer(largest)
+        self._bodies: deque[bytes] = deque()
+        self._heard = False
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send without waiting. A peer that has stopped reading is cut off."""
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))
+            if self._writer.transport.get_write_buffer_size() > _UNSENT:
+                self.cut()
+
+    async def send_all(self, message: msgspec.Struct) -> None:
+        """Send a message of any size. It waits while the other side does not read; `listen` ends that wait.
+
+        Raises:
+            ConnectionError: the connection is closed.
+        """
+        self._writer.write(frame(message))
+        await self._writer.drain()
+        if self._writer.is_closing():
+            raise ConnectionResetError("the connection was given up")
+
+    async def receive(self) -> Received | None:
+        """The next message; None once the connection is closed. `watch` bounds the wait.
+
+        Raises:
+            WireError, msgspec.MsgspecError: the peer speaks something else.
+        """
+        while not self._bodies:
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except OSError:  # it was reset, or the network says that the machine cannot be reached
+                data = b""
+            if not data:
+                return None
+            self._heard = True
+            self._bodies.extend(body for body in self._unframer.feed(data) if body)
+        return self._decoder.decode(self._bodies.popleft())
+
+    async def watch(self, lease: float) -> str:
+        """Returns, with the reason, when nothing has come for `lease` seconds; those in which this process itself was
+        stopped do not count."""
+        stall = StallTimer(2 * _POLL_SECONDS)
+        while stall.poll(moved=self._heard) < lease:
+            self._heard = False
+            await asyncio.sleep(_POLL_SECONDS)
+        return f"sent no heartbeat for {lease:g} s"
+
+    async def listen(self, take: Callable[[Received], None], lease: float) -> str:
+        """Give every message to `take`, and send heartbeats, until the other side is gone; returns how: ``"closed its
+        connection"``. It has no deadline, since a healthy connection lasts as long as its processes; the connection is
+        closed afterwards. Raises as `receive`."""
+        beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
+        taken = asyncio.create_task(self._take_all(take))
+        try:
+            await first_of(taken, silence)
+            return taken.result() if taken.done() else silence.result()
+        finally:
+            self.cut()
+            await cancel_and_wait([beats, silence, taken])
+
+    async def _take_all(self, take: Callable[[Received], None]) -> str:
+        while (message := await self.receive()) is not None:
+            take(message)
+        return "closed its connection"
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # the listener hears of the end
+            while True:
+                if not self._writer.transport.get_write_buffer_size():  # else a message is under way, which is as good
+                    self._writer.write(_HEARTBEAT)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def cut(self) -> None:
+        """Close at once; what is unsent is lost."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Close, once everything is sent; waits a moment at most."""
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine by which the peer is reached."""
+        name: tuple[str, int] = self._writer.get_extra_info("sockname")
+        return name[0]
+
+
+class Reception:
+    """Where callers prove a key, inside TLS if there is a context. Those that have not yet are a bounded number: one
+    more takes the place of the one that came first."""
+
+    def __init__(self, key: str, context: ssl.SSLContext | None = None) -> None:
+        self._key, self._context = key, context
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+
+    def comes(self, writer: asyncio.StreamWriter) -> None:
+        """A caller has connected; to be called at once, before any wait."""
+        if len(self._strangers) >= _STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
+            oldest.transport.abort()
+        self._strangers[writer] = None
+
+    async def admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: bytes, judge: Judge, peer: str
+    ) -> bytes:
+        """The introduction of a caller that has proved the key, and is wanted. Raises as `handshake.admit`."""
+        try:
+            if self._context is not None:
+                await self._encrypt(writer, self._context, peer)
+            return await admit(reader, writer, self._key, ours, judge, peer=peer, seconds=_HANDSHAKE_SECONDS)
+        finally:
+            self._strangers.pop(writer, None)
+
+    @staticmethod
+    async def _encrypt(writer: asyncio.StreamWriter, context: ssl.SSLContext, peer: str) -> None:
+        try:
+            await writer.start_tls(context, ssl_handshake_timeout=_HANDSHAKE_SECONDS)
+        except ssl.SSLError as error:
+            raise HandshakeRefused(peer, f"does not speak our TLS ({error.reason or error})") from None
+        except OSError as error:
+            raise HandshakeBroken(peer, "closed the connection in the handshake of TLS") from error
+
+
+async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
+    """A connection to ``host:port`` or ``unix:/path``.
+
+    Raises:
+        MachineLost: nobody answers there.
+        HandshakeRefused: who answers does not accept our TLS.
+        DeadlineExceeded: nothing comes back.
+        RecipeError: it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    unix = address.startswith("unix:")
+    if not unix and not (port.isdecimal() and int(port) < 65_536):
+        raise RecipeError([Problem("address", repr(address), "give host:port")])
+    try:
+        async with deadline("the caller", f"a connection to {address}", _CONNECT_SECONDS):
+            if unix:
+                return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+            return await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+    except ssl.SSLError as error:
+        raise HandshakeRefused(address, f"does not accept our TLS ({error.reason or error})") from None
+    except (OSError, UnicodeError) as error:  # a name that no resolver takes
+        raise MachineLost(address, f"does not answer ({getattr(error, 'strerror', None) or error})") from None
+
+
+async def join_ends(one: Stream, two: Stream) -> None:
+    """Pass on bytes both ways until one of two connections ends; both are closed then."""
+    ways = [asyncio.create_task(_pass_on(one[0], two[1])), asyncio.create_task(_pass_on(two[0], one[1]))]
+    try:
+        await first_of(*ways)
+    finally:
+        await cancel_and_wait([*ways])
+        for _, writer in (one, two):
+            writer.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_READ_BYTES):
+            writer.write(data)
+            await writer.drain()

@@ -1,0 +1,73 @@
+"""The rewards of a run, added up: each part judges alone, and their weighted sum is one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.functions import LARGEST_REWARD, RewardFunction
+from stretto.rewards.service.judging import judge, undecided
+from stretto.rewards.service.loading import fields_taken, load_reward
+from stretto.rewards.service.wire import PartSettings, ScoreItem, Worth
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """One reward of the sum, loaded."""
+
+    settings: PartSettings
+    function: RewardFunction
+
+    def judges(self, item: ScoreItem) -> bool:
+        """Whether it is for the completions of the item's source."""
+        return not self.settings.sources or item.source in self.settings.sources
+
+    def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
+        """Its verdict alone."""
+        fields = fields_taken(self.function, item.fields)
+        return judge(partial(self.function, **fields) if fields else self.function, item, worth)
+
+
+def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
+    """The parts with their functions.
+
+    Raises:
+        RewardFunctionError: one cannot be used.
+    """
+    return tuple([LoadedPart(part, load_reward(part.function, part.settings, part.place)) for part in parts])
+
+
+def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
+    """What a run has to record about its rewards: built-ins that depend on the machine say what they found."""
+    found: dict[str, str] = {}
+    for part in parts:
+        found |= getattr(part.function, "facts", {}) if part.settings.function in BUILT_IN else {}
+    return found
+
+
+def judge_all(parts: Sequence[LoadedPart], item: ScoreItem, worth: Worth) -> Verdict:
+    """The verdict of the parts that judge the item's source, in their order.
+
+    The reward is the sum of weight times value. The first part says whether the completion is right. One undecided part
+    makes the whole undecided, and those behind it are not asked.
+    """
+    outcome: Outcome | None = None
+    reward, rewards = 0.0, dict[str, float]()
+    for part in parts:
+        if not part.judges(item):
+            continue
+        verdict, name = part.verdict(item, worth), part.settings.name
+        if verdict.reward is None:
+            return undecided(f"{name}: {verdict.reason}" if name else verdict.reason)
+        outcome = outcome or verdict.outcome
+        reward += part.settings.weight * verdict.reward
+        if name:
+            rewards[name] = verdict.reward
+    if outcome is None:
+        return undecided(f"no reward judges the completions of source {item.source!r}")
+    if abs(reward) > LARGEST_REWARD:
+        return undecided(f"the sum of the rewards is {reward:g}; it must lie between ±{LARGEST_REWARD:g}")
+    return Verdict(outcome=outcome, reward=reward, rewards=rewards)

@@ -1,0 +1,161 @@
+"""The laws of segments: a forest that is whole keeps them, and each breach of one is named.
+
+Segments are written by the ledger itself, so that every checksum fits.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stretto.audit.check import check_run
+from stretto.audit.diff import diff_runs
+from stretto.core.records import (
+    NOTHING,
+    PROMPT,
+    Batch,
+    Group,
+    Outcome,
+    Prompt,
+    Segment,
+    StopReason,
+    Trajectory,
+    Update,
+    Verdict,
+)
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from tests.audit.test_check import RECIPE
+
+ASKED = Prompt(id="a", token_ids=(3, 4), text="", answer="")
+PLACE, ONCE, VERSIONS = (
+    "every segment has its place",
+    "every sampled token is trained once",
+    "versions grow by one",
+)
+
+
+def sampled(*versions: int, parent: int | None = None, tokens: int | None = None) -> Segment:
+    count = len(versions) if tokens is None else tokens
+    return Segment((7,) * count, (-0.5,) * len(versions), versions, stop_reason=StopReason.STOP, parent=parent)
+
+
+def given(*tokens: int, parent: int | None = None, cause: str = "") -> Segment:
+    return Segment(tokens, parent=parent, cause=cause)
+
+
+FOREST = (
+    sampled(0, 0),
+    given(9),
+    sampled(0),
+    given(8, parent=0, cause="history_rewritten"),
+    sampled(0, 0),
+    given(5, parent=NOTHING, cause="subagent"),
+    sampled(0),
+)
+
+
+def run_of(folder: Path, *segments: Segment, trained: bool = True, verdict: Verdict | None = None) -> Path:
+    """A run of one step, on one trajectory of these segments."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+    verdict = verdict or Verdict(outcome=Outcome.RIGHT, reward=1.0)
+    group = Group("0.a.0", ASKED, 0, (Trajectory("0.a.0/0", segments, verdict, ""),))
+    with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger.issue(group.id, group.prompt, 1, 0)
+        ledger.buffer(group)
+        if trained:
+            tokens = sum(len(segment.versions) for segment in segments)
+            ledger.commit_batch(Batch(step=1, version=0, groups=(group,)))
+            ledger.record_update(Update(step=1, version=1, trained_tokens=tokens, masked_tokens=0, metrics={}))
+    return folder
+
+
+def test_a_forest_that_is_whole_keeps_every_law(tmp_path: Path) -> None:
+    findings = check_run(run_of(tmp_path / "run", *FOREST))
+    assert findings.kept, findings
+
+
+BREACHES = {
+    "behind a later segment": ((sampled(0), given(9, parent=2), sampled(0, parent=0)), "segment 1 is behind segment 2"),
+    "behind itself": ((sampled(0), given(9, parent=1)), "segment 1 is behind segment 1"),
+    "behind what there is not": ((sampled(0), given(9, parent=-3)), "segment 1 is behind segment -3"),
+    "sampled behind nothing": ((sampled(0, parent=NOTHING),), "segment 0 was sampled behind nothing"),
+    "a token without a version": (
+        (sampled(0, tokens=2),),
+        "segment 0 has 2 tokens, 1 log-probabilities and 1 versions",
+    ),
+    "a given token with a log-probability": (
+        (sampled(0), Segment((9,), (-0.5,))),
+        "segment 1 has 1 tokens, 1 log-probabilities and 0 versions",
+    ),
+}
+
+
+@pytest.mark.parametrize(("segments", "breach"), BREACHES.values(), ids=BREACHES)
+def test_a_segment_without_its_place_is_named(tmp_path: Path, segments: tuple[Segment, ...], breach: str) -> None:
+    assert check_run(run_of(tmp_path, *segments)).breaches[PLACE] == (f"0.a.0/0: {breach}",)
+
+
+@pytest.mark.parametrize(
+    ("segments", "backward"),
+    [
+        ((sampled(0, 2, 1),), (0, 2, 1)),
+        ((sampled(0, 2), given(9), sampled(1, 3)), (2, 1, 3)),
+        ((sampled(0, 1), given(9), given(9), sampled(1), sampled(0, parent=0)), (1, 0)),
+    ],
+    ids=["in a segment", "behind an older turn", "in a branch"],
+)
+def test_versions_that_go_back_are_named(
+    tmp_path: Path, segments: tuple[Segment, ...], backward: tuple[int, ...]
+) -> None:
+    breaches = check_run(run_of(tmp_path, *segments, trained=False)).breaches[VERSIONS]
+    assert [one for one in breaches if "go back" in one] == [f"0.a.0/0: its versions go back: {backward}"]
+
+
+def test_parallel_turns_may_be_of_versions_in_any_order(tmp_path: Path) -> None:
+    """The second was begun before the first ended: it is behind the prompt, and not behind the first."""
+    parallel = sampled(0, 3), sampled(0, 2, parent=PROMPT), sampled(2, parent=1)
+    breaches = check_run(run_of(tmp_path, *parallel, trained=False)).breaches[VERSIONS]
+    assert not [one for one in breaches if "go back" in one]
+
+
+@pytest.mark.parametrize(("told", "masked"), [(7, 0), (5, 1), (5, 0)], ids=["twice", "masked", "left out"])
+def test_a_token_that_was_not_trained_once_is_found(tmp_path: Path, told: int, masked: int) -> None:
+    folder = run_of(tmp_path, *FOREST)
+    line = {"kind": "step", "step": 1, "trained_tokens": 6, "masked_tokens": 0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + '\n{"kind": "evaluation", "step": 1}\n{"kind": "st')
+    assert check_run(folder).kept
+    (folder / "metrics.jsonl").write_text(json.dumps(line | {"trained_tokens": told, "masked_tokens": masked}))
+    assert check_run(folder).breaches[ONCE] == (
+        f"step 1 trained on {told} tokens and masked {masked}, its batch has 6 and 0",
+    )
+
+
+CHANGES = {
+    "where a branch begins": (given(8, parent=2, cause="history_rewritten"), "parent of segment 3 of 0.a.0/0"),
+    "why it does": (given(8, parent=0, cause="compaction"), "cause of segment 3 of 0.a.0/0"),
+    "what was given": (given(6, parent=0, cause="history_rewritten"), "token_ids of segment 3 of 0.a.0/0"),
+    "the reward of a turn": (
+        Segment((8,), parent=0, cause="history_rewritten", reward=0.5),
+        "reward of segment 3 of 0.a.0/0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("other", "field"), CHANGES.values(), ids=CHANGES)
+def test_two_runs_are_compared_segment_by_segment(tmp_path: Path, other: Segment, field: str) -> None:
+    first = run_of(tmp_path / "first", *FOREST)
+    second = run_of(tmp_path / "second", *FOREST[:3], other, *FOREST[4:])
+    assert diff_runs(first, first).fields == ()
+    assert diff_runs(first, second).fields == (field,)
+
+
+def test_runs_with_other_numbers_of_turns_or_other_parts_of_a_reward_differ(tmp_path: Path) -> None:
+    first = run_of(tmp_path / "first", *FOREST)
+    assert diff_runs(first, run_of(tmp_path / "second", *FOREST[:5])).fields == ("segments of 0.a.0/0 (7 and 5)",)
+    named = Verdict(outcome=Outcome.RIGHT, reward=1.0, rewards={"format": 1.0})
+    assert diff_runs(first, run_of(tmp_path / "third", *FOREST, verdict=named)).fields == ("reward of 0.a.0/0",)

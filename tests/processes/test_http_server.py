@@ -1,0 +1,128 @@
+"""Promises: a crowd of strangers costs a server of ours a bounded number of connections, and its clients nothing; who
+says nothing, or says it drop by drop, is turned out after a while, inside TLS too; a request that is being answered and
+a client that has shown the key are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from stretto.processes.http.server import HttpServer, admit
+from stretto.processes.tls import client_context, server_context
+from tests.certificates import authority
+
+_REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n\r\n"
+_MOST, _PATIENCE = 16, 1.0
+
+
+async def _app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Replies to one who has the key, and at /slow after a while to anyone."""
+    if (b"authorization", b"Bearer key") in scope["headers"]:
+        admit(scope)
+    if scope["path"] == "/slow":
+        await asyncio.sleep(2 * _PATIENCE)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def _serving(tls: Path | None = None) -> Iterator[tuple[str, int]]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(_app, http="httptools", lifespan="off", log_level="critical", timeout_keep_alive=60)
+    config.load()
+    config.ssl = server_context(str(tls)) if tls is not None else None
+    server = HttpServer(config, strangers=_MOST, patience=_PATIENCE)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+    thread.start()
+    try:
+        yield listening.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listening.close()
+        assert not thread.is_alive()
+
+
+def _is_closed(connection: socket.socket, seconds: float) -> bool:
+    """Whether the other side ends the connection in time."""
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def _reply(connection: socket.socket) -> bytes:
+    connection.settimeout(20)
+    said = b""
+    while not said.endswith(b"\r\n\r\nok"):
+        part = connection.recv(4096)
+        assert part, f"closed after {said!r}"
+        said += part
+    return said
+
+
+def test_of_a_crowd_that_says_nothing_as_many_as_allowed_stay_and_a_client_is_served() -> None:
+    with ExitStack() as stack, _serving() as address:
+        known = stack.enter_context(socket.create_connection(address))
+        known.sendall(_REQUEST)
+        _reply(known)
+        crowd = [stack.enter_context(socket.create_connection(address)) for _ in range(10 * _MOST)]
+        assert all(_is_closed(stranger, 20) for stranger in crowd[: 9 * _MOST])
+        late = stack.enter_context(socket.create_connection(address))
+        late.sendall(_REQUEST)
+        _reply(late)
+        assert all(_is_closed(stranger, 20) for stranger in crowd)  # the last of them when their patience was over
+        for client in (known, late):
+            client.sendall(_REQUEST)
+            _reply(client)
+
+
+def test_a_request_that_comes_drop_by_drop_is_turned_out() -> None:
+    with _serving() as address, socket.create_connection(address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n")
+        until = time.monotonic() + 20 * _PATIENCE
+        while not _is_closed(stranger, 0.05) and time.monotonic() < until:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(b"x: y\r\n")
+        assert time.monotonic() < until
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with _serving() as address, socket.create_connection(address) as stranger:
+        stranger.sendall(b"POST /slow HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+        assert _is_closed(stranger, 1.8 * _PATIENCE)
+
+
+def test_a_stranger_whose_request_is_being_answered_is_not_cut_off() -> None:
+    slow = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
+    with ExitStack() as stack, _serving() as address:
+        served = [stack.enter_context(socket.create_connection(address)) for _ in range(_MOST)]
+        for client in served:
+            client.sendall(slow)
+        time.sleep(0.3)  # they are under way
+        assert _is_closed(stack.enter_context(socket.create_connection(address)), 1.0)
+        assert all(_reply(client).startswith(b"HTTP/1.1 200") for client in served)
+
+
+def test_who_does_not_end_the_handshake_of_tls_is_turned_out_too(tmp_path: Path) -> None:
+    folder = authority(tmp_path / "ours")
+    with ExitStack() as stack, _serving(folder) as (host, port):
+        crowd = [stack.enter_context(socket.create_connection((host, port))) for _ in range(4 * _MOST)]
+        assert all(_is_closed(stranger, 20) for stranger in crowd[: 3 * _MOST])
+        with httpx.Client(verify=client_context(str(folder)) or False, trust_env=False, timeout=20) as known:
+            assert known.get(f"https://{host}:{port}/").text == "ok"
+        assert all(_is_closed(stranger, 20) for stranger in crowd)

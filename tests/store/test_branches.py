@@ -1,0 +1,142 @@
+"""A trajectory that branches, with rewards of turns, named parts of its reward and a session.
+
+Promises: it is read back as it was written, for a resume and for a replay; its export says where each segment stands;
+the seal of a batch covers where its segments stand and the rewards of turns; what a single turn writes has the seal of
+format 4.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from stretto.audit.checksums import broken_checksums
+from stretto.core.errors import StoreError
+from stretto.core.records import NOTHING, Group, Outcome, Segment, State, StopReason, Trajectory, Verdict
+from stretto.store.export import export_run
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto.store.ledger.rows import decode_payload, encode_payload
+from stretto.store.ledger.seals import SIZE, batch_seal, seal
+from tests.store.make import Make
+
+
+def turn(*versions: int, parent: int | None = None, reward: float | None = None) -> Segment:
+    return Segment(
+        tuple(range(4, 4 + len(versions))),
+        (-0.5,) * len(versions),
+        versions,
+        stop_reason=StopReason.STOP,
+        parent=parent,
+        reward=reward,
+    )
+
+
+BRANCHES = (
+    turn(2, 3, reward=0.25),
+    Segment((9, 9)),
+    turn(3, parent=0),
+    Segment((8,), parent=NOTHING, cause="subagent"),
+    turn(0, 1, reward=-1.0),
+)
+VERDICT = Verdict(outcome=Outcome.RIGHT, reward=0.5, rewards={"format": 1.0, "answer": 0.25})
+
+
+def agent(group: str, *segments: Segment) -> Group:
+    return Make.group(group, Trajectory(f"{group}/0", segments, VERDICT, "done", session="agent-7"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """One group was trained, one waits."""
+    folder = RunFolder.create(tmp_path / "run")
+    with folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        for name in ("0.1.0", "0.2.0"):
+            ledger.issue(name, Make.prompt, 1, 0)
+            ledger.buffer(agent(name, *BRANCHES))
+        ledger.commit_batch(Make.batch(1, agent("0.1.0", *BRANCHES), version=3))
+    return folder
+
+
+def test_a_branching_trajectory_is_read_back_as_it_was_written(run: RunFolder) -> None:
+    (batch,) = read_batches(run.ledger, 0, 1)
+    assert batch.groups[0].trajectories == agent("0.1.0", *BRANCHES).trajectories
+    (waiting,) = read_unfinished(run.ledger)
+    assert waiting.trajectories == agent("0.2.0", *BRANCHES).trajectories
+
+
+def test_the_versions_of_a_row_are_the_oldest_and_the_newest_of_any_segment(run: RunFolder) -> None:
+    with closing(sqlite3.connect(run.ledger)) as connection:
+        columns = "SELECT tokens, oldest_version, newest_version FROM trajectories"
+        assert connection.execute(columns).fetchall() == [(5, 0, 3)] * 2
+
+
+def test_the_export_says_where_each_segment_stands(run: RunFolder, tmp_path: Path) -> None:
+    assert export_run(run.path, tmp_path / "out.jsonl") == 2
+    row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    first = {
+        "sampled": True,
+        "token_ids": [4, 5],
+        "behavior_logprobs": [-0.5, -0.5],
+        "versions": [2, 3],
+        "reward": 0.25,
+    }
+    given = {"sampled": False, "token_ids": [9, 9], "behavior_logprobs": [], "versions": []}
+    branch = {"sampled": True, "token_ids": [4], "behavior_logprobs": [-0.5], "versions": [3], "parent": 0}
+    subagent = given | {"token_ids": [8], "parent": -2, "cause": "subagent"}
+    last = first | {"versions": [0, 1], "reward": -1.0}
+    assert row["segments"] == [first, given, branch, subagent, last]
+    assert (row["rewards"], row["session"]) == ({"format": 1.0, "answer": 0.25}, "agent-7")
+    assert row["token_ids"] == [4, 5, 9, 9, 4, 8, 4, 5]
+    assert (row["versions"], row["given"]) == ([2, 3, 3, 0, 1], [[2, 4], [5, 6]])
+
+
+@pytest.mark.parametrize("change", [{"parent": 1}, {"reward": 0.5}, {"parent": None}], ids=str)
+def test_the_seal_of_a_batch_covers_where_segments_stand_and_the_rewards_of_turns(
+    run: RunFolder, change: dict[str, object]
+) -> None:
+    """Although the payload has its own seal, which fits."""
+    bent = replace(BRANCHES[2], **change)
+    (other,) = agent("0.1.0", *BRANCHES[:2], bent, *BRANCHES[3:]).trajectories
+    with closing(sqlite3.connect(run.ledger)) as connection:
+        connection.execute("UPDATE payloads SET payload = ? WHERE key = 0", (encode_payload(other),))
+        connection.commit()
+        with pytest.raises(StoreError, match="the batch of step 1 is not what was written"):
+            list(read_batches(run.ledger, 0, 1))
+        assert [one.partition(" is ")[0] for one in broken_checksums(connection, 5)] == ["the batch of step 1"]
+
+
+def test_a_single_turn_has_the_seals_of_format_4() -> None:
+    """Worked out from what docs and `audit.checksums` say of format 4: five fields of a segment."""
+    batch = Make.batch(1, Make.group("0.1.0", Make.trajectory("0.1.0")))
+    sealed = ["0.1.0/0", [[[4, 5], [-0.25, -0.5], [0, 0], 0, "stop"]], "right", 1.0]
+    assert batch_seal(batch, 5) == seal(1, 0, 0, [["0.1.0", [5, 12, 8, 13], [sealed]]])
+
+
+def test_a_payload_of_format_4_is_read() -> None:
+    """It has six fields of a segment, and ends with the text."""
+    trajectory = Make.trajectory("0.1.0")
+    columns = ("right", 1.0, "stop", 0)
+    six = [segment[:6] for segment in msgspec.msgpack.decode(encode_payload(trajectory)[SIZE:])[0]]
+    body = msgspec.msgpack.encode([six, "11"])
+    read = decode_payload("0.1.0/0", columns, seal("0.1.0/0", columns, body) + body)
+    assert (read.segments, read.text, read.rewards, read.session) == (trajectory.segments, "11", {}, "")
+
+
+def test_a_trajectory_that_ends_untrained_keeps_its_branches(tmp_path: Path) -> None:
+    (whole,) = agent("0.3.0", *BRANCHES).trajectories
+    folder = RunFolder.create(tmp_path / "run")
+    with folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+        ledger.issue("0.3.0", Make.prompt, 1, 0)
+        ledger.settle(whole.id, State.FILTERED, "too long", whole)
+    export_run(folder.path, tmp_path / "out.jsonl")
+    row = json.loads((tmp_path / "out.jsonl").read_text())
+    assert [len(segment["token_ids"]) for segment in row["segments"]] == [2, 2, 1, 1, 2]

@@ -1,0 +1,69 @@
+"""Promises: a rank is let in with the key of its trainer, and with a certificate if the run has them; torch's store is
+reached at the loopback interface, or with the key. The key is good for one trainer, and on no command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.core.errors import HandshakeRefused
+from stretto.processes.handshake import call
+from stretto.trainer.messages import (
+    Ready,
+)
+from stretto.trainer.parallel.rendezvous import LOOPBACK, open_store
+from stretto.trainer.roles.rank_group import RankIntroduction
+from tests.certificates import authority
+from tests.trainer.two_machines import Site, lost, run, running
+
+
+def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_let_in(site: Site) -> None:
+    authority(site.there / "theirs")
+
+    async def scenario(tls: str) -> str:
+        async with running(site, assembly=2.0, tls=str(site.here / "tls")) as group:
+            await group.start_rank(tls=tls)
+            assert await group.rank.ended() == "ended with exit code 1"
+            return await lost(group)
+
+    assert "does not speak our TLS" in run(scenario(""))
+    assert "closed the connection in the handshake of TLS" in run(scenario(str(site.there / "theirs")))
+    assert "does not accept our TLS" in site.log_of_rank()
+
+
+def test_the_store_of_torch_is_at_the_loopback_interface_and_no_way_to_it_without_the_key(site: Site) -> None:
+    store = open_store(1)
+    socket.create_connection((LOOPBACK, store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+    async def scenario(rank: int, key: str | None) -> str:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            reader, writer = await asyncio.open_connection(group.awaited.host, group.awaited.port)
+            ours = msgspec.msgpack.encode(RankIntroduction(rank=rank, to_store=True))
+            with pytest.raises(HandshakeRefused) as refused:
+                await call(reader, writer, key or group.awaited.key, ours, peer="rank 0", seconds=10)
+            writer.close()
+            return refused.value.how
+
+    assert run(scenario(1, "another")) == "refused: the key is wrong"
+    assert run(scenario(5, None)) == "refused: there is no rank 5"
+
+
+def test_a_key_is_good_for_one_trainer_and_not_on_a_command_line(site: Site) -> None:
+    async def scenario() -> str:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            for process in (group.trainer, group.rank):
+                assert group.awaited.key not in Path(f"/proc/{process.pid}/cmdline").read_text()
+            return group.awaited.key
+
+    assert run(scenario()) != run(scenario())

@@ -1,0 +1,149 @@
+"""A trainer whose rank 1 is on another machine (`other_machine`): what tests of ranks start and look at."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from stretto.core.records import Sampling
+from stretto.model.hf.build import build_policy
+from stretto.processes.channel import ConductorEnd
+from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import Spawner
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import (
+    FROM_TRAINER,
+    FromTrainer,
+    Publish,
+    RankLost,
+    RanksAwaited,
+    SaveCheckpoint,
+    SavePolicy,
+    Train,
+)
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.spec import RANK_ROLE, TrainerSpec
+from stretto.weights.folder import remove
+from tests.certificates import authority
+from tests.launch.warm import session_fork_server
+from tests.tiny_policy import TINY
+from tests.tolerances import EPS, RATE
+from tests.trainer.batches import LONGEST
+from tests.trainer.other_machine import OtherMachine, other_machine
+
+TRAINER_ROLE = "stretto.trainer.roles.trainer"
+SAMPLING = Sampling(max_tokens=LONGEST)
+SETTINGS = {"learning_rate": RATE, "eps": EPS, "minibatches": 2, "device": "cpu"}
+CONFIG = TrainerConfig.model_validate({**SETTINGS, "ranks": 2, "remote_ranks": 1})
+HUNG = 1.5
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 90))
+
+
+@dataclass
+class Site:
+    """Two machines: what rank 0's sees under `here`, and what it does not under `there`."""
+
+    here: Path
+    there: Path
+    near: Spawner
+    far: OtherMachine
+    mailboxes: list[str] = field(default_factory=list)
+
+    def spec(self, **changes: Any) -> TrainerSpec:
+        self.mailboxes.append(uuid4().hex)
+        spec = TrainerSpec(
+            model=str(self.here / "model"),
+            mailbox=self.mailboxes[-1],
+            mailbox_folder=str(self.here),
+            trainer=CONFIG.model_dump_json(),
+            algorithm=AlgorithmConfig().model_dump_json(),
+            sampling=SAMPLING,
+            threads=1,
+            log=str(self.here / "trainer.txt"),
+            hung=HUNG,
+            rank_host=self.far.address,
+        )
+        return msgspec.structs.replace(spec, **changes)
+
+    def log_of_rank(self) -> str:
+        return (self.there / "rank.txt").read_text()
+
+
+@dataclass
+class Running:
+    """A trainer and the conductor's end of its channel; the ranks that the conductor starts for it."""
+
+    site: Site
+    spec: TrainerSpec
+    trainer: RoleProcess
+    channel: ConductorEnd[FromTrainer]
+    awaited: RanksAwaited
+    rank: RoleProcess
+
+    async def start_rank(self, **wrong: Any) -> None:
+        """Start rank 1 on the other machine, as an agent does."""
+        tls = str(self.site.there / "tls") if self.spec.tls else ""
+        spec = self.awaited.spec(1, self.spec, str(self.site.there / "model"), tls=tls)
+        secrets = {name: wrong.pop("key", key) for name, key in self.awaited.secrets.items()}
+        await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
+
+    async def reply(self, kind: type[T]) -> T:
+        reply = await self.channel.receive(f"to send {kind.__name__}", 60)
+        assert isinstance(reply, kind), reply
+        return reply
+
+    async def ask(self, order: Train | Publish | SavePolicy | SaveCheckpoint, kind: type[T]) -> T:
+        await self.channel.send(order)
+        return await self.reply(kind)
+
+
+@asynccontextmanager
+async def running(site: Site, **changes: Any) -> AsyncIterator[Running]:
+    """A trainer that waits for its rank."""
+    channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+    trainer = RoleProcess("trainer", TRAINER_ROLE, site.here / "trainer.txt", spawner=site.near)
+    rank = RoleProcess("rank 1", RANK_ROLE, site.there / "rank.txt", spawner=site.far.spawner)
+    spec = site.spec(descriptor=channel.far.fileno(), **changes)
+    try:
+        await trainer.start(spec, 1, (spec.descriptor,))
+        await channel.open()
+        awaited = await channel.receive("to say where ranks join", 60)
+        assert isinstance(awaited, RanksAwaited), awaited
+        yield Running(site, spec, trainer, channel, awaited, rank)
+    finally:
+        channel.close()
+        await trainer.stop(1.0)
+        await rank.stop(0.0)
+
+
+async def lost(group: Running) -> str:
+    """How the trainer says that it has lost its rank; it has ended when this returns."""
+    loss = await group.reply(RankLost)
+    assert await asyncio.wait_for(group.trainer.ended(), 20) == "ended with exit code 1"
+    return loss.how
+
+
+@contextmanager
+def two_machines(here: Path, there: Path) -> Iterator[Site]:
+    """Rank 0's machine sees `here`, the other `there`."""
+    build_policy(TINY, here / "model", seed=1)
+    authority(here / "tls")
+    for folder in ("model", "tls"):
+        shutil.copytree(here / folder, there / folder)
+    with session_fork_server() as near, other_machine([RANK_ROLE], hidden=here) as far:
+        site = Site(here, there, near, far)
+        yield site
+        for mailbox in site.mailboxes:
+            remove(mailbox, here)
