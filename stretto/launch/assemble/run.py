@@ -17,7 +17,7 @@ from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
-from stretto.launch.assemble.workflows import conversing, workflow_groups
+from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
@@ -43,7 +43,6 @@ from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.workflows.pool import WorkflowPool
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
@@ -267,7 +266,7 @@ def _generation(
 
 
 def _conversations(
-    context: RunContext, roles: Roles, pool: WorkflowPool, unfinished: Sequence[UnfinishedGroup]
+    context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
 ) -> tuple[InFlight, GroupWorkflow]:
     """What makes the trajectories of a group by the recipe's workflow."""
     in_flight = InFlight(roles.engines, context.ledger)

@@ -10,6 +10,7 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
+from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
@@ -27,6 +28,7 @@ from stretto.launch.preflight.checks import (
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
+from stretto.launch.preflight.gateway import check_agent
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
@@ -42,6 +44,7 @@ from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.group import QuestionDetails
 
 
@@ -91,7 +94,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
-    check_workflow_class(recipe.workflow)
+    if isinstance(recipe.workflow, WorkflowConfig):
+        check_workflow_class(recipe.workflow)
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -106,6 +110,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     reference = recipe.algorithm.reference
     if reference is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
+    if isinstance(recipe.workflow, AgentConfig):
+        check_agent(recipe.workflow, tokenizer)
     sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
@@ -144,7 +150,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
 
 
 def _check_descriptors(recipe: Recipe) -> None:
-    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     check_descriptors(
         descriptors_needed(
             engines=recipe.engine.count,
