@@ -50,7 +50,6 @@ class Totals(Record, frozen=True):
     generated_by: Mapping[str, int] = {}  # engine: its part of `generated`
     carried: Carried | None = None
     rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
-    gateway: str | None = None  # where agents find the policy of a running run
 
 
 TOTALS = "totals"
@@ -147,6 +146,7 @@ class Inspection(Record, frozen=True):
     engines: tuple[EngineRecord, ...]
     weights: WeightsSummary
     rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
+    gateway: str | None = None  # where agents find the policy of a running run
 
 
 def inspect_run(path: str | Path) -> Inspection:
