@@ -44,6 +44,10 @@ count = "{folder / "count"}"
 
 [sampling]
 max_tokens = 16
+
+[algorithm.advantages]
+kind = "group"
+credit = "turn"
 """
     return with_sections(TINY, folder / "recipe.toml", section, without=("[sampling]", "max_tokens"))
 
@@ -75,6 +79,8 @@ def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Labora
     assert found.steps == 8
     found_rewards = {tuple(turn.reward for turn in turns_of(one)) for one in trained(run_dir, 8)}
     assert found_rewards == {(0.0, 1.0, 2.0, 3.0)}
+    buffered = sum(len(row["versions"]) for row in exported(laboratory, run_dir) if row["state"] == "buffered")
+    assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
     versions = [turn.versions for one in trained(run_dir, 8) for turn in turns_of(one)]
     assert any(one[0] < one[-1] for one in versions), "no update came in the middle of a turn"
     assert len(set(called(tmp_path))) == len(called(tmp_path))
