@@ -15,6 +15,7 @@ import signal
 from pathlib import Path
 
 from stretto.core.records import Segment, Trajectory
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.ledger.reading import read_batches
 from tests.launch.running import (
     ROOT,
@@ -26,6 +27,7 @@ from tests.launch.running import (
     wait_for_step,
     with_sections,
 )
+from tests.worlds.workflows.users_own import Asks
 
 _TURNS = 4
 
@@ -151,3 +153,9 @@ def test_a_workflow_that_is_not_there_is_refused_before_the_run(laboratory: Labo
     ):
         ended = laboratory.run("train", recipe_of(tmp_path), f"workflow.function={value}", "--dry-run")
         ended.refused(message)
+
+
+def test_a_workflow_may_be_given_as_its_class() -> None:
+    chosen = load_recipe(TINY, {"workflow": Asks}).workflow
+    assert chosen is not None
+    assert (chosen.function, chosen.path) == ("tests.worlds.workflows.users_own:Asks", str(ROOT))
