@@ -63,7 +63,7 @@ def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Give
     if len(problems) > _SHOWN:
         problems = [*problems[:_SHOWN], Problem(name, f"{len(problems) - _SHOWN} more rows like these")]
     if not found and not problems:
-        problems = [Problem(name, "no rows", "one JSON object a line is needed")]
+        problems = [Problem(name, "no rows", "at least one is needed")]
     if problems:
         raise DataError(problems)
     return found

@@ -120,8 +120,8 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def deciding(self) -> str:
-        """The function that says what is right, of completions of all sources."""
-        return self.parts[0].function
+        """The function that says what is right; empty if that is not the same one for all sources."""
+        return "" if self.parts[0].sources else self.parts[0].function
 
     @property
     def seconds_per_completion(self) -> float:

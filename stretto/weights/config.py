@@ -77,7 +77,7 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
                 Problem(
                     "weights.medium",
                     '"broadcast" is not carried by a run: nobody could verify what arrived in a server (docs/decisions/'
-                    "0027-no-run-by-broadcast.md; `stretto.weights.broadcast` does it for servers of your own)",
+                    "0028-no-run-by-broadcast.md; `stretto.weights.broadcast` does it for servers of your own)",
                     'use "http", or "auto"',
                 )
             ]

@@ -1,9 +1,9 @@
 """A recipe with several rewards, some of them for some sources.
 
-Promises: each is measured by its name, in metrics, samples and the summary of the run; a source has the rewards that
-name it and those for all; mistakes (an unknown source, a source without a reward, a function that is not there) end the
-start with their places; gold answers are read by the rewards of their source alone; a recipe with them reads back as
-itself.
+Promises: each is measured by its name, in metrics, samples, the summary of the run and its export; a source has the
+rewards that name it and those for all; mistakes (an unknown source, a source without a reward, a function that is not
+there) end the start with their places; gold answers are read by the rewards of their source alone; a recipe with them
+reads back as itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.service.wire import Row
+from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
 from stretto.worlds.data.task import Question
@@ -86,12 +87,20 @@ def recipe(tmp_path: Path) -> Path:
 def test_every_reward_is_measured_by_its_name(recipe: Path, laboratory: Laboratory) -> None:
     run = recipe.parent / "run"
     laboratory.trained(run, recipe=recipe)
-    steps, _ = read_metrics(run / "metrics.jsonl")
+    steps, evaluations = read_metrics(run / "metrics.jsonl")
+    assert [set(line.rewards) for line in evaluations] == [{"number", "shortness"}] * 2  # a sum is held out
     assert {name for step in steps for name in step.rewards} == {"number", "word", "shortness"}
     for step in steps:
         assert 0 < (step.rewards["shortness"] or 0) <= 1
         assert step.reward <= 1.5
     assert inspect_run(run).rewards == steps[-1].rewards
+    trained = [row for row in read_trajectories(run) if row.state == "trained"]
+    assert len(trained) == 8
+    for row in trained:
+        own = "number" if row.source == "sums" else "word"
+        assert set(row.rewards) == {own, "shortness"}
+        assert row.reward == pytest.approx(row.rewards[own] + 0.5 * row.rewards["shortness"])
+        assert row.verdict == ("right" if row.rewards[own] == 1 else "wrong")
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     assert sample["reward"] == pytest.approx(
         0.5 * sample["rewards"]["shortness"] + sample["rewards"].get("number", 0) + sample["rewards"].get("word", 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stretto.core.records import Outcome
+from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.judge import Judge, JudgeConfig
@@ -176,6 +176,25 @@ def test_the_workers_of_a_run_ask_it(server: Server) -> None:
 
     found = asyncio.run(asyncio.wait_for(scored(), 60))
     assert found == [(Outcome.RIGHT, 0.8), (Outcome.WRONG, 0.2), (Outcome.UNDECIDED, None)]
+
+
+def test_it_can_be_one_of_several_rewards_and_is_asked_where_those_before_it_decided(server: Server) -> None:
+    server.replies = [(200, "Score: 5"), (200, "no score")]
+    functions = [{"function": "last_number"}, {"function": "judge", "name": "tone", "weight": 0.5}]
+    judged = {"address": server.address, "model": "m", "tries": 1}
+    items = [("one 1", "1"), ("one 2", "1"), ("one 3", "no number")]
+
+    async def scored() -> list[Verdict]:
+        async with RewardPool(RewardsConfig.model_validate({"functions": functions, "judge": judged})) as pool:
+            return await pool.score([ScoreItem(prompt="q", completion=text, answer=gold) for text, gold in items])
+
+    first, *others = asyncio.run(asyncio.wait_for(scored(), 60))
+    assert first == Verdict(Outcome.RIGHT, 1.25, rewards={"last_number": 1.0, "tone": 0.5})
+    assert [(verdict.outcome, verdict.reward, verdict.reason.partition(":")[0]) for verdict in others] == [
+        (Outcome.UNDECIDED, None, "tone"),
+        (Outcome.UNDECIDED, None, "last_number"),
+    ]
+    assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from stretto.core.records import Outcome, Prompt, Record
+from stretto.core.records import Outcome, Prompt, Record, Verdict
 
 _Z = 1.959963984540054  # of a 95% interval
 
@@ -29,6 +29,7 @@ class QuestionResult(Record, frozen=True):
     truncated: tuple[bool, ...]  # cut off at sampling.max_tokens
     completions: tuple[str, ...]
     majority: float | None = None
+    parts: tuple[Mapping[str, float], ...] = ()  # of several rewards, for each completion: the values by name
 
     @property
     def right(self) -> int:
@@ -39,24 +40,25 @@ class QuestionResult(Record, frozen=True):
         cls,
         prompt: Prompt,
         completions: Sequence[tuple[str, int, bool]],
-        outcomes: Sequence[Outcome],
-        rewards: Sequence[float | None],
+        verdicts: Sequence[Verdict],
         versions: Sequence[int],
         finals: Sequence[str | None] | None,
     ) -> QuestionResult:
         """`completions`: text, length and whether it was cut off; `finals`: final answers, if the reward has such."""
         texts, lengths, truncated = zip(*completions, strict=True)
+        outcomes = tuple(verdict.outcome for verdict in verdicts)
         return cls(
             id=prompt.id,
             prompt=prompt.text,
             answer=prompt.answer,
             versions=tuple(sorted(set(versions))),
-            outcomes=tuple(outcomes),
-            rewards=tuple(rewards),
+            outcomes=outcomes,
+            rewards=tuple(verdict.reward for verdict in verdicts),
             lengths=lengths,
             truncated=truncated,
             completions=texts,
             majority=majority(outcomes, finals) if finals is not None else None,
+            parts=tuple(verdict.rewards for verdict in verdicts if verdict.rewards),
         )
 
 
@@ -83,6 +85,7 @@ class Evaluation(Record, frozen=True):
     pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
     maj: float | None = None  # of questions whose most frequent answer is right; None: the reward knows no answers
     ci95: tuple[float, float] = (0.0, 1.0)  # of the accuracy
+    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value before the weight
 
     @classmethod
     def of(cls, results: Sequence[QuestionResult]) -> Evaluation:
@@ -104,6 +107,7 @@ class Evaluation(Record, frozen=True):
             },
             maj=sum(majorities) / len(majorities) if majorities else None,
             ci95=interval(shares),
+            rewards=mean_rewards(part for result in results for part in result.parts),
         )
 
     @property
@@ -133,6 +137,7 @@ class Evaluation(Record, frozen=True):
             rows += [(f"pass@{k}", f"{value:.4f}") for k, value in self.pass_at.items()]
         if self.per_prompt > 1 and self.maj is not None:
             rows.append((f"maj@{self.per_prompt}", f"{self.maj:.4f}"))
+        rows += [(name, f"{value:.4f} on average") for name, value in self.rewards.items()]
         rows.append(("questions", f"{self.prompts:,}, {self.per_prompt} completions each"))
         rows.append(("length", f"{self.length_mean:.1f} tokens on average, {self.length_max} at most"))
         rows.append(("truncated", f"{self.truncated:,} of {self.samples:,}"))
@@ -148,6 +153,19 @@ class Evaluation(Record, frozen=True):
             "length_mean": self.length_mean,
         }
         return msgspec.json.encode(msgspec.structs.asdict(self) | more).decode()
+
+
+def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean value of each named reward over the completions that it judged, by name.
+
+    >>> mean_rewards([{"correct": 1.0, "form": 0.5}, {"correct": 0.0}])
+    {'correct': 0.5, 'form': 0.5}
+    """
+    values: dict[str, list[float]] = {}
+    for rewards in judged:
+        for name, value in rewards.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def pass_at(k: int, right: int, samples: int) -> float:

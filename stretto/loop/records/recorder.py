@@ -16,7 +16,7 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, Outcome, Prompt, Record, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
-from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals
@@ -44,15 +44,6 @@ class EarlierTotals(Record, frozen=True):
     def of(cls, totals: Totals) -> EarlierTotals:
         """All work counts, also that of steps which are done again."""
         return cls(**{name: getattr(totals, name) for name in cls.__struct_fields__})
-
-
-def mean_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean value of each named reward, over the trajectories that it judged, by name."""
-    values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.verdict.rewards.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 @dataclass(frozen=True)
@@ -181,7 +172,7 @@ class Recorder:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
         self._ledger.record_update(update)
         self.clock.updated()
-        self._rewards = mean_rewards([trajectory for group in batch.groups for trajectory in group.trajectories])
+        self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
         self.latest = totals = self.totals()
         self._metrics.append(metrics := self._line(batch, update, totals))
         self._ledger.put(TOTALS, totals)
@@ -278,6 +269,7 @@ class Recorder:
             pass_at=evaluation.pass_at,
             maj=evaluation.maj,
             ci95=evaluation.ci95,
+            rewards=evaluation.rewards,
         )
 
     def say(self, sentence: str) -> None:

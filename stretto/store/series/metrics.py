@@ -66,6 +66,7 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
     maj: float | None = None  # of prompts whose most frequent answer is right
     ci95: tuple[float, float] | None = None  # of the accuracy
+    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value before the weight
 
 
 class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_field="kind"):
