@@ -12,8 +12,8 @@ class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
     function: str = Field(
         min_length=1,
-        description="a built-in workflow (multi_turn, tools, user_simulator, self_play, best_of_n), or "
-        "'package.module:Class'",
+        description="a built-in workflow (multi_turn, tools, environment, user_simulator, self_play, best_of_n), "
+        "or 'package.module:Class'",
     )
     settings: dict[str, Any] = Field({}, description="arguments of its class, a table `[workflow.settings]`")
     path: str | None = Field(
