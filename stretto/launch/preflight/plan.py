@@ -242,9 +242,10 @@ def _waiting_workflows(recipe: Recipe) -> list[str]:
     rollout, workflow = recipe.rollout, recipe.workflow
     if workflow is None or rollout.max_in_flight * rollout.group_size <= workflow.workers * workflow.concurrency:
         return []
+    wanted, room = rollout.max_in_flight * rollout.group_size, workflow.workers * workflow.concurrency
     return [
-        f"rollout.max_in_flight * group_size is {rollout.max_in_flight * rollout.group_size} trajectories, and workflows "
-        f"run {workflow.workers * workflow.concurrency} at a time (workflow.workers * concurrency); others wait"
+        f"rollout.max_in_flight * group_size is {wanted} trajectories, and workflows run {room} at a time "
+        "(workflow.workers * concurrency); others wait"
     ]
 
 
