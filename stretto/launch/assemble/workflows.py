@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.core.engine import Generate
-from stretto.core.records import Verdict
+from stretto.core.records import Completion, Verdict
 from stretto.gateway.agents.groups import AgentGroups
 from stretto.gateway.config import AgentConfig
 from stretto.launch.assemble.agents import AgentDoor
@@ -47,13 +47,20 @@ def workflow_groups(
     return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
 
 
-def conversing(plan: Plan, pool: Conversing | None, generate: Generate, score: Score) -> Converse | None:
-    """The trajectories of an evaluation; None: single turns."""
+def conversing(
+    plan: Plan,
+    pool: Conversing | None,
+    generate: Generate,
+    score: Score,
+    count: Callable[[Completion], None] = lambda completion: None,
+) -> Converse | None:
+    """The trajectories of an evaluation; None: single turns. `count` gets each turn."""
     if pool is None:
         return None
+    opened = sessions_of_evaluation(generate, count)
     if isinstance(pool, AgentDoor):
-        return pool.groups(sessions_of_evaluation(generate), score, _verdict_of(plan)).member
-    return WorkflowGroups(pool, sessions_of_evaluation(generate), plan.details, _services(plan, pool, score)).member
+        return pool.groups(opened, score, _verdict_of(plan)).member
+    return WorkflowGroups(pool, opened, plan.details, _services(plan, pool, score)).member
 
 
 def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:
