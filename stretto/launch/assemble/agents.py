@@ -20,13 +20,13 @@ from stretto.gateway.anthropic import AnthropicDialect
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.beside import serving_beside
 from stretto.gateway.chat import ChatDialect
+from stretto.gateway.checks import KEY, check_reach
 from stretto.gateway.config import AgentConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
 from stretto.gateway.sessions import SessionTable
 from stretto.gateway.telling import Teller
 from stretto.launch.preflight.checks import longest_prompt_allowed
-from stretto.launch.preflight.gateway import KEY, check_reach
 from stretto.launch.preflight.plan import Plan
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.single_turn import Score

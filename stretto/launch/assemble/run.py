@@ -43,6 +43,7 @@ from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.config import WorkflowConfig
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
@@ -148,7 +149,9 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
 def _roles_of(recipe: Recipe) -> str:
     local = recipe.cluster.placer == "local"
     engines = f"{recipe.engine.count} engine(s)" if local else "engines on other machines"
-    workflows = f", {recipe.workflow.workers} workflow process(es)" if recipe.workflow is not None else ""
+    workflows = ""
+    if isinstance(recipe.workflow, WorkflowConfig):
+        workflows = f", {recipe.workflow.workers} workflow process(es)"
     return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s){workflows}"
 
 

@@ -22,6 +22,7 @@ from stretto.gateway.agent_session import Speaker
 from stretto.gateway.anthropic import AnthropicDialect
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.chat import ChatDialect
+from stretto.gateway.checks import check_chat, check_reach
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
@@ -36,7 +37,6 @@ from stretto.launch.commands.serve import (
     engine_config,
     say_aloud,
 )
-from stretto.launch.preflight.gateway import check_chat, check_reach
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.store import lock
@@ -89,7 +89,7 @@ def speaker_of(name: str, tokenizer: Tokenizer, sampling: Sampling, context: int
     Raises:
         ModelFolderError: the tokenizer has no chat template.
     """
-    check_chat(tokenizer)
+    check_chat(tokenizer, tokenizer.place)
     return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context), config)
 
 

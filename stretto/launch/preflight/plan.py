@@ -10,6 +10,7 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
+from stretto.gateway.checks import check_agent
 from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
@@ -28,7 +29,6 @@ from stretto.launch.preflight.checks import (
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
 from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
-from stretto.launch.preflight.gateway import check_agent
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
@@ -111,7 +111,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     if reference is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     if isinstance(recipe.workflow, AgentConfig):
-        check_agent(recipe.workflow, tokenizer)
+        check_agent(recipe.workflow, tokenizer, tokenizer.place)
     sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
@@ -246,12 +246,16 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
 
 def _waiting_workflows(recipe: Recipe) -> list[str]:
     rollout, workflow = recipe.rollout, recipe.workflow
-    if workflow is None or rollout.max_in_flight * rollout.group_size <= workflow.workers * workflow.concurrency:
+    if workflow is None:
         return []
-    wanted, room = rollout.max_in_flight * rollout.group_size, workflow.workers * workflow.concurrency
+    agents = isinstance(workflow, AgentConfig)
+    room = workflow.parallel if isinstance(workflow, AgentConfig) else workflow.workers * workflow.concurrency
+    wanted, key = rollout.max_in_flight * rollout.group_size, "parallel" if agents else "workers * concurrency"
+    if wanted <= room:
+        return []
     return [
-        f"rollout.max_in_flight * group_size is {wanted} trajectories, and workflows run {room} at a time "
-        "(workflow.workers * concurrency); others wait"
+        f"rollout.max_in_flight * group_size is {wanted} trajectories, and {'agents' if agents else 'workflows'} run "
+        f"{room} at a time (workflow.{key}); others wait"
     ]
 
 

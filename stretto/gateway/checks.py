@@ -7,9 +7,9 @@ import shutil
 import socket
 from ipaddress import ip_address
 
+from stretto.conversation.bridge import ChatTemplate
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, WorkflowError
 from stretto.gateway.config import AgentConfig
-from stretto.model.hf.tokenizer import Tokenizer
 
 KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens sessions
 
@@ -26,17 +26,17 @@ def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
         raise RecipeError([Problem(place, found, f"give --api-key or {KEY}, or listen on 127.0.0.1")])
 
 
-def check_chat(tokenizer: Tokenizer) -> None:
+def check_chat(tokenizer: ChatTemplate, place: str) -> None:
     """
     Raises:
-        ModelFolderError: the tokenizer has no chat template.
+        ModelFolderError: the tokenizer, of the folder `place`, has no chat template.
     """
-    if not tokenizer.has_chat_template:
+    if not tokenizer.chat_template:
         remedy = "agents send messages: choose a model whose tokenizer has one"
-        raise ModelFolderError([Problem(tokenizer.place, "the tokenizer has no chat template", remedy)])
+        raise ModelFolderError([Problem(place, "the tokenizer has no chat template", remedy)])
 
 
-def check_agent(config: AgentConfig, tokenizer: Tokenizer) -> None:
+def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
     """
     Raises:
         WorkflowError: the agent cannot be started.
@@ -51,7 +51,7 @@ def check_agent(config: AgentConfig, tokenizer: Tokenizer) -> None:
         problems.append(Problem("workflow.function", repr(config.function), "'package.module:function' is needed"))
     if problems:
         raise WorkflowError(problems)
-    check_chat(tokenizer)
+    check_chat(tokenizer, place)
 
 
 def _searched(config: AgentConfig) -> str:
