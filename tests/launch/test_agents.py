@@ -12,7 +12,7 @@ from pathlib import Path
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches
 from tests.gateway.serving import build_chat_model
-from tests.launch.running import ROOT, TINY, Laboratory, assert_the_law, wait_for_step, with_sections
+from tests.launch.running import ROOT, TINY, Laboratory, assert_the_law, wait_for_step, wait_until, with_sections
 
 _PROGRAM = ROOT / "tests" / "gateway" / "agents_own.py"
 _BUILD = ("[model.build]", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "context", "alphabet")
@@ -47,8 +47,12 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
         assert address is not None
         with urllib.request.urlopen(f"{address}/health", timeout=30) as reply:
             assert json.load(reply)["model"] == "policy"
+        (tmp_path / "wait").touch()  # from now on no agent ends
+        before = (tmp_path / "notes").read_text()
+        wait_until(lambda: (tmp_path / "notes").read_text().count("\n") > before.count("\n") + 3, "four answers")
         command.process.kill()
         command.end()
+    (tmp_path / "wait").unlink()
     assert inspect_run(run_dir).gateway is None
     ended = laboratory.run("train", "--resume", run_dir)
     assert ended.code == 0, ended.out + ended.err
