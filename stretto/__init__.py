@@ -28,14 +28,18 @@ if TYPE_CHECKING:
         StoreError,
         StrettoError,
         UserError,
+        WorkflowError,
     )
     from stretto.launch.recipe.recipe import Recipe
     from stretto.loop.records.evaluation import Evaluation
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
+    from stretto.worlds.workflows.conversation import Conversation, Workflow
+    from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Conversation",
     "DataError",
     "Engine",
     "Evaluation",
@@ -44,6 +48,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RefusedRequest",
+    "Reward",
     "RewardFunctionError",
     "RoleDied",
     "RoleError",
@@ -53,7 +58,11 @@ __all__ = [
     "StoreError",
     "StrettoError",
     "TextCompletion",
+    "TurnReply",
     "UserError",
+    "Workflow",
+    "WorkflowError",
+    "WorkflowTask",
     "evaluate",
     "open_run",
     "sections",
@@ -61,8 +70,10 @@ __all__ = [
 ]
 
 _ERRORS = "stretto.core.errors"
+_CONVERSATION, _TASK = "stretto.worlds.workflows.conversation", "stretto.worlds.workflows.task"
 #: Where each public name is from; it is loaded when it is first asked for, so that `import stretto` is quick.
 _ORIGINS = {
+    "Conversation": _CONVERSATION,
     "DataError": _ERRORS,
     "Engine": "stretto.api.generation:LocalEngine",
     "Evaluation": "stretto.loop.records.evaluation",
@@ -71,6 +82,7 @@ _ORIGINS = {
     "Recipe": "stretto.launch.recipe.recipe",
     "RecipeError": _ERRORS,
     "RefusedRequest": _ERRORS,
+    "Reward": _TASK,
     "RewardFunctionError": _ERRORS,
     "RoleDied": _ERRORS,
     "RoleError": _ERRORS,
@@ -80,7 +92,11 @@ _ORIGINS = {
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
     "TextCompletion": "stretto.api.generation",
+    "TurnReply": _TASK,
     "UserError": _ERRORS,
+    "Workflow": _CONVERSATION,
+    "WorkflowError": _ERRORS,
+    "WorkflowTask": _TASK,
     "evaluate": "stretto.api.training",
     "open_run": "stretto.api.run",
     "sections": "stretto.api.sections:",

@@ -47,7 +47,7 @@ class Doors:
         scale: carries out `stretto scale`; its sentence, or a StrettoError.
         say: takes a sentence for the log.
         logs: the folder for the logs of roles on other machines.
-        refuses: why no machine may join for roles of this kind; "" if one may.
+        refuses: why a machine may not join; "" if it may.
     """
 
     terms: Callable[[], RunTerms]
@@ -55,7 +55,7 @@ class Doors:
     scale: Callable[[int], Awaitable[str]]
     say: Callable[[str], None]
     logs: Path
-    refuses: Callable[[str], str] = lambda kind: ""
+    refuses: Callable[[Join], str] = lambda join: ""
 
 
 class Gate:
@@ -155,7 +155,7 @@ class Gate:
                 return f"you have joined run {caller.run} before, and this is run {self._run}: start a new agent for it"
             if not 0 < caller.count <= _MOST_PLACES:
                 return f"a machine has 1 to {_MOST_PLACES} places, not {caller.count}"
-            return self._doors.refuses(caller.kind)
+            return self._doors.refuses(caller)
         return ""
 
     # ── those who are admitted ───────────────────────────────────────────────────────────────────

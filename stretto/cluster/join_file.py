@@ -10,6 +10,7 @@ from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Record
 
 JOIN = "join.json"  #: of a run folder: what a machine needs to join
+PATIENCE_SECONDS = 120.0
 
 
 class JoinFile(Record, frozen=True):
@@ -20,6 +21,7 @@ class JoinFile(Record, frozen=True):
     address: str = ""  # of the gate for other machines; "" if none can join
     control: str = ""  # of the gate for commands on the machine of the run
     tls: str = ""  # folder of certificates, where the run sees it; "" for none
+    patience: float = PATIENCE_SECONDS  # how long the reply to `stretto scale` may take
 
 
 def read_join_file(folder: Path) -> JoinFile:

@@ -28,16 +28,19 @@ class RayPlacerSpec(Record, frozen=True):
 
 
 class PlaceAgents(Record, frozen=True, tag=True):
-    """Have so many agents for engines, spread over the nodes, and for ranks, packed; the reply is `AgentsPlaced`."""
+    """Have so many agents for engines, spread over the nodes, and for ranks, packed; the reply is `AgentsPlaced`. A
+    reply has the `number` of its order: one that comes too late is not taken for that to the next."""
 
     engines: int
     ranks: int = 0
+    number: int = 0
 
 
 class AgentsPlaced(Record, frozen=True, tag=True):
     """The nodes of the agents, in no order."""
 
     nodes: tuple[str, ...]
+    number: int = 0
 
 
 class NotPlaced(Record, frozen=True, tag=True):
@@ -46,6 +49,7 @@ class NotPlaced(Record, frozen=True, tag=True):
 
     problem: str
     exit_code: int
+    number: int = 0
 
 
 FromPlacer = AgentsPlaced | NotPlaced | Failed

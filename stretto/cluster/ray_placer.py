@@ -291,7 +291,7 @@ def reply(
 def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
     placer = RayPlacer(spec)
     while (order := orders.receive()) is not None:
-        orders.send(reply(placer.place, order))
+        orders.send(msgspec.structs.replace(reply(placer.place, order), number=order.number))
 
 
 def main(arguments: list[str]) -> int:

@@ -41,7 +41,8 @@ class Turn:
 class TurnRequest:
     """What is to be sampled: the segment `node`, behind `prompt`.
 
-    `prefix` is what is sampled of it already, with its parent and its cause; most often no token.
+    `prefix` is what is sampled of it already, with its parent and its cause; most often no token. `least` is the newest
+    version that sampled any token of the prompt: along a path versions never fall.
     """
 
     node: int
@@ -49,6 +50,7 @@ class TurnRequest:
     sampling: Sampling
     seed: int
     prefix: Segment
+    least: int = 0
 
 
 class Sampler(Protocol):
@@ -170,7 +172,8 @@ class Session:
         prefix = self.forest.segments[node]
         if prefix.stop_reason is None:
             try:
-                whole = await self._sampler(TurnRequest(node, prompt, sampling, self._seeds[node], prefix))
+                least = self._newest_before(node)
+                whole = await self._sampler(TurnRequest(node, prompt, sampling, self._seeds[node], prefix, least))
             except BaseException:
                 self._claimed.discard(node)
                 self._turns.setdefault(prompt, deque()).appendleft(node)
@@ -239,9 +242,18 @@ class Session:
             found.append(msgspec.structs.replace(segment, parent=behind, reward=reward))
         return tuple(found)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Of turns that have ended, whether or not they are part of the trajectory."""
+        return sum(len(one.token_ids) for one in self.forest.segments if one.stop_reason is not None)
+
     def _before(self, node: int) -> Tokens:
         parent = parent_of(self.forest.segments, node)
         return self.forest.tokens(parent) if parent >= 0 else self.forest.prompt if parent == PROMPT else ()
+
+    def _newest_before(self, node: int) -> int:
+        _, places = way_to(self.forest.segments, node)
+        return max((max(self.forest.segments[at].versions, default=0) for at in places), default=0)
 
     def _seed_of(self, node: int, prompt: Tokens) -> None:
         """It follows from the prompt and how often that was asked before, so that parallel turns may begin in any

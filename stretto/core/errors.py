@@ -6,7 +6,8 @@
     │   ├── DataError            a dataset file or one of its rows
     │   ├── ModelFolderError     a Hugging Face folder that cannot be loaded
     │   ├── RewardFunctionError  a reward that is not what a reward must be
-    │   └── RunFolderError       a run folder that is missing, in use, or of another run
+    │   ├── RunFolderError       a run folder that is missing, in use, or of another run
+    │   └── WorkflowError        a workflow that is not what a workflow must be
     ├── RoleError                a process of the run
     │   ├── RoleDied             it ended without being asked to
     │   ├── RoleFailed           it reported an error from which it cannot continue
@@ -147,6 +148,18 @@ class RunFolderError(UserError):
         try:
             stretto.open_run("nowhere")
         except stretto.RunFolderError as error:
+            print(error)
+    """
+
+
+class WorkflowError(UserError):
+    """A workflow that cannot be used, or most of whose trajectories fail.
+
+    Example::
+
+        try:
+            stretto.train("recipe.toml", workflow={"function": "multiturn"})
+        except stretto.WorkflowError as error:
             print(error)
     """
 

@@ -197,7 +197,10 @@ class AgentSession:
             before = self._bridge.turn(asked.previous)
             if before is None:
                 raise RefusedRequest("previous_response_id", "unknown in this session", "the id of an earlier reply")
-            history = (*before.history, *history)
+            held, system = before.history, history[:1] if history[0].role == "system" else ()
+            if system and held[0].role == "system":  # instructions are told each time, and are not messages behind
+                held = held[1:]
+            history = (*system, *held, *history[len(system) :])
         long = sum(len(message.text) for message in history) > _LONG_TEXT
         try:
             if long:

@@ -1,6 +1,6 @@
 """The gateway over HTTP.
 
-    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url"}
+    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
     POST /sessions/ID/reward           {"reward": 1.0}
     POST /sessions/ID/end
     GET  /sessions/ID                  state, nodes, samples
@@ -99,6 +99,8 @@ class GatewayApp:
         except Refusing as refused:
             why = refused.why
             headers = [(b"retry-after", b"1")] if why.status in (429, 503) else []
+            if why.status == 409:  # which clients would try again
+                headers.append((b"x-should-retry", b"false"))
             await reply(send, why.status, _JSON, dialect.refuse(why), headers)
         except Exception:  # a bug: its traceback goes to the log, the client gets a 500
             traceback.print_exc(file=sys.stderr)
@@ -237,8 +239,8 @@ class GatewayApp:
 
 def opened(session: AgentSession, address: str) -> dict[str, Any]:
     """What a program needs to use a session; `address` is ``http://host:port``, as it reaches the gateway."""
-    base = f"{address}/s/{session.key}/v1"
-    return {"id": session.id, "api_key": session.key, "base_url": base, "task": session.about}
+    base, model = f"{address}/s/{session.key}/v1", session.speaker.model
+    return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
 
 
 async def _send(dialect: Dialect, asked: AskedTurn, said: SaidTurn, send: Send) -> None:

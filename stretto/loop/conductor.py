@@ -34,7 +34,7 @@ from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.controller import Controller, Ticket
-from stretto.worlds.single_turn import Workflow
+from stretto.worlds.single_turn import GroupWorkflow
 
 _POLL_SECONDS = 1.0
 _KEEP_SECONDS = 5.0  # an engine that does not tell its tokens by then tells them the next time
@@ -55,7 +55,7 @@ class Conductor:
     """
 
     controller: Controller
-    workflow: Workflow
+    workflow: GroupWorkflow
     engines: EnginePool
     trainer: TrainerLink
     in_flight: InFlight

@@ -13,7 +13,17 @@ import msgspec
 
 from stretto.core.engine import Generate
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Update, Verdict, derive_seed
+from stretto.core.records import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    StopReason,
+    Trajectory,
+    Update,
+    Verdict,
+    derive_seed,
+)
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.loop.engines.in_flight import attempts
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
@@ -27,6 +37,12 @@ _PREFIX = "evaluation."
 
 #: (prompt, completion) -> the final answer, None where there is none: what a majority is counted over.
 FinalAnswerOf = Callable[[str, str], str | None]
+
+
+class Converse(Protocol):
+    """One judged trajectory of a prompt, by the workflow of a run."""
+
+    async def __call__(self, id: str, prompt: Prompt, member: int, seed: int, /) -> Trajectory: ...
 
 
 class FollowsBest(Protocol):
@@ -60,6 +76,7 @@ class Evaluator:
     final_answer: FinalAnswerOf | None = None
     rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
     name: str = ""
+    converse: Converse | None = None  # None: single turns
 
     async def __call__(self) -> Evaluation:
         """Generate and judge the completions of every prompt; each wait inside has its own deadline.
@@ -80,16 +97,45 @@ class Evaluator:
     async def _judged(
         self, prompts: Sequence[Prompt], free: asyncio.Semaphore
     ) -> list[tuple[QuestionResult, list[SampledCompletion]]]:
+        if (converse := self.converse) is not None:
+            async with free:
+                return await gather_or_cancel(*(self._conversed(converse, prompt) for prompt in prompts))
         async with free:
             completions = await self._completions([self._request(prompt) for prompt in prompts])
         return await gather_or_cancel(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
 
-    def _request(self, prompt: Prompt) -> GenerateRequest:
+    def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
         further = (derive_seed(self.seed, prompt.id, number) for number in range(1, self.samples))
+        return derive_seed(self.seed, prompt.id), *further
+
+    async def _conversed(self, converse: Converse, prompt: Prompt) -> tuple[QuestionResult, list[SampledCompletion]]:
+        """The trajectories of one prompt, as the workflow makes and judges them."""
+        ids = [f"{_PREFIX}{self.name}.{prompt.id}/{number}" for number in range(self.samples)]
+        trajectories = await gather_or_cancel(
+            *(
+                converse(id, prompt, number, seed)
+                for number, (id, seed) in enumerate(zip(ids, self._seeds(prompt), strict=True))
+            )
+        )
+        for one in trajectories:
+            for segment in one.segments:
+                if segment.sampled:
+                    self.count(Completion.of(one.id, one.member, segment))
+        final = self.final_answer
+        result = QuestionResult.of(
+            prompt,
+            [(one.text, len(one.versions), one.stop_reason is StopReason.LENGTH) for one in trajectories],
+            [one.verdict for one in trajectories],
+            [version for one in trajectories for version in one.versions] or [0],
+            [final(prompt.text, one.text) for one in trajectories] if final is not None else None,
+        )
+        return result, [SampledCompletion.of(prompt, one.versions, one.text, one.verdict) for one in trajectories]
+
+    def _request(self, prompt: Prompt) -> GenerateRequest:
         return GenerateRequest(
             id=f"{_PREFIX}{self.name}.{prompt.id}",
             prompt_token_ids=prompt.token_ids,
-            seeds=(derive_seed(self.seed, prompt.id), *further),
+            seeds=self._seeds(prompt),
             sampling=self.sampling,
         )
 

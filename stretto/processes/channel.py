@@ -12,7 +12,7 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RoleDied
-from stretto.core.frames import Unframer, frame
+from stretto.core.frames import LARGEST_FRAME, Unframer, frame
 
 _READ_BYTES = 1 << 20
 
@@ -62,11 +62,14 @@ class RoleEnd(Generic[Received]):
 class ConductorEnd(Generic[Received]):
     """The conductor's end: each wait is bounded and names the role."""
 
-    def __init__(self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "") -> None:
+    def __init__(
+        self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "", largest: int = LARGEST_FRAME
+    ) -> None:
+        """`largest`: bytes of a message of the role; a larger one is a WireError."""
         self.role = role
         self._log = log
         self._decoder = decoder
-        self._unframer = Unframer()
+        self._unframer = Unframer(largest)
         self._bodies: deque[bytes] = deque()
         self._near, self.far = socket.socketpair()
         self._reader: asyncio.StreamReader | None = None

@@ -76,8 +76,8 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
             [
                 Problem(
                     "weights.medium",
-                    '"broadcast" is not carried by a run: no byte of it is verified, and engines could not come and go '
-                    "(`stretto.weights.broadcast` does it for servers of your own)",
+                    '"broadcast" is not carried by a run: nobody could verify what arrived in a server (docs/decisions/'
+                    "0028-no-run-by-broadcast.md; `stretto.weights.broadcast` does it for servers of your own)",
                     'use "http", or "auto"',
                 )
             ]

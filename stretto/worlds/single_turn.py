@@ -22,7 +22,7 @@ class Detokenize(Protocol):
     def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
 
-class Workflow(Protocol):
+class GroupWorkflow(Protocol):
     """From a ticket to the judged trajectories of its group."""
 
     async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]: ...

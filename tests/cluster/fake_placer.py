@@ -15,10 +15,12 @@ from stretto.processes.run_role import Failed
 
 
 def main() -> int:
-    """`placed`, `refused` and `broken` are replies; `fails` reports a user's mistake and ends; `dies` just ends."""
+    """`placed`, `refused` and `broken` are replies; `late` is one that comes with that to the next order; `fails`
+    reports a user's mistake and ends; `dies` just ends."""
     spec = msgspec.json.decode(sys.argv[1], type=RayPlacerSpec)
     begin_role()
     orders: RoleEnd[PlaceAgents] = RoleEnd(spec.descriptor, TO_PLACER)
+    unsaid: list[int] = []
     script, done = Path(spec.address), Path(spec.address + ".orders")
     while (order := orders.receive()) is not None:
         taken = len(done.read_text().split()) if done.exists() else 0
@@ -26,13 +28,17 @@ def main() -> int:
             file.write(f"{order.engines}\n")
         match script.read_text().split()[taken]:
             case "placed" | "placed-and-dies" as word:
-                orders.send(AgentsPlaced(nodes=("here",)))
+                for number in (*unsaid, order.number):
+                    orders.send(AgentsPlaced(nodes=(f"order-{number}",), number=number))
+                unsaid = []
                 if word == "placed-and-dies":
                     return 1
+            case "late":
+                unsaid.append(order.number)
             case "refused":
-                orders.send(NotPlaced(problem="no room", exit_code=2))
+                orders.send(NotPlaced(problem="no room", exit_code=2, number=order.number))
             case "broken":
-                orders.send(NotPlaced(problem="RayActorError: it is dead", exit_code=1))
+                orders.send(NotPlaced(problem="RayActorError: it is dead", exit_code=1, number=order.number))
             case "fails":
                 orders.send(Failed(problem="Ray does not answer", exit_code=2))
                 return 2

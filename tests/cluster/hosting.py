@@ -91,7 +91,7 @@ async def hosted(
             scale=scale,
             say=lambda text: host.said.append(text),
             logs=folder / "logs",
-            refuses=lambda kind: "" if kind == "engine" else f"the run takes engines, and no {kind}",
+            refuses=lambda join: "" if join.kind == "engine" else f"the run takes engines, and no {join.kind}",
         )
         gate = Gate(run, TOKEN, doors)
         host = Host(gate, await gate.open(listen, tls), terms, publisher)

@@ -1,6 +1,7 @@
 """Agents on a Ray cluster, without Ray.
 
-- An order that fails costs no agent that is there: the placer says why, and takes the next one.
+- An order that fails costs no agent that is there: the placer says why, and takes the next one. A reply that comes
+  after the deadline of its order is not taken for that to the next.
 - A placer that dies is replaced, and places the agents of the last order that was carried out; the run ends, by
   `RoleDied`, only after as many failures as a role is allowed.
 - Fewer engines are wanted: only dismissed agents go, and a placement group goes with its last agent, never before. More
@@ -22,7 +23,7 @@ import pytest
 
 from stretto.cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
-from stretto.core.errors import Problem, RecipeError, RoleDied, RoleFailed
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.launch.assemble.cluster import identity_of
 from stretto.launch.assemble.ray_agents import RayAgents
 from stretto.launch.commands.join import offer
@@ -47,10 +48,10 @@ def in_a_loop(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]
 class Placer:
     """A conductor's agents with `fake_placer` as their placer."""
 
-    def __init__(self, folder: Path, *script: str) -> None:
+    def __init__(self, folder: Path, *script: str, seconds: float = 20.0) -> None:
         self._script = folder / "script"
         self._script.write_text("\n".join(script))
-        spec = RayPlacerSpec(run="run", address=str(self._script), join=(), cpus=1, gpus=0, seconds=20.0)
+        spec = RayPlacerSpec(run="run", address=str(self._script), join=(), cpus=1, gpus=0, seconds=seconds)
         limits = DeadlinesConfig(engine_restarts=2)
         self.said: list[str] = []
         module = "tests.cluster.fake_placer"
@@ -91,6 +92,20 @@ async def test_an_order_that_the_cluster_cannot_carry_out_is_refused_and_the_pla
     finally:
         await placer.agents.close()
     assert placer.orders == [2, 100, 3, 4]
+
+
+@in_a_loop
+async def test_a_reply_after_the_deadline_is_not_taken_for_that_to_the_next_order(tmp_path: Path) -> None:
+    placer = Placer(tmp_path, "placed", "late", "placed", seconds=2.0)
+    try:
+        await placer.agents.place(1, 0)
+        with pytest.raises(DeadlineExceeded, match="to place agents"):
+            await placer.agents.place(2, 0)
+        await placer.agents.place(3, 0)
+    finally:
+        await placer.agents.close()
+    assert placer.orders == [1, 2, 3]
+    assert [sentence.rpartition(" ")[2] for sentence in placer.said] == ["order-1", "order-3"]
 
 
 @in_a_loop

@@ -40,7 +40,7 @@ class Engines:
             await asyncio.sleep(self.chance.random() * 0.2)
             self.on_load(self.version)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         begun = request.prefixes or (Segment(),) * len(request.seeds)
         answers = [(list(some.token_ids), list(some.versions)) for some in begun]
         self.writing[request.id] = answers

@@ -191,6 +191,7 @@ async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path
         assert (await under_way).status_code == 409
         late = await gateway.chat(session, ASK)
         assert (late.status_code, late.json()["error"]["code"]) == (409, "session_ended")
+        assert late.headers["x-should-retry"] == "false"  # clients try a 409 again without
         shown = await gateway.shown(session)
         assert (shown["state"], shown["stragglers"], model.broken_off) == ("ended", 1, 1)
     async with served_gateway(model, tmp_path) as gateway:

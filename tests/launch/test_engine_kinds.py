@@ -99,6 +99,16 @@ def test_servers_are_started_or_given_and_each_address_is_one_engine(policy: Pat
     assert recipe_of(policy, {"kind": "vllm", "addresses": ["a:1", "b:2"]}).engine.count == 2
 
 
+def test_machines_cannot_bring_engines_beside_servers_at_addresses(policy: Path) -> None:
+    engine = {"kind": "vllm", "addresses": ["127.0.0.1:1"]}
+    for cluster in ({"listen": "127.0.0.1:0"}, {"listen": "127.0.0.1:0", "placer": "given"}, {"placer": "ray"}):
+        (told,) = refused(policy, engine, cluster=cluster)
+        assert told.startswith("engine.addresses: is given, and machines would join with engines of their own")
+    ranks = {"ranks": 2, "remote_ranks": 1}
+    lines = refused(policy, engine, cluster={"listen": "127.0.0.1:0"}, trainer=ranks)
+    assert not [line for line in lines if "machines would join" in line]
+
+
 @pytest.mark.parametrize(
     ("kind", "says", "code", "message"),
     [

@@ -63,7 +63,7 @@ class ToyFleet:
     def listen(self, on_load: Callable[[int], None]) -> None:
         self.on_load = on_load
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         self.asked.append(request.id)
         version = self.version
         try:

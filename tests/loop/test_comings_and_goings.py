@@ -43,7 +43,7 @@ class Journal:
     def __init__(self) -> None:
         self.pieces: dict[str, Segment] = {}
 
-    def journal(self, id: str, piece: Segment) -> None:
+    def journal(self, id: str, piece: Segment, node: int = 0) -> None:
         self.pieces[id] = self.pieces.get(id, Segment()) + piece
 
 

@@ -257,7 +257,7 @@ def test_an_overdue_group_that_fails_at_that_moment_ends_the_run_with_its_own_er
     trained = asyncio.Event()
 
     class Straggling(ToyFleet):
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
             if not self.asked:
                 self.asked.append(request.id)
                 await trained.wait()
@@ -282,7 +282,7 @@ def test_overdue_answers_are_cut_off_and_asked_again(stage: Stage) -> None:
     class Straggling(ToyFleet):
         """Its first answer takes for ever."""
 
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
             self.seconds = 0.001 if self.asked else 20
             async for completion in super().generate(request):
                 yield completion

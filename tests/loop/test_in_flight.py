@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import msgspec
 import pytest
 
+from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
@@ -19,7 +20,7 @@ ANSWER = tuple(range(100, 110))
 class SlowToTell:
     """An engine that writes one answer for ever, and takes its time to tell how far it has come."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         await asyncio.get_running_loop().create_future()
         yield Completion(
             request=request.id,
@@ -41,7 +42,7 @@ class Journal:
         self.tokens: list[int] = []
         self.whole = Segment()
 
-    def journal(self, id: str, partial: Segment) -> None:
+    def journal(self, id: str, partial: Segment, node: int = 0) -> None:
         self.tokens += partial.token_ids
         self.whole += partial
 
@@ -67,7 +68,7 @@ class LostAfterFour:
     def __init__(self) -> None:
         self.told, self.go_on, self.begun = 4, asyncio.Event(), asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         first = not request.prefixes
         self.begun.set()
         await self.go_on.wait()
@@ -111,6 +112,35 @@ def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() ->
     (completion,) = asyncio.run(main())
     assert completion.engines == (("a", 4), ("b", 6))
     assert journal.whole == completion.segment
+
+
+def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journaled_as_its_segment() -> None:
+    pieces: list[tuple[str, Segment, int]] = []
+
+    class Pieces:
+        def journal(self, id: str, piece: Segment, node: int = 0) -> None:
+            pieces.append((id, piece, node))
+
+    async def main() -> Segment:
+        engines = LostAfterFour()
+        in_flight = InFlight(engines, Pieces(), {})
+        asked = TurnRequest(4, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment(parent=3, cause="fork"))
+        turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+        for told in (4, 7):
+            await engines.begun.wait()
+            engines.begun.clear()
+            engines.told = told
+            await in_flight.keep()
+            engines.go_on.set()
+        whole = await turn
+        assert [(id, node) for id, _, node in pieces] == [("0.17.0/3", 4)] * 3  # on record before it returns
+        in_flight.forget("0.17.0")
+        assert in_flight.unjudged == 0
+        return whole
+
+    whole = asyncio.run(main())
+    assert whole.engines == (("a", 4), ("b", 6))
+    assert sum((piece for _, piece, _ in pieces), start=Segment()) == whole
 
 
 def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:

@@ -73,6 +73,7 @@ async def run(python: Path, program: str, *words: str, session: Mapping[str, str
         "OPENAI_API_KEY": session["api_key"],
         "ANTHROPIC_BASE_URL": openai.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": session["api_key"],
+        "GATEWAY": openai.partition("/s/")[0],
         "MODEL": MODEL,
         "HOME": str(home),
     }

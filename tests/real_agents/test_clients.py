@@ -34,6 +34,7 @@ def thinking(prompt: str) -> str:
         ("openai_agents", ["chat", "stream"], {}, 0),
         ("openai_agents", ["responses"], {}, 0),
         ("openai_agents", ["responses", "stream"], {}, 0),
+        ("openai_agents", ["responses", "ids"], {}, 0),
         ("pydantic_agent", ["whole"], {}, 1),
         ("pydantic_agent", ["stream"], {}, 1),
         ("langgraph_agent", ["whole"], {}, 1),
@@ -63,6 +64,7 @@ async def test_an_agent_calls_tools(
     [
         ("openai_agents", ["chat"], {"reasoning_stripped": 1}),
         ("openai_agents", ["responses"], {}),
+        ("openai_agents", ["responses", "ids"], {}),
         ("openai_agents", ["responses", "stream"], {}),
         ("pydantic_agent", ["whole"], {}),
         ("langgraph_agent", ["whole"], {"reasoning_stripped": 1}),
@@ -95,3 +97,14 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents
         assert await run(agents, "openai_agents", "chat", session=moved, home=tmp_path) == first
         assert (await gateway.shown(session))["nodes"] == recorded["nodes"]
         assert silent.asked == []
+
+
+@in_a_loop
+async def test_an_agent_of_an_ended_session_is_refused_at_once(agents: Path, tmp_path: Path) -> None:
+    async with served_gateway(ScoredModel(script), tmp_path) as gateway:
+        session = await gateway.open()
+        await gateway.client.post(f"/sessions/{session['id']}/end")
+        for program in ("openai_agents", "claude_agent"):
+            with pytest.raises(AssertionError, match="ended"):
+                await run(agents, program, *(["chat"] if "openai" in program else []), session=session, home=tmp_path)
+        assert (await gateway.shown(session))["stragglers"] == 2  # neither tries again

@@ -15,17 +15,18 @@ import msgspec
 
 from stretto.cluster.address import bound
 from stretto.cluster.gate import Doors, Gate
-from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
+from stretto.cluster.join_file import JOIN, PATIENCE_SECONDS, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import AGENTS_TLS, RunTerms
+from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms
 from stretto.cluster.placing import RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
-from stretto.launch.assemble.ray_agents import RayAgents
+from stretto.launch.assemble.ray_agents import RayAgents, placing_seconds
 from stretto.launch.assemble.remote_ranks import RemoteRanks
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address
 from stretto.launch.preflight.checks import medium_of
+from stretto.launch.preflight.descriptors import no_room_for
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.guest import guest
 from stretto.loop.engines.handle import EngineHandle
@@ -101,7 +102,9 @@ class Cluster:
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
         tls = str(Path(config.tls).absolute()) if config.tls else ""
-        write_join_file(self.folder, msgspec.structs.replace(self.identity, address=address, control=control, tls=tls))
+        patience = PATIENCE_SECONDS + (placing_seconds(config.wait) if config.placer == "ray" else 0.0)
+        told = msgspec.structs.replace(self.identity, address=address, control=control, tls=tls, patience=patience)
+        write_join_file(self.folder, told)
         if config.placer == "ray":
             await self._place_by_ray(address)
 
@@ -186,10 +189,16 @@ class Cluster:
 
     # ── machines ─────────────────────────────────────────────────────────────────────────────────
 
-    def _why_not(self, kind: str) -> str:
-        if kind == "rank" and not self.plan.recipe.trainer.remote_ranks:
-            return "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
-        return "" if kind in ("engine", "rank") else f"there is no role {kind!r}; machines run an engine or a rank"
+    def _why_not(self, join: Join) -> str:
+        recipe = self.plan.recipe
+        if join.kind == "rank":
+            none = "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
+            return "" if recipe.trainer.remote_ranks else none
+        if join.kind != "engine":
+            return f"there is no role {join.kind!r}; machines run an engine or a rank"
+        if recipe.engine.addresses:
+            return "the run's engines are the servers of engine.addresses; it takes machines for ranks alone"
+        return no_room_for(join.count)
 
     def _terms(self) -> RunTerms:
         return RunTerms(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from stretto.cluster.placing import FROM_PLACER, RAY_PLACER, FromPlacer, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.channel import ConductorEnd
@@ -22,6 +24,12 @@ _NAME = "the placer of Ray"
 _GRACE = 5.0
 _PAUSE_SECONDS = 2.0  # a cluster that has lost a node may get another
 _USERS_MISTAKE = RecipeError.exit_code
+
+
+def placing_seconds(wait: float) -> float:
+    """How long an order may take: Ray looks for room, starts agents and is asked for their nodes, `wait` seconds each
+    at most."""
+    return 3 * wait
 
 
 @dataclass
@@ -47,6 +55,7 @@ class RayAgents:
         self._restarts = RestartBudget(self.deadlines.engine_restarts, self.deadlines.restart_window)
         self._channel: ConductorEnd[FromPlacer] | None = None
         self._order = PlaceAgents(engines=0)  # the last one that was carried out
+        self._numbers = itertools.count(1)
         self._one = asyncio.Lock()
 
     async def place(self, engines: int, ranks: int) -> None:
@@ -72,8 +81,9 @@ class RayAgents:
 
     async def _ask(self, order: PlaceAgents) -> None:
         assert self._channel is not None, "_start() comes first"
+        order = msgspec.structs.replace(order, number=next(self._numbers))
         await self._channel.send(order)
-        reply = await self._channel.receive("to place agents", 3 * self.spec.seconds)
+        reply = await self._reply(self._channel, order.number)
         if isinstance(reply, Failed):
             await self._process.last_words()
         if isinstance(reply, Failed | NotPlaced):
@@ -84,6 +94,14 @@ class RayAgents:
         ranks = f" and {order.ranks} rank(s)" if order.ranks else ""
         nodes = ", ".join(sorted(set(reply.nodes)))
         self.say(f"Ray has placed {order.engines} engine(s){ranks} on the nodes {nodes}")
+
+    async def _reply(self, channel: ConductorEnd[FromPlacer], number: int) -> FromPlacer:
+        """The reply to an order; those to earlier ones, which came too late, are dropped."""
+        async with deadline("conductor", f"{_NAME} to place agents", placing_seconds(self.spec.seconds)):
+            while True:
+                reply = await channel.next()
+                if isinstance(reply, Failed) or reply.number == number:
+                    return reply
 
     async def supervise(self) -> NoReturn:
         """Replace the placer when it dies, and its agents, which die with it.
@@ -109,7 +127,7 @@ class RayAgents:
                     await self._start()
                 await self._ask(self._order)
             except DeadlineExceeded as error:
-                self._process.kill()  # its late reply would be taken for that to the next order
+                self._process.kill()  # it hangs, perhaps; a new one places the agents anew
                 return f"{error}; {await self._process.last_words()}"
             except RoleDied as error:
                 return await self._process.last_words() if self._process.running else error.how

@@ -21,6 +21,7 @@ from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
 from stretto.launch.assemble.cluster import CONTROL, WEIGHTS_KEY, Cluster, identity_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
+from stretto.launch.assemble.workflows import workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
@@ -35,6 +36,7 @@ from stretto.store import lock
 from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
+from stretto.worlds.workflows.pool import WorkflowPool
 
 _SOCKETS = ".sockets"  # holds the path of the folder with the sockets of a run
 _STOP_GRACE = 1.0
@@ -49,6 +51,7 @@ class Roles:
     trainer: TrainerLink
     rewards: RewardPool
     cluster: Cluster
+    workflows: WorkflowPool | None = None
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
@@ -78,7 +81,9 @@ class Roles:
     def progress(self) -> object:
         """Changes with all work of a role; of engines, as of the last poll."""
         work = self.work()
-        return work.generated, work.recomputed, self.engines.busy(), self.rewards.busy_seconds, self.trainer.progress
+        ended = 0 if self.workflows is None else self.workflows.ended
+        roles = self.rewards.busy_seconds, self.trainer.progress, ended
+        return work.generated, work.recomputed, self.engines.busy(), *roles
 
     def work(self) -> Work:
         """The work of all roles so far; of engines, as of the last poll."""
@@ -134,6 +139,8 @@ async def running_roles(
         elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
         trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
         rewards = _reward_pool(plan, folder, report)
+        workflows = workflow_pool(plan, folder.role_log("workflow"), report)
+        asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
         trainer.report_to(report)
         engines.report_to(report)
         # Steps that are done again may take longer than an engine waits for its first weights.
@@ -142,13 +149,14 @@ async def running_roles(
         finished = False
         try:
             starts = (train, serve) if version == saved_step else (partial(_in_turn, train, serve),)
-            await stop.unless(_up(cluster, engines, recipe.cluster.wait, rewards.start, *starts))
+            await stop.unless(_up(cluster, engines, recipe.cluster.wait, *asked, *starts))
             record_facts(folder, rewards.facts)
-            yield Roles(engines, trainer, rewards, cluster)
+            yield Roles(engines, trainer, rewards, cluster, workflows)
             finished = not stop.requested
         finally:
             why = "the run has ended" if finished else "the run was stopped, and may go on"
-            await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close())
+            of_workflows = () if workflows is None else (workflows.close(),)
+            await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close(), *of_workflows)
             await end_all(report, cluster.close(why, again=not finished))
 
 

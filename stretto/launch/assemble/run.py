@@ -17,12 +17,14 @@ from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
+from stretto.launch.assemble.workflows import conversing, workflow_groups
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
 from stretto.loop.engines.rounds import Rounds
+from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
 from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
@@ -36,11 +38,12 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
+from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
-from stretto.worlds.single_turn import SingleTurn, Workflow
+from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.pool import WorkflowPool
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
@@ -206,9 +209,14 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         version=context.start.version,
         pacing=InRounds() if in_rounds(recipe) else Continuous(),
     )
-    restored = restore(controller, state, read_unfinished(context.folder.ledger))
+    unfinished = read_unfinished(context.folder.ledger)
+    restored = restore(controller, state, unfinished)
     ledger.watch(CONTROLLER, controller.state)
-    in_flight, workflow = _generation(context, roles, controller, restored)
+    in_flight, workflow = (
+        _generation(context, roles, controller, restored)
+        if roles.workflows is None
+        else _conversations(context, roles, roles.workflows, unfinished)
+    )
     roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
     conductor = Conductor(
         controller=controller,
@@ -244,7 +252,7 @@ def _prompts(plan: Plan, position: Position) -> PromptStream:
 
 def _generation(
     context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
-) -> tuple[InFlight, Workflow]:
+) -> tuple[InFlight, GroupWorkflow]:
     """What generates and judges a group; in a synchronous run, whose groups begin and leave together, in rounds."""
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
@@ -252,8 +260,19 @@ def _generation(
     if in_rounds(plan.recipe):
         rounds = Rounds(roles.engines.generate, lambda: controller.tickets, plan.recipe.engine.count)
         in_flight = InFlight(rounds, journal=None)
-    workflow: Workflow = SingleTurn(in_flight.generate, roles.rewards.score_group, plan.tokenizer.decode, plan.sampling)
+    workflow: GroupWorkflow = SingleTurn(
+        in_flight.generate, roles.rewards.score_group, plan.tokenizer.decode, plan.sampling
+    )
     return in_flight, workflow if rounds is None else rounds.together(workflow)
+
+
+def _conversations(
+    context: RunContext, roles: Roles, pool: WorkflowPool, unfinished: Sequence[UnfinishedGroup]
+) -> tuple[InFlight, GroupWorkflow]:
+    """What makes the trajectories of a group by the recipe's workflow."""
+    in_flight = InFlight(roles.engines, context.ledger)
+    sessions = TrajectorySessions(in_flight, context.ledger, unfinished_sessions(unfinished))
+    return in_flight, workflow_groups(context.plan, pool, sessions, roles.rewards.score_group)
 
 
 def _checkpointing(context: RunContext, roles: Roles, controller: Controller) -> Checkpointing:
@@ -281,6 +300,7 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
         detokenize=plan.tokenizer.decode,
         count=recorder.evaluation_sampled,
         keep=recorder.held_out,
+        converse=conversing(plan, roles.workflows, roles.engines.generate, roles.rewards.score_group),
     )
 
 

@@ -35,7 +35,10 @@ def socket_folder() -> Path:
 
 
 def in_rounds(recipe: Recipe) -> bool:
-    """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`)."""
+    """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`); those
+    of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
+    if recipe.workflow is not None:
+        return False
     batching = recipe.engine.batching
     repeatable = recipe.engine.kind == "native"
     return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0 and repeatable)

@@ -16,6 +16,7 @@ from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder
+from stretto.launch.assemble.workflows import conversing, workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
@@ -156,9 +157,11 @@ async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[Quest
     specs = engine_specs(plan, plan.base.path, endpoints, published=False)
     engines = EnginePool(specs, folder, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
+    workflows = workflow_pool(plan, folder / "workflow.txt")
+    asked = (rewards.start(),) if workflows is None else (rewards.start(), workflows.start())
     failed = True
     try:
-        await stopped.unless(gather_or_cancel(rewards.start(), engines.start(0)))
+        await stopped.unless(gather_or_cancel(*asked, engines.start(0)))
         evaluate = Evaluator(
             plan.held_out,
             plan.sampling,
@@ -167,11 +170,13 @@ async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[Quest
             rewards.score_group,
             plan.tokenizer.decode,
             rows=keep,
+            converse=conversing(plan, workflows, engines.generate, rewards.score_group),
         )
         evaluation = await stopped.unless(run_beside(engines.supervise(), with_samples(evaluate, plan)()))
         failed = False
     finally:
-        await asyncio.gather(engines.stop(1.0), rewards.close())
+        ends = (rewards.close(),) if workflows is None else (rewards.close(), workflows.close())
+        await asyncio.gather(engines.stop(1.0), *ends)
         if not failed:  # the message of a failure names a log in this folder
             shutil.rmtree(folder, ignore_errors=True)
     return evaluation or sys.exit(stopped.exit_code)

@@ -12,7 +12,7 @@ import msgspec
 
 from stretto import __version__
 from stretto.cluster.agent import Offer, places_of_gpus, run_agent
-from stretto.cluster.join_file import read_join_file
+from stretto.cluster.join_file import JoinFile, read_join_file
 from stretto.cluster.messages import ANSWER, Answer, Scale
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.processes.handshake import call
@@ -21,7 +21,6 @@ from stretto.processes.spawn import TOKEN
 from stretto.processes.wire import Wire, connect
 
 _HANDSHAKE_SECONDS = 10.0
-_SCALE_SECONDS = 120.0
 
 
 def offer(
@@ -100,25 +99,27 @@ def scale(run: Path, changes: list[str]) -> str:
     known = read_join_file(run)
     if not known.control:
         raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")])
-    answer = asyncio.run(_ask(known.control, known.token, int(wanted["engines"]), run))
+    answer = asyncio.run(_ask(known, int(wanted["engines"]), run))
     if not answer.done:
         raise RecipeError([Problem(str(run), answer.text)])
     return answer.text
 
 
-async def _ask(control: str, token: str, engines: int, run: Path) -> Answer:
+async def _ask(known: JoinFile, engines: int, run: Path) -> Answer:
     try:
-        reader, writer = await connect(control, None)
+        reader, writer = await connect(known.control, None)
         said = msgspec.msgpack.encode(Scale(engines=engines, release=__version__))
-        await call(reader, writer, token, said, peer="the run", seconds=_HANDSHAKE_SECONDS)
+        await call(reader, writer, known.token, said, peer="the run", seconds=_HANDSHAKE_SECONDS)
         wire: Wire[Answer] = Wire("the run", reader, writer, ANSWER)
-        async with asyncio.timeout(_SCALE_SECONDS):
-            answer = await wire.receive()
-        wire.cut()
+        try:
+            async with asyncio.timeout(known.patience):
+                answer = await wire.receive()
+        finally:
+            wire.cut()
     except HandshakeRefused as refused:
         raise RecipeError([Problem(str(run), str(refused), _remedy(refused))]) from None
     except TimeoutError:
-        raise DeadlineExceeded("stretto scale", "the run to reply", _SCALE_SECONDS) from None
+        raise DeadlineExceeded("stretto scale", "the run to reply", known.patience) from None
     except MachineLost:
         raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")]) from None
     if answer is None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import tempfile
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
 from stretto.cluster.address import bound
-from stretto.core.errors import ModelFolderError, Problem, RecipeError, RewardFunctionError, RoleError, nearest
+from stretto.core.errors import (
+    ModelFolderError,
+    Problem,
+    RecipeError,
+    RewardFunctionError,
+    RoleError,
+    WorkflowError,
+    nearest,
+)
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.capacity import longest_row_of
 from stretto.engine.native.generation import MOST_WAITING
@@ -27,6 +37,9 @@ from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.loading import PLACE as WORKFLOW
+from stretto.worlds.workflows.pool import check_workflow
 
 _LARGEST_PORT = 65_535
 
@@ -83,6 +96,26 @@ def check_reward_function(config: RewardsConfig) -> None:
         if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
             raise
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def check_workflow_class(config: WorkflowConfig | None) -> None:
+    """Import and make the workflow, if there is one, in a process that can be killed.
+
+    Raises:
+        WorkflowError: it cannot be used.
+    """
+    if config is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        log = Path(folder) / "workflow.txt"
+        try:
+            asyncio.run(check_workflow(config, log))
+        except RoleError as error:
+            if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+                raise
+            said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
+            found = str(error).partition(";")[0] + (f": {said}" if said else "")
+            raise WorkflowError([Problem(WORKFLOW, found, "its module must be importable")]) from None
 
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:

@@ -3,17 +3,31 @@ database file"."""
 
 from __future__ import annotations
 
+import os
 import resource
 
 from stretto.core.errors import Problem, RecipeError
 
 _CONDUCTOR = 32  # its libraries, ledger, logs, locks and event loop
 _ENGINE, _RANK, _REWARD_WORKER, _GROUP = 6, 4, 2, 1  # wires, logs, heartbeats; the connection of a group in flight
+_GUEST = 4  # an engine that joins: its machine's wire, log, counters and tokens; groups in flight count beside it
 
 
 def descriptors_needed(*, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1) -> int:
     """What the conductor may have open at once, the process of a run that has the most: `groups` are in flight."""
     return _CONDUCTOR + _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers + _GROUP * groups
+
+
+def no_room_for(guests: int) -> str:
+    """Why so many more engines cannot join this process: it may open too few further descriptors; "" if they can."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = allowed - len(os.listdir("/proc/self/fd"))
+    if allowed == resource.RLIM_INFINITY or left >= _GUEST * guests:
+        return ""
+    return (
+        f"the run may open {max(left, 0)} more file descriptors, and {guests} more engine(s) need {_GUEST * guests}: "
+        "it has to be started with a higher ulimit -n"
+    )
 
 
 def check_descriptors(needed: int | None = None) -> None:

@@ -21,6 +21,7 @@ from stretto.launch.preflight.checks import (
     check_reward_sources,
     check_top_k,
     check_vocabulary,
+    check_workflow_class,
     longest_prompt_allowed,
     medium_of,
 )
@@ -41,6 +42,7 @@ from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.group import QuestionDetails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
+    details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
@@ -84,17 +87,11 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
-    check_descriptors(
-        descriptors_needed(
-            engines=recipe.engine.count,
-            ranks=recipe.trainer.ranks,
-            reward_workers=recipe.rewards.workers,
-            groups=recipe.rollout.max_in_flight,
-        )
-    )
+    _check_descriptors(recipe)
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
+    check_workflow_class(recipe.workflow)
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -131,6 +128,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
         rows=_rows(recipe, (*training.questions, *held_out.questions, *asked)),
         sets=sets,
+        details=_details(recipe, (*training.questions, *held_out.questions, *asked), tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
@@ -142,6 +140,18 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *repeated(questions),
             *try_reward(recipe.rewards, questions.training),
         ),
+    )
+
+
+def _check_descriptors(recipe: Recipe) -> None:
+    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    check_descriptors(
+        descriptors_needed(
+            engines=recipe.engine.count,
+            ranks=recipe.trainer.ranks,
+            reward_workers=recipe.rewards.workers + of_workflows,
+            groups=recipe.rollout.max_in_flight,
+        )
     )
 
 
@@ -214,6 +224,17 @@ def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str]
             problem = f"has the prompt and the gold answer of another row, and {differs}"
             raise DataError([Problem(asked.place, problem, "prompt and gold answer identify the row of a completion")])
     return found
+
+
+def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
+    if recipe.workflow is None:
+        return QuestionDetails()
+    chats = {
+        (row.text, row.answer): row.messages or row.as_chat
+        for row in questions
+        if row.messages or (row.as_chat and tokenizer.has_chat_template)
+    }
+    return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
 
 
 def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:

@@ -80,6 +80,10 @@ def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
             if getattr(config, key):
                 found = "is given beside engine.addresses, whose servers run already"
                 yield Problem(f"engine.{key}", found, "give one of both")
+        elsewhere = recipe.cluster.placer != "local" or (recipe.cluster.listen and not recipe.trainer.remote_ranks)
+        if elsewhere:
+            found = "is given, and machines would join with engines of their own ([cluster])"
+            yield Problem("engine.addresses", found, "leave out [cluster], or engine.addresses and give engine.python")
     yield from _addresses(config)
     if config.batching == "rounds":
         found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'

@@ -37,6 +37,7 @@ from stretto.worlds.sources.readers import is_local
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
+from stretto.worlds.workflows.config import WorkflowConfig
 
 _LARGEST_RECIPE = 1 << 20
 
@@ -45,6 +46,7 @@ _PATHS = (
     "task.file",
     "task.held_out_file",
     "rewards.path",
+    "workflow.path",
     "algorithm.reference.path",
     "preferences.file",
     "preferences.reference",
@@ -79,6 +81,9 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     rewards: Annotated[RewardsConfig, BeforeValidator(with_named_reward)] = RewardsConfig()
+    workflow: Annotated[WorkflowConfig | None, BeforeValidator(with_named_reward)] = Field(
+        None, description="what happens between a prompt and its verdict; left out: a single turn"
+    )
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -120,6 +125,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             raise ValueError(
                 f'rollout.group_size = 1 and algorithm.advantages = "{kind}" would make every advantage zero; '
                 'use a larger group or advantages = "batch"'
+            )
+        if self.workflow is not None and self.engine.batching == "rounds":
+            raise ValueError(
+                'engine.batching = "rounds" and [workflow] do not go together: turns of a conversation begin when '
+                'those before them have ended, and not in rounds; use batching = "shared"'
             )
         if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
             raise ValueError(
@@ -166,22 +176,22 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     tree = _parse(path)
     _resolve_paths(tree, path.parent)
     override(tree, overrides)
-    _find_reward(tree, path.parent)
+    for section in ("rewards", "workflow"):
+        _find_module(tree.get(section), path.parent)
     return tree
 
 
-def _find_reward(tree: dict[str, Any], folder: Path) -> None:
-    """The module of a reward is first looked for beside the recipe."""
-    rewards = tree.get("rewards")
-    if not isinstance(rewards, dict) or "path" in rewards:
+def _find_module(section: Any, folder: Path) -> None:
+    """The module of a reward, or of a workflow, is first looked for beside the recipe."""
+    if not isinstance(section, dict) or "path" in section:
         return
-    listed = rewards.get("functions")
-    parts = [rewards, *(listed if isinstance(listed, list) else [])]
+    listed = section.get("functions")
+    parts = [section, *(listed if isinstance(listed, list) else [])]
     for name in [part.get("function") for part in parts if isinstance(part, dict)]:
         if isinstance(name, str) and ":" in name:
             module = folder / name.partition(":")[0].partition(".")[0]
             if module.is_dir() or module.with_suffix(".py").is_file():
-                rewards["path"] = str(folder.resolve())
+                section["path"] = str(folder.resolve())
 
 
 def override(tree: dict[str, Any], overrides: Overrides) -> None:

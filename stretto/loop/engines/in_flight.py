@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLost
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.rollout.controller import Controller, ControllerState
@@ -59,7 +60,7 @@ def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
 class Engines(Protocol):
     """Satisfied by `loop.engines.pool.EnginePool`."""
 
-    def generate(self, request: GenerateRequest, /) -> AsyncIterator[Completion]: ...
+    def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]: ...
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
 
@@ -67,12 +68,12 @@ class Engines(Protocol):
 class SegmentJournal(Protocol):
     """Satisfied by `store.ledger.ledger.Ledger`."""
 
-    def journal(self, id: str, piece: Segment) -> None: ...
+    def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
 
 
 @dataclass
 class GroupInFlight:
-    """What a group in flight has so far, by member."""
+    """What a group in flight has so far, by member; a turn of a session is a group of one."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
     prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
@@ -80,6 +81,9 @@ class GroupInFlight:
     members: tuple[int, ...] = ()  # that the open request asks for, in its order
     judging: bool = False  # its last completion has come
     turn: int = 0  # counts requests: what an earlier one brings late is refused
+    session: str = ""  # the trajectory whose segment `node` this is, if it is one turn of it
+    node: int = 0
+    least: int = 0  # the version that samples it, or a newer one
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """What is missing of the group's request."""
@@ -98,6 +102,16 @@ class GroupInFlight:
                 self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
                 yield member, piece
 
+    def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
+        """What is not journaled yet of the members that have ended: its trajectory, the tokens, their segment."""
+        for member in sorted(self.ended.keys() - self.journaled):
+            self.journaled.add(member)
+            yield self.place(id, member, self.ended[member].segment.after(self.known(member)))
+
+    def place(self, id: str, member: int, piece: Segment) -> tuple[str, Segment, int]:
+        """A piece of a member, with the trajectory and the segment that it is of."""
+        return (self.session or trajectory_id(id, member), piece, self.node)
+
     def known(self, member: int) -> int:
         """How many tokens of a member are journaled."""
         return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
@@ -113,6 +127,7 @@ class InFlight:
         groups that an earlier process of the run had in flight."""
         self._engines, self._journal = engines, journal
         self._groups: dict[str, GroupInFlight] = dict(restored or {})
+        self._turns: dict[str, list[str]] = {}  # of sessions, by the group that they are in
         self._ending = False
         self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
@@ -128,7 +143,7 @@ class InFlight:
             losses = 0
             while len(group.ended) < len(request.seeds):
                 try:
-                    async for completion in self._engines.generate(group.request(request)):
+                    async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]
                         group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
                     if count := len(request.seeds) - len(group.ended):
@@ -146,13 +161,34 @@ class InFlight:
         for _, completion in sorted(group.ended.items()):
             yield completion
 
+    async def turn(self, session: str, request: TurnRequest) -> Segment:
+        """One turn of the trajectory `session`, whole (with the id a `conversation.session.Sampler`). It is journaled
+        when this returns, so that what follows it never stands in the ledger without it.
+
+        Raises:
+            EngineLost, RefusedRequest: as `generate`.
+        """
+        id = f"{session}:{request.node}"
+        if id not in self._groups:
+            prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
+            known = {0: prefix} if prefix.token_ids else {}
+            turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
+            self._groups[id] = turn
+            self._turns.setdefault(session.rpartition("/")[0], []).append(id)
+        asked = GenerateRequest(id, request.prompt, (request.seed,), request.sampling)
+        async for completion in self.generate(asked):
+            self._journal_ended(id, self._groups[id])
+            return completion.segment
+        raise AssertionError("a request is one completion, or an error")
+
     def end(self) -> None:
         """The run ends: engines are about to be told to give completions up."""
         self._ending = True
 
     def forget(self, id: str) -> None:
         """The group is judged or given up, and no longer in flight."""
-        self._groups.pop(id, None)
+        for one in (id, *self._turns.pop(id, ())):
+            self._groups.pop(one, None)
 
     @property
     def unjudged(self) -> int:
@@ -169,17 +205,20 @@ class InFlight:
             return
         async with self._keeping:
             for id, group in self._groups.items():
-                for member in group.ended.keys() - group.journaled:
-                    piece = group.ended[member].segment.after(group.known(member))
-                    journal.journal(trajectory_id(id, member), piece)
-                    group.journaled.add(member)
-            turns = {id: group.turn for id, group in self._groups.items()}
-            known = {id: [group.known(member) for member in group.members] for id, group in self._groups.items()}
+                self._journal_ended(id, group)
+            open_groups = {id: group for id, group in self._groups.items() if not group.judging}
+            turns = {id: group.turn for id, group in open_groups.items()}
+            known = {id: [group.known(member) for member in group.members] for id, group in open_groups.items()}
             for id, pieces in (await self._engines.partials(known, patience)).items():
                 group_now = self._groups.get(id)
                 if group_now is not None and group_now.turn == turns.get(id):
                     for member, piece in group_now.extend(pieces):
-                        journal.journal(trajectory_id(id, member), piece)
+                        journal.journal(*group_now.place(id, member, piece))
+
+    def _journal_ended(self, id: str, group: GroupInFlight) -> None:
+        if self._journal is not None:
+            for piece in group.pieces(id):
+                self._journal.journal(*piece)
 
 
 def restore(

@@ -241,8 +241,9 @@ class EnginePool:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Completions from the least-loaded engine; requests that are given together begin there in the same step.
+    async def generate(self, *requests: GenerateRequest, least: int = 0) -> AsyncIterator[Completion]:
+        """Completions from the least-loaded engine, of version `least` or newer; requests that are given together begin
+        there in the same step.
 
         Raises:
             EngineLost: the engine broke off. It is suspected then, unless it was told to give the requests up.
@@ -255,8 +256,9 @@ class EnginePool:
         engine = self._engines[name]
         try:
             # An engine that continues completions has to serve what sampled their last token: versions never fall.
-            if stamps := [stamp for request in requests for prefix in request.prefixes for stamp in prefix.versions]:
-                await engine.until_it_serves(max(stamps))
+            stamps = (stamp for request in requests for prefix in request.prefixes for stamp in prefix.versions)
+            if oldest := max(least, max(stamps, default=0)):
+                await engine.until_it_serves(oldest)
             engine.open |= ids
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()

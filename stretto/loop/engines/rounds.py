@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from stretto.core.engine import Generate
 from stretto.core.records import Completion, GenerateRequest, Partials, Trajectory
 from stretto.rollout.controller import Ticket
-from stretto.worlds.single_turn import Workflow
+from stretto.worlds.single_turn import GroupWorkflow
 
 
 class Portion:
@@ -91,7 +91,7 @@ class Rounds:
         self._gates: dict[str, asyncio.Future[None]] = {}  # through which they leave, in the order of the round
         self._missing: set[str] = set()  # groups that are not judged
 
-    def together(self, workflow: Workflow) -> Workflow:
+    def together(self, workflow: GroupWorkflow) -> GroupWorkflow:
         """The workflow, whose groups leave when the last one of the round is judged, or has failed."""
 
         async def until_all_are_judged(ticket: Ticket) -> Sequence[Trajectory]:
@@ -109,8 +109,8 @@ class Rounds:
 
         return until_all_are_judged
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """The completions of one group of the round; as for `Portion`."""
+    def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+        """The completions of one group of the round; as for `Portion`. All engines of a round have one version."""
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:

@@ -1,4 +1,4 @@
-"""An agent of openai-agents: chat | responses [stream]; of OPENAI_BASE_URL, OPENAI_API_KEY and MODEL."""
+"""An agent of openai-agents: chat | responses [stream | ids]; of OPENAI_BASE_URL, OPENAI_API_KEY and MODEL."""
 
 import asyncio
 import os
@@ -31,7 +31,8 @@ async def main(form: str, *words: str) -> None:
             pass
         print(streamed.final_output)
     else:
-        print((await Runner.run(agent, "1+2?", max_turns=4)).final_output)
+        ids = words == ("ids",)  # in place of the messages that were told before
+        print((await Runner.run(agent, "1+2?", max_turns=4, auto_previous_response_id=ids)).final_output)
 
 
 set_tracing_disabled(True)

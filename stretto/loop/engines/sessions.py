@@ -1,0 +1,89 @@
+"""The sessions of a run: trajectories in the making, with their turns and calls in the ledger.
+
+engine ─► tokens ─► InFlight ─┐
+workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `TrajectorySessions(restored=...)`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
+from stretto.core.engine import Generate
+from stretto.core.records import Segment, trajectory_id
+from stretto.loop.engines.in_flight import InFlight, attempts
+from stretto.store.ledger.partials import UnfinishedMember
+from stretto.store.ledger.reading import UnfinishedGroup
+
+
+class SessionLedger(Protocol):
+    """Satisfied by `store.ledger.ledger.Ledger`."""
+
+    def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
+    def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None: ...
+    def end_call(self, id: str, number: int, reply: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class LedgerRecord:
+    """The record of one session (satisfies `conversation.session.SessionRecord`)."""
+
+    ledger: SessionLedger
+    id: str
+
+    def journal(self, node: int, piece: Segment) -> None:
+        self.ledger.journal(self.id, piece, node)
+
+    def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
+        self.ledger.begin_call(self.id, number, asked, durable=durable)
+
+    def end_call(self, number: int, reply: bytes) -> None:
+        self.ledger.end_call(self.id, number, reply)
+
+
+class TrajectorySessions:
+    """Opens sessions of trajectories in flight."""
+
+    def __init__(
+        self, in_flight: InFlight, ledger: SessionLedger, restored: Mapping[str, UnfinishedMember] | None = None
+    ) -> None:
+        """`restored`: what an earlier process of the run had on record, by trajectory."""
+        self._in_flight, self._ledger = in_flight, ledger
+        self._restored = dict(restored or {})
+
+    def open(self, id: str, prompt: tuple[int, ...], seed: int) -> Session:
+        """The session of a trajectory, with what is on record of it."""
+        known = self._restored.pop(id, UnfinishedMember())
+        record = LedgerRecord(self._ledger, id)
+        return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
+
+
+def sessions_of_evaluation(generate: Generate) -> Callable[[str, tuple[int, ...], int], Session]:
+    """Opens sessions that no record outlives: a turn whose engine is lost is sampled again."""
+
+    def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
+        record = MemoryRecord()
+        whole = WholeTurns(generate, record, id)
+
+        async def sample(request: TurnRequest) -> Segment:
+            for attempt in attempts():
+                with attempt:
+                    return await whole(request)
+            raise AssertionError("the last attempt raises")
+
+        return Session(id, prompt, seed, sample, record)
+
+    return opened
+
+
+def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, UnfinishedMember]:
+    """What is on record of the trajectories in flight."""
+    return {
+        trajectory_id(group.id, member): found
+        for group in unfinished
+        if not group.trajectories
+        for member, found in group.members.items()
+    }

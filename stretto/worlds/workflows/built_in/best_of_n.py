@@ -1,0 +1,41 @@
+"""Several answers, of which a judge, the policy itself, chooses one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.task import Reward, WorkflowTask
+
+_JUDGE = "Question: {prompt}\n{answers}\nWhich answer is right? Say its number."
+
+
+class BestOfN(Workflow):
+    """The policy answers several times side by side, and chooses one of the answers as their judge.
+
+    The trajectory gets the reward of the chosen answer, by turn each answer its own and the judge that of its choice; a
+    judge that names none has chosen the first.
+
+    Args:
+        n: answers.
+        judge: what the judge is asked; ``{prompt}`` and ``{answers}`` (one in a line, with numbers) are replaced.
+    """
+
+    def __init__(self, n: int = 4, judge: str = _JUDGE) -> None:
+        if n < 2:
+            raise ValueError(f"n is {n}; 2 is the least")
+        self._n, self._judge = n, judge
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
+        """The reward of the chosen answer."""
+        replies = await asyncio.gather(*(chat.copy().generate() for _ in range(self._n)))
+        scores = await asyncio.gather(*(chat.score(reply.text) for reply in replies))
+        answers = "\n".join(f"{number}: {reply.text}" for number, reply in enumerate(replies, 1))
+        asked = self._judge.replace("{prompt}", task.prompt).replace("{answers}", answers)
+        judge = await chat.new([{"role": "user", "content": asked}], cause="judge").generate()
+        named = re.search(r"\d+", judge.text)
+        chosen = int(named[0]) if named and 1 <= int(named[0][:6]) <= self._n else 1
+        value = scores[chosen - 1]
+        by_turn = dict(zip((reply.node for reply in replies), scores, strict=True)) | {judge.node: value}
+        return Reward(value, by_turn=by_turn, named={"mean": sum(scores) / self._n, "best": max(scores)})

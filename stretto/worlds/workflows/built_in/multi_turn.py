@@ -1,0 +1,33 @@
+"""Several tries, with feedback between them."""
+
+from __future__ import annotations
+
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.task import Reward, WorkflowTask
+
+
+class MultiTurn(Workflow):
+    """The model tries until its completion is right, and is told each time that it is not.
+
+    Args:
+        tries: completions at most.
+        feedback: what it is told behind a wrong one; ``{prompt}`` stands for the question.
+        discount: the reward of a right completion is multiplied by this for each try before it.
+    """
+
+    def __init__(self, tries: int = 3, feedback: str = "That is not right. Try again.", discount: float = 0.9) -> None:
+        if tries < 1:
+            raise ValueError(f"tries is {tries}; 1 is the least")
+        self._tries, self._feedback, self._discount = tries, feedback, discount
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
+        """The reward of the last try, discounted; by turn that of each try, so that what follows a turn is its own."""
+        found: list[float] = []
+        for attempt in range(self._tries):
+            reply = await chat.generate()
+            score = await chat.score(reply.text)
+            found.append(score * self._discount**attempt if score > 0 else score)
+            if score > 0:
+                break
+            chat.say(self._feedback.replace("{prompt}", task.prompt))
+        return Reward(found[-1], by_turn=found, named={"tries": float(len(found)), "first": found[0]})

@@ -1,0 +1,45 @@
+"""Two roles of one policy: one asks, the other answers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.task import Reward, WorkflowTask
+
+_CRITIC = "Find the mistake in this answer, if there is one.\nQuestion: {prompt}\nAnswer: {answer}\nMistake:"
+_AGAIN = "A critic says: {criticism}\nGive your final answer."
+
+
+class SelfPlay(Workflow):
+    """The policy answers, criticises the answer in another role, and answers again; each role has its reward.
+
+    The one who answers gets the reward of the last answer. The critic gets what the criticism was worth: the last
+    answer's reward less the first one's.
+
+    Args:
+        critic: what the critic is asked; ``{prompt}`` and ``{answer}`` are replaced.
+        again: what the one who answers is told of it; ``{criticism}`` is replaced.
+        rounds: of criticism.
+    """
+
+    def __init__(self, critic: str = _CRITIC, again: str = _AGAIN, rounds: int = 1) -> None:
+        self._critic, self._again, self._rounds = critic, again, rounds
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
+        """The reward of the last answer; that of every turn by turn."""
+        reply = await chat.generate()
+        scores = [await chat.score(reply.text)]
+        answers, critics = [reply.node], list[int]()
+        for _ in range(self._rounds):
+            asked = self._critic.replace("{prompt}", task.prompt).replace("{answer}", reply.text)
+            critic = chat.new([{"role": "user", "content": asked}], cause="critic")
+            criticism = await critic.generate()
+            chat.say(self._again.replace("{criticism}", criticism.text))
+            reply = await chat.generate()
+            scores.append(await chat.score(reply.text))
+            answers.append(reply.node)
+            critics.append(criticism.node)
+        gains = [after - before for before, after in pairwise(scores)]
+        by_turn = dict.fromkeys(answers, scores[-1]) | dict(zip(critics, gains, strict=True))
+        return Reward(scores[-1], by_turn=by_turn, named={"first": scores[0], "last": scores[-1]})

@@ -1,0 +1,47 @@
+"""A conversation with a user whom the model plays too."""
+
+from __future__ import annotations
+
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.task import Reward, WorkflowTask
+
+_USER = (
+    "You are a user who talks with an assistant. You want the following:\n{prompt}\n"
+    "Say only what the user says next. When you have got what you want, say {done}."
+)
+
+
+class UserSimulator(Workflow):
+    """The model talks with a user, whom it plays itself in a conversation with other instructions.
+
+    The policy is trained on what the assistant says and on what the user says; ``user_reward`` is the user's, by turn.
+
+    Args:
+        user: the instructions of the user; ``{prompt}`` stands for the question, ``{done}`` for the word at the end.
+        done: the word by which the user ends the conversation.
+        turns: of the assistant, at most.
+        user_reward: of each turn of the user, for ``algorithm.advantages.credit = "turn"``.
+    """
+
+    def __init__(self, user: str = _USER, done: str = "DONE", turns: int = 4, user_reward: float = 0.0) -> None:
+        self._user, self._done, self._turns, self._user_reward = user, done, turns, user_reward
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
+        """The reward of the assistant's last answer."""
+        told = self._user.replace("{prompt}", task.prompt).replace("{done}", self._done)
+        user = chat.new([{"role": "user", "content": told}], cause="user")
+        by_turn: dict[int, float] = {}
+        reply, score = await chat.generate(), 0.0
+        for turn in range(self._turns):
+            score = await chat.score(reply.text)
+            by_turn[reply.node] = score
+            if turn + 1 == self._turns:
+                break
+            user.say(reply.text)
+            said = await user.generate()
+            by_turn[said.node] = self._user_reward
+            if self._done in said.text:
+                break
+            chat.say(said.text)
+            reply = await chat.generate()
+        return Reward(score, by_turn=by_turn, named={"turns": float(sum(1 for _ in by_turn))})

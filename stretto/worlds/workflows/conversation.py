@@ -1,0 +1,205 @@
+"""What a user's workflow is, and how it talks with the model.
+
+run(task, chat) ─► chat.generate() ─► a turn, sampled by an engine of the run or known from before a crash
+                └► chat.tool(...)  ─► a call, made once
+                └► chat.score(...) ─► the reward of the run
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from stretto.core.records import NOTHING, PROMPT
+from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, WorkflowTask
+
+
+class Workflow(abc.ABC):
+    """What happens between a prompt and its reward; the base class of workflows of one's own.
+
+    There is one object in each process that runs workflows, made with the settings of the recipe; `run` is called for
+    each trajectory, many at a time in threads of their own. After a crash of the run, or of the process, `run` is
+    called again, and what the model said and what tools returned is known: a workflow that draws its random numbers
+    from `task.seed` goes on where it was.
+
+    Example::
+
+        class Retry(stretto.Workflow):
+            def __init__(self, tries: int = 3) -> None:
+                self.tries = tries
+
+            async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+                for attempt in range(self.tries):
+                    reply = await chat.generate()
+                    if await chat.score(reply.text) > 0:
+                        return 1.0 - 0.2 * attempt
+                    chat.say("That is wrong. Try again.")
+                return 0.0
+    """
+
+    @abc.abstractmethod
+    async def run(self, task: WorkflowTask, chat: Conversation) -> float | Reward:
+        """The reward of one trajectory; what it raises fails the trajectory, with its reason."""
+
+
+class ConversationOrders(Protocol):
+    """What a conversation asks of the run."""
+
+    async def turn(
+        self,
+        messages: Sequence[ChatMessage],
+        known: int,
+        node: int,
+        *,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        cause: str,
+    ) -> TurnReply: ...
+
+    async def score(self, text: str, answer: str) -> float: ...
+    async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes: ...
+
+
+class _Histories:
+    """Those of one trajectory that end with a sampled turn, the newest first."""
+
+    def __init__(self, task: WorkflowTask) -> None:
+        self._known: list[tuple[list[ChatMessage], int]] = [(list(task.messages), PROMPT)] if task.messages else []
+
+    def hold(self, messages: Sequence[ChatMessage], node: int) -> None:
+        self._known.insert(0, (list(messages), node))
+
+    def find(self, messages: Sequence[ChatMessage]) -> tuple[int, int]:
+        """How many of the messages are known, and the turn that ends them."""
+        fits = [(len(known), node) for known, node in self._known if list(messages[: len(known)]) == known]
+        return max(fits, key=lambda found: found[0], default=(0, NOTHING))
+
+
+class Conversation:
+    """A conversation with the model, as far as it has come. A trajectory may have several: `new` and `copy`.
+
+    Example::
+
+        class Twice(stretto.Workflow):
+            async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+                first = await chat.generate()
+                chat.say("Are you sure?")
+                second = await chat.generate(max_tokens=16)
+                return float(task.answer in second.text)
+
+    Attributes:
+        messages: those of the task first, then what was said; a workflow may change them.
+    """
+
+    def __init__(self, orders: ConversationOrders, task: WorkflowTask) -> None:
+        self.messages: list[ChatMessage] = list(task.messages)
+        self._orders, self._task, self._histories = orders, task, _Histories(task)
+        self._held, self._node, self._cause = list(task.messages), PROMPT, ""
+
+    def say(self, text: str, role: str = "user", **further: Any) -> None:
+        """Add a message; `further` keys stand beside its role and its content."""
+        self.messages.append({"role": role, "content": text, **further})
+
+    def new(self, messages: Iterable[ChatMessage] = (), cause: str = "subagent") -> Conversation:
+        """Another conversation of the same trajectory, of another role for example."""
+        other = self._beside(list(messages), cause)
+        other._held, other._node = [], NOTHING
+        return other
+
+    def copy(self, cause: str = "fork") -> Conversation:
+        """A conversation that has come as far as this one, and goes on by itself."""
+        other = self._beside(list(self.messages), cause)
+        other._held, other._node = list(self._held), self._node
+        return other
+
+    def _beside(self, messages: list[ChatMessage], cause: str) -> Conversation:
+        other = Conversation(self._orders, self._task)
+        other.messages, other._histories, other._cause = messages, self._histories, cause
+        return other
+
+    async def generate(
+        self,
+        messages: Sequence[ChatMessage] | None = None,
+        *,
+        token_ids: Sequence[int] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        cause: str = "",
+    ) -> TurnReply:
+        """What the model says next: in this conversation, whose messages it then is one of; or behind `messages`, or
+        behind exactly `token_ids`, which leave this conversation as it is.
+
+        What it said before is never encoded again: messages that begin with those of an earlier turn go on behind its
+        tokens.
+
+        Args:
+            tools: that it may call, as chat completions have them.
+            max_tokens: fewer than ``sampling.max_tokens``.
+            stop: texts that end it, beside those of the recipe.
+            cause: why a branch begins here, if one does.
+
+        Raises:
+            RefusedRequest: it is too long, or beyond `workflow.max_turns` or `max_tokens`.
+        """
+        sampling: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
+        if stop:
+            sampling["stop"] = list(stop)
+        own = messages is None and not token_ids
+        asked = self.messages if messages is None else list(messages)
+        known, node = (len(self._held), self._node) if own else self._histories.find(asked)
+        if own and self.messages[:known] != self._held:  # it was changed
+            known, node = self._histories.find(asked)
+        reply = await self._orders.turn(
+            () if token_ids else asked,
+            known,
+            node,
+            token_ids=token_ids,
+            tools=tools,
+            sampling=sampling,
+            cause=cause or (self._cause if own else ""),
+        )
+        if not token_ids:
+            self._histories.hold([*asked, reply.message], reply.node)
+        if own:
+            self.messages.append(reply.message)
+            self._held, self._node, self._cause = list(self.messages), reply.node, ""
+        return reply
+
+    async def tool(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | Sequence[Any],
+        function: Callable[..., Any],
+        *,
+        repeatable: bool = False,
+    ) -> str:
+        """What `function` returns for the arguments, as text (JSON, unless it is text); what it raises is text too.
+
+        The call is on record: after a crash it is not made again. One that a crash has cut short fails the trajectory,
+        unless it is `repeatable`: without an effect of its own.
+        """
+
+        async def run() -> bytes:
+            try:
+                found = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+                found = await found if inspect.isawaitable(found) else found
+                text = found if isinstance(found, str) else json.dumps(found, default=str)
+            except Exception as error:  # the failure of a tool is what the model is told of it
+                text = f"{type(error).__name__}: {error}"
+            return text.encode(errors="replace")
+
+        asked = json.dumps([name, arguments], sort_keys=True, default=str).encode(errors="replace")
+        return (await self._orders.call(asked, run, repeatable)).decode()
+
+    async def score(self, text: str, answer: str | None = None) -> float:
+        """The reward of the run for a text, beside the task's gold answer or another one.
+
+        Raises:
+            RefusedRequest: it cannot be judged; a workflow that does not catch this fails with the reason.
+        """
+        return await self._orders.score(text, self._task.answer if answer is None else answer)

@@ -1,0 +1,80 @@
+"""Finds a workflow by its name, and makes it with its settings, or raises with the reason."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+
+from stretto.core.errors import Problem, WorkflowError, nearest
+from stretto.worlds.workflows.conversation import Workflow
+
+PLACE = "workflow.function"
+_CONTRACT = "a workflow is a class with 'async def run(self, task, chat)', derived from stretto.Workflow"
+_ROOM = "stretto.worlds.workflows.built_in"
+
+#: The workflows that are built in.
+BUILT_IN = {
+    "best_of_n": f"{_ROOM}.best_of_n:BestOfN",
+    "multi_turn": f"{_ROOM}.multi_turn:MultiTurn",
+    "self_play": f"{_ROOM}.self_play:SelfPlay",
+    "tools": f"{_ROOM}.tools:Tools",
+    "user_simulator": f"{_ROOM}.user_simulator:UserSimulator",
+}
+
+
+def load_workflow(name: str, settings: str = "{}") -> Workflow:
+    """The workflow called `name`: a built-in, or ``package.module:Class`` from the import path; `settings` are the
+    arguments of its class, as JSON.
+
+    Raises:
+        WorkflowError: there is none of this name, its module cannot be imported, it is no workflow, or the settings do
+            not fit.
+    """
+    if ":" not in name and name not in BUILT_IN:
+        remedy = f"{nearest(name, BUILT_IN)}; one of your own is written 'package.module:Class'"
+        raise _refused(f"no built-in workflow is called {name!r}", remedy)
+    module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
+    found = _imported(module_name, attribute)
+    if not (isinstance(found, type) and issubclass(found, Workflow)):
+        raise _refused(f"{name!r} is {type(found).__name__ if not isinstance(found, type) else found}", _CONTRACT)
+    if not inspect.iscoroutinefunction(found.run):
+        raise _refused(f"{name!r} has no asynchronous method 'run'", _CONTRACT)
+    return _made(name, found, json.loads(settings))
+
+
+def _made(name: str, kind: type[Workflow], settings: dict[str, object]) -> Workflow:
+    try:
+        parameters = inspect.signature(kind).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if unknown := [key for key in settings if key not in parameters and not takes_all]:
+            problem = Problem(f"workflow.settings.{unknown[0]}", f"{name!r} has no such setting")
+            raise WorkflowError(
+                [Problem(problem.place, problem.found, nearest(unknown[0], parameters) or "it has none")]
+            )
+        return kind(**settings)
+    except WorkflowError:
+        raise
+    # The class is the user's: whatever it raises, SystemExit included, belongs into the message.
+    except (Exception, SystemExit) as error:
+        found = f"{name!r} cannot be made: {type(error).__name__}: {error}"
+        raise WorkflowError([Problem("workflow.settings", found, "they are the arguments of its class")]) from error
+
+
+def _imported(module_name: str, attribute: str) -> object:
+    try:
+        found: object = importlib.import_module(module_name)
+    # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
+    except (Exception, SystemExit) as error:
+        remedy = "give a module of the environment, of the recipe's folder or of that which stretto is started from"
+        raise _refused(f"cannot import {module_name!r}: {type(error).__name__}: {error}", remedy) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [one for one in vars(found) if not one.startswith("_")] if hasattr(found, "__dict__") else []
+            raise _refused(f"{module_name!r} has no {attribute!r}", nearest(part, public))
+        found = getattr(found, part)
+    return found
+
+
+def _refused(found: str, remedy: str) -> WorkflowError:
+    return WorkflowError([Problem(PLACE, found, remedy)])

@@ -1,0 +1,201 @@
+"""The processes that run workflows, and the trajectories that wait for one of them.
+
+run(exchange) ─► a worker with room ─► its end
+                     │ dies or hangs
+                     └─► it is replaced; its trajectories begin again, and are answered from their sessions' records
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from stretto.core.deadlines import waiting
+from stretto.core.errors import Problem, RoleDied, WorkflowError
+from stretto.core.records import Outcome, Trajectory
+from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
+from stretto.processes.role import RestartBudget
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.exchange import Exchange
+from stretto.worlds.workflows.loading import PLACE
+from stretto.worlds.workflows.wire import MemberEnded
+from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
+
+_LOSSES = 2  # workers that one trajectory may lose, and begin again
+_COUNTED = 64  # trajectories of which `max_failed` is a share
+_RESTARTS, _RESTARTS_SECONDS = 64, 600.0
+_LOG_BYTES = 8 << 20  # of what workflows print; beyond them the newer half is dropped
+_LOOK_SECONDS = 1.0
+
+
+class WorkflowPool:
+    """Several worker processes behind one `run`.
+
+    Example::
+
+        async with WorkflowPool(WorkflowConfig(function="multi_turn"), log) as pool:
+            trajectory = await pool.run(Exchange(session, prompt, task, services))
+    """
+
+    def __init__(
+        self,
+        config: WorkflowConfig,
+        log: Path,
+        *,
+        hung: float = 10.0,
+        say: Callable[[str], None] = lambda sentence: None,
+        spawner: Spawner = FRESH,
+    ) -> None:
+        """`say` gets a sentence for each worker that is replaced; `hung`: seconds without a heartbeat after which one
+        is killed."""
+        self.config = config
+        self._log, self._hung, self._say, self._spawner = log, hung, say, spawner
+        self._workers: dict[str, WorkflowProcess] = {}
+        self._changed = asyncio.Event()
+        self._kept = NamedTasks()
+        self._watch: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._failed: deque[bool] = deque(maxlen=_COUNTED)
+        self._restarts = RestartBudget(_RESTARTS, _RESTARTS_SECONDS)
+        self.ended = 0  # trajectories, for who looks whether anything moves
+
+    async def start(self) -> None:
+        """Start all workers.
+
+        Raises:
+            WorkflowError: the workflow cannot be used; the message says why.
+            RoleDied, DeadlineExceeded: a worker does not start.
+        """
+        names = [f"workflow-{number}" for number in range(self.config.workers)]
+        try:
+            await gather_or_cancel(*(self._start(name) for name in names))
+        except BaseException:
+            await self.close()
+            raise
+        for name in names:
+            self._kept.add(name, self._keep(name))
+        self._kept.add("log", self._look())
+        self._watch = asyncio.create_task(self._until_one_fails())
+
+    async def close(self) -> None:
+        """End all workers; what waits for one raises RoleDied."""
+        self._fail(RoleDied("workflow", "was closed"))
+        if self._watch is not None:
+            await cancel_and_wait([self._watch])
+        await self._kept.close()
+        await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
+        self._workers.clear()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def run(self, exchange: Exchange) -> Trajectory:
+        """The trajectory that the workflow makes; undecided, with the reason, if it fails.
+
+        Raises:
+            WorkflowError: most of the last trajectories failed.
+            EngineLost, RoleError: the run could not serve an order, or a worker cannot be brought back.
+        """
+        how = ""
+        for _ in range(1 + _LOSSES):
+            worker = await self._free()
+            try:
+                ended = await worker.run(exchange)
+                break
+            except WorkerLost as loss:
+                how = str(loss)
+                exchange = exchange.again()
+            finally:
+                self._changed.set()
+        else:
+            ended = MemberEnded(0, failure=f"its process ended {1 + _LOSSES} times: the last one {how}")
+        trajectory = exchange.trajectory(ended)
+        self._count(trajectory)
+        return trajectory
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self.ended += 1
+        self._restarts.progressed()
+        self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)
+        failed = sum(self._failed)
+        if len(self._failed) == _COUNTED and failed > self.config.max_failed * _COUNTED:
+            found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
+            remedy = "mend the workflow, or allow more with workflow.max_failed"
+            raise WorkflowError([Problem(PLACE, found, remedy)])
+
+    async def _free(self) -> WorkflowProcess:
+        """The worker with the fewest trajectories that has room; what it waits for has deadlines of its own."""
+        with waiting("conductor", "a workflow process with room", self.config.deadline):
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if free := [worker for worker in self._workers.values() if worker.free]:
+                    return min(free, key=lambda worker: worker.load)
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _start(self, name: str) -> None:
+        worker = WorkflowProcess(name, self.config, self._log, self._hung, self._spawner)
+        try:
+            await worker.start()
+        except BaseException:
+            await worker.stop()
+            raise
+        self._workers[name] = worker
+        self._changed.set()
+
+    async def _keep(self, name: str) -> NoReturn:
+        """Replace the worker whenever it has ended, or is worn and empty."""
+        while True:
+            worker = self._workers[name]
+            await first_of(worker.lost, worker.worn)
+            while not worker.lost.done() and worker.load:
+                await asyncio.sleep(_LOOK_SECONDS)  # the others on it end first
+            how = worker.lost.result() if worker.lost.done() else "has a trajectory that does not end"
+            self._say(f"{name} {how}: a new one is started")
+            await worker.stop()
+            if self._restarts.exceeded_by_one_more():
+                raise RoleDied(name, f"{how}, too often", str(self._log))
+            await self._start(name)
+
+    async def _look(self) -> NoReturn:
+        """Cut the log of a workflow that prints without end, so that it cannot fill the disk."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a worker
+                if self._log.stat().st_size > _LOG_BYTES:
+                    os.truncate(self._log, _LOG_BYTES // 2)
+
+    async def _until_one_fails(self) -> None:
+        try:
+            await self._kept.watch()
+        except Exception as error:  # nobody awaits this task: all that wait for a worker raise it
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.set()
+
+
+async def check_workflow(config: WorkflowConfig, log: Path) -> None:
+    """Load the workflow in a worker process, where a module that hangs or exits does no harm.
+
+    Raises:
+        WorkflowError: it cannot; the message says why.
+        RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
+    """
+    async with WorkflowPool(config.model_copy(update={"workers": 1}), log):
+        pass

@@ -1,0 +1,129 @@
+"""From messages to the tokens of a prompt: tokens that are held stay as they are, only what is new is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.conversation.bridge import ChatTemplate, Renderer
+from stretto.conversation.forest import Tokens
+from stretto.conversation.messages import Message, Tool, ToolCall
+from stretto.conversation.tool_calls import HermesForm, Parsed, form_of, split_reasoning
+from stretto.core.errors import RefusedRequest
+from stretto.worlds.workflows.task import ChatMessage
+
+
+class Rendering(Protocol):
+    """How a model's conversations are written."""
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tokens, str]:
+        """The tokens behind which the next turn stands, and why a branch begins, if one does. `held` are the tokens of
+        the first `known` messages.
+
+        Raises:
+            RefusedRequest: these are no messages.
+            DataError: the template refuses them, or the tokenizer a character.
+        """
+        ...
+
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What the model said as a message; `text` is it without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainRendering:
+    """Of a model without a chat template: the contents of the messages, one behind the other.
+
+    Attributes:
+        encode: text that continues a sequence, as token ids.
+    """
+
+    encode: Callable[[str], Tokens]
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tokens, str]:
+        """See `Rendering`."""
+        return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
+
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """See `Rendering`; calls are those that Hermes writes."""
+        return _told(text, HermesForm().parse(text, _name) if tools else None)
+
+
+class TemplateRendering:
+    """By the chat template of the model's tokenizer."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template, self._renderer = template, Renderer(template)
+        self._form = form_of(template.chat_template)
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Tokens, str]:
+        """See `Rendering`."""
+        if held and known == len(messages):
+            return held, ""
+        history, offered = [_read(message) for message in messages], [_tool(tool) for tool in tools]
+        if not held or history[known - 1].role != "assistant":
+            return self._renderer.whole(history, offered), ""
+        tail = self._renderer.tail(history[known - 1], held, history[known:], offered)
+        return (self._renderer.whole(history, offered), "drift") if tail is None else (held + tail, "")
+
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """See `Rendering`."""
+        reasoning, rest = split_reasoning(text)
+        parsed = None
+        if tools:  # some calls begin with a special token
+            ends = self._template.eos_token_ids
+            spelt = self._template.spell(said[:-1] if said and said[-1] in ends else said)
+            parsed = self._form.parse(split_reasoning(spelt)[1], _name)
+        told = _told(rest, parsed if parsed is not None and parsed.calls else None)
+        return told | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def _name(number: int) -> str:
+    return f"call_{number:05}"
+
+
+def _told(text: str, parsed: Parsed | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": "assistant", "content": text if parsed is None else parsed.text}
+    if parsed is not None and parsed.calls:
+        told["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parsed.calls
+        ]
+    return told
+
+
+def _read(message: ChatMessage) -> Message:
+    calls = [
+        ToolCall(str(call.get("id", "")), str(call["function"]["name"]), str(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    told = {
+        "role": message.get("role"),
+        "text": message.get("content") or "",
+        "reasoning": message.get("reasoning_content") or "",
+        "calls": calls,
+        "call_id": message.get("tool_call_id") or "",
+        "name": message.get("name") or "",
+    }
+    try:
+        return msgspec.convert(told, Message)
+    except msgspec.ValidationError as error:
+        raise RefusedRequest("messages", f"{error}", 'a message is {"role": ..., "content": text}') from None
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    function = tool.get("function", tool)
+    try:
+        return msgspec.convert({key: function[key] for key in function if key in Tool.__struct_fields__}, Tool)
+    except msgspec.ValidationError as error:
+        raise RefusedRequest("tools", f"{error}", "a tool has a name, a description and parameters") from None

@@ -1,0 +1,88 @@
+"""What a workflow gets and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.core.records import Record
+
+#: A message as chat completions have it: ``{"role": "user", "content": "3+8="}``.
+ChatMessage = Mapping[str, Any]
+
+
+class WorkflowTask(Record, frozen=True):
+    """One question, for one trajectory of its group.
+
+    `fields` are the further fields of its row; `messages` the question as a chat. `seed` is the trajectory's own: draw
+    from ``random.Random(task.seed)``, and a trajectory that begins again after a crash draws the same.
+
+    Example::
+
+        class First(stretto.Workflow):
+            async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+                reply = await chat.generate()
+                return float(reply.text.endswith(task.answer))
+    """
+
+    id: str
+    prompt: str
+    answer: str
+    messages: tuple[ChatMessage, ...] = ()
+    fields: Mapping[str, Any] = {}
+    seed: int = 0
+    member: int = 0  # its place in the group
+
+
+class TurnReply(Record, frozen=True):
+    """What the model said.
+
+    `message` is it as a chat message, with `tool_calls` where tools were offered and called; `truncated` says that it
+    was cut off by its limit; `node` is the turn's place in the trajectory, for `stretto.Reward`.
+
+    Example::
+
+        class Patient(stretto.Workflow):
+            async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+                reply: stretto.TurnReply = await chat.generate(max_tokens=16)
+                while reply.truncated:
+                    reply = await chat.generate(max_tokens=16)
+                return float(task.answer in reply.text)
+    """
+
+    node: int
+    text: str
+    message: Mapping[str, Any]
+    token_ids: tuple[int, ...]
+    truncated: bool
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that it calls."""
+        found: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
+        return found
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a workflow may return in place of a number.
+
+    Args:
+        value: the reward of the whole trajectory.
+        by_turn: rewards of turns, by `node` of their replies, or one for each turn in their order; for
+            ``algorithm.advantages.credit = "turn"``.
+        named: parts of it, which are recorded under their names.
+
+    Example::
+
+        class Short(stretto.Workflow):
+            async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> stretto.Reward:
+                reply = await chat.generate()
+                right = float(reply.text.endswith(task.answer))
+                return stretto.Reward(right - 0.01 * len(reply.token_ids), named={"right": right})
+    """
+
+    value: float
+    by_turn: Mapping[int, float] | Sequence[float] = ()
+    named: Mapping[str, float] | None = None

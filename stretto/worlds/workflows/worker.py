@@ -1,0 +1,241 @@
+"""A process that runs workflows: ``python -m stretto.worlds.workflows.worker SPEC``.
+
+Each trajectory has a thread with an event loop of its own, so that one that hangs holds up no other. What the workflow
+prints goes to the log; what it raises is the reason why its trajectory failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from stretto.core.errors import RefusedRequest, WorkflowError
+from stretto.processes.channel import ConductorGone, RoleEnd
+from stretto.processes.heartbeat import begin_role
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.loading import load_workflow
+from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, WorkflowTask
+from stretto.worlds.workflows.wire import (
+    Begin,
+    CallOrder,
+    CallRan,
+    GiveUp,
+    MemberEnded,
+    MemberGone,
+    Order,
+    OrderDone,
+    OrderRefused,
+    RunCall,
+    ScoreOrder,
+    ToWorker,
+    TurnOrder,
+    WorkflowReady,
+    WorkflowRefused,
+    WorkflowSpec,
+)
+
+_REASON_LIMIT = 300  # characters; an exception may carry a whole document
+_TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+
+
+class MemberThread:
+    """One trajectory: its thread, and its orders (satisfies `ConversationOrders`)."""
+
+    def __init__(self, run: int, task: WorkflowTask, workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
+        self._run, self._task, self._workflow, self._end = run, task, workflow, end
+        self._loop = asyncio.new_event_loop()
+        self._work: asyncio.Task[float | Reward] | None = None
+        self._given_up = False
+        self._orders = 0
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._calls: dict[int, Callable[[], Awaitable[bytes]]] = {}
+        self._running: set[asyncio.Future[None]] = set()
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
+
+    def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
+        """A message for this trajectory, from the thread that reads them."""
+        try:
+            self._loop.call_soon_threadsafe(self._take, message)
+        except RuntimeError:  # its loop has ended meanwhile
+            return
+
+    def _take(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
+        match message:
+            case GiveUp():
+                self._given_up = True
+                if self._work is not None:
+                    self._work.cancel()
+            case RunCall():
+                call = asyncio.ensure_future(self._ran(message.order))
+                self._running.add(call)
+                call.add_done_callback(self._running.discard)
+            case OrderDone() if (waiting := self._waiting.pop(message.order, None)) and not waiting.done():
+                waiting.set_result(message)
+            case OrderRefused() if (waiting := self._waiting.pop(message.order, None)) and not waiting.done():
+                waiting.set_exception(RefusedRequest(message.field, message.found, message.allowed))
+
+    async def _ran(self, order: int) -> None:
+        self._end.send(CallRan(self._run, order, await self._calls.pop(order)()))
+
+    def _main(self) -> None:
+        try:
+            ended = self._until_ended()
+            self._end.send(MemberGone(self._run) if self._given_up else ended)
+        except ConductorGone:
+            return
+
+    def _until_ended(self) -> MemberEnded:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                return runner.run(self._ended())
+        except ConductorGone:
+            raise
+        # A tool may raise SystemExit, which ends the event loop of its trajectory.
+        except BaseException as error:
+            return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
+
+    async def _ended(self) -> MemberEnded:
+        """The end of the workflow; whatever the user's code raises is a reason, also SystemExit."""
+        if self._given_up:
+            return MemberEnded(self._run)
+        try:
+            self._work = asyncio.ensure_future(self._workflow.run(self._task, Conversation(self, self._task)))
+            return ended_with(self._run, await self._work)
+        except BaseException as error:
+            if isinstance(error, ConductorGone):
+                raise
+            return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
+
+    async def _done(self, order: Order) -> OrderDone:
+        waiting: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
+        self._waiting[order.order] = waiting
+        self._end.send(order)
+        return await waiting
+
+    def _number(self) -> int:
+        self._orders += 1
+        return self._orders
+
+    async def turn(
+        self,
+        messages: Sequence[ChatMessage],
+        known: int,
+        node: int,
+        *,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        cause: str,
+    ) -> TurnReply:
+        """See `ConversationOrders`."""
+        asked, given = tuple(messages), tuple(token_ids)
+        order = TurnOrder(self._run, self._number(), asked, known, node, given, tuple(tools), sampling, cause)
+        reply = (await self._done(order)).reply
+        assert reply is not None
+        return reply
+
+    async def score(self, text: str, answer: str) -> float:
+        """See `ConversationOrders`."""
+        score = (await self._done(ScoreOrder(self._run, self._number(), text, answer))).score
+        assert score is not None
+        return score
+
+    async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
+        """See `ConversationOrders`."""
+        order = CallOrder(self._run, self._number(), asked, repeatable)
+        self._calls[order.order] = run
+        try:
+            return (await self._done(order)).answer
+        finally:
+            self._calls.pop(order.order, None)
+
+
+def ended_with(run: int, value: object) -> MemberEnded:
+    """The end of a workflow that returned `value`."""
+    found = value if isinstance(value, Reward) else Reward(value)  # type: ignore[arg-type]  # looked at below
+    # Rewards in the order of the turns have negative names until their nodes are known.
+    turns = (
+        found.by_turn if isinstance(found.by_turn, Mapping) else {-1 - at: one for at, one in enumerate(found.by_turn)}
+    )
+    named = found.named or {}
+    for number in (found.value, *turns.values(), *named.values()):
+        if reason := _no_number(number):
+            return MemberEnded(run, failure=f"the workflow returned {reason}, not a number or a stretto.Reward")
+    by_turn = {node: float(reward) for node, reward in turns.items()}
+    return MemberEnded(run, float(found.value), by_turn, {str(name): float(part) for name, part in named.items()})
+
+
+def _no_number(value: Any) -> str:
+    """Why a value is no reward; empty if it is one. A scalar of numpy or torch is a number."""
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(plain, int | float):
+        return type(plain).__name__
+    return "" if math.isfinite(plain) else f"{plain}"
+
+
+def _described(error: BaseException) -> str:
+    try:
+        text = str(error)
+    # Even an exception's own __str__ is user code.
+    except BaseException:
+        text = "(its message cannot be shown)"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f" in {file}:{line}" for file, line in frames if not file.startswith("<") and "stretto/worlds" not in file]
+    kind = f"{type(error).__name__}{own[0] if own else ''}"
+    return f"{kind}: {text}" if text else kind
+
+
+def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
+    """Run trajectories until the conductor closes the wire."""
+    members: dict[int, MemberThread] = {}
+    while (message := end.receive()) is not None:
+        if isinstance(message, Begin):
+            member = members[message.run] = MemberThread(message.run, message.task, workflow, end)
+            member.start()
+        elif message.run in members:
+            members[message.run].deliver(message)
+        if isinstance(message, GiveUp):
+            members.pop(message.run, None)
+
+
+def _bound_memory(limit: int) -> None:
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the role."""
+    spec = msgspec.json.decode(arguments[0], type=WorkflowSpec)
+    begin_role()
+    _bound_memory(spec.memory)
+    if spec.path is not None:
+        sys.path.insert(0, spec.path)
+    end = RoleEnd(spec.descriptor, _TO_WORKER)
+    try:
+        try:
+            workflow = load_workflow(spec.function, spec.settings)
+        except WorkflowError as error:
+            problem = error.problems[0]
+            end.send(WorkflowRefused(problem.place, problem.found, problem.remedy))
+            return error.exit_code
+        end.send(WorkflowReady())
+        serve(workflow, end)
+    except ConductorGone:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

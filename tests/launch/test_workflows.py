@@ -1,0 +1,147 @@
+"""Workflows in whole runs: conversations are trained on as they were sampled, whatever happens to the processes.
+
+- Updates interrupt turns, the history stays exact to the token, and every law of `stretto check` holds.
+- A killed engine costs no conversation, and no call is made twice.
+- After a kill of the conductor conversations go on where they stood, and no tool is called a second time.
+- The held-out accuracy of a run, and that of `stretto eval`, is that of the workflow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+from stretto.core.records import Segment, Trajectory
+from stretto.store.ledger.reading import read_batches
+from tests.launch.running import (
+    ROOT,
+    TINY,
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    wait_for_step,
+    with_sections,
+)
+
+_TURNS = 4
+
+
+def recipe_of(folder: Path, *further: str) -> Path:
+    """Four turns of sixteen tokens and less, with a call between them that notes its name in a file."""
+    section = f"""
+[workflow]
+function = "tests.worlds.workflows.users_own:Asks"
+path = "{ROOT}"
+max_failed = 1.0
+
+[workflow.settings]
+turns = {_TURNS}
+count = "{folder / "count"}"
+
+[sampling]
+max_tokens = 16
+"""
+    return with_sections(TINY, folder / "recipe.toml", section, without=("[sampling]", "max_tokens"))
+
+
+def called(folder: Path) -> list[str]:
+    """The calls of trajectories that are trained on; held-out questions are asked at the start and at the end."""
+    return [line for line in (folder / "count").read_text().splitlines() if not line.startswith("h")]
+
+
+def check(laboratory: Laboratory, run_dir: Path) -> None:
+    ended = laboratory.run("check", run_dir)
+    assert ended.code == 0, ended.out + ended.err
+
+
+def trained(run_dir: Path, steps: int) -> list[Trajectory]:
+    batches = read_batches(run_dir / "ledger.sqlite", 0, steps)
+    return [one for batch in batches for group in batch.groups for one in group.trajectories]
+
+
+def turns_of(trajectory: Trajectory) -> list[Segment]:
+    return [segment for segment in trajectory.segments if segment.sampled]
+
+
+def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    laboratory.trained(run_dir, "trainer.steps=8", recipe=recipe_of(tmp_path))
+    check(laboratory, run_dir)
+    found = assert_the_law(run_dir)
+    assert found.steps == 8
+    found_rewards = {tuple(turn.reward for turn in turns_of(one)) for one in trained(run_dir, 8)}
+    assert found_rewards == {(0.0, 1.0, 2.0, 3.0)}
+    versions = [turn.versions for one in trained(run_dir, 8) for turn in turns_of(one)]
+    assert any(one[0] < one[-1] for one in versions), "no update came in the middle of a turn"
+    assert len(set(called(tmp_path))) == len(called(tmp_path))
+
+
+def test_a_killed_engine_costs_no_conversation(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=12", "engine.count=2", recipe=recipe_of(tmp_path)) as command:
+        wait_for_step(command, 2)
+        os.kill(command.processes('"engine-0"')[0], signal.SIGKILL)
+        ended = command.end()
+        assert ended.code == 0, ended.err
+        command.assert_nothing_is_left()
+    check(laboratory, run_dir)
+    rows = exported(laboratory, run_dir)
+    assert all(row["group"].endswith(".0") for row in rows), "no prompt was asked twice"
+    assert {row["state"] for row in rows} <= {"trained", "buffered", "in_flight"}
+    assert len(set(called(tmp_path))) == len(called(tmp_path))
+
+
+def test_a_killed_conductor_s_conversations_go_on_and_call_nothing_twice(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
+    with laboratory.train(run_dir, "trainer.steps=12", recipe=recipe) as command:
+        wait_for_step(command, 3)
+        command.process.kill()
+        command.end()
+    before = called(tmp_path)
+    ended = laboratory.run("train", "--resume", run_dir)
+    assert ended.code == 0, ended.out + ended.err
+    check(laboratory, run_dir)
+    assert assert_the_law(run_dir).steps == 12
+    assert set(before) < set(called(tmp_path))
+    assert len(set(called(tmp_path))) == len(called(tmp_path))
+    failed = {row["reason"] for row in exported(laboratory, run_dir) if row["state"] == "failed"}
+    assert all("was cut short, and is not made a second time" in reason for reason in failed)
+
+
+def test_a_model_is_evaluated_by_the_workflow(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = recipe_of(tmp_path)
+    laboratory.trained(run_dir, "trainer.steps=1", recipe=recipe)
+    assert "the workflow" not in said(run_dir)
+    rows = tmp_path / "rows.jsonl"
+    ended = laboratory.run(
+        "eval", run_dir / "policy" / "v000000", "--task", recipe, "--n", "2", "--rows", rows, "--json"
+    )
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["samples"] == 32
+    results = [json.loads(line) for line in rows.read_text().splitlines()]
+    found_turns = [len(re.findall(r"\+[67]=", text)) for row in results for text in row["completions"]]
+    assert min(found_turns) == _TURNS - 1  # what the model is told between two of them
+
+
+def test_a_workflow_in_rounds_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
+    ended = laboratory.run("train", recipe_of(tmp_path), "engine.batching=rounds", "--dry-run")
+    ended.refused('engine.batching = "rounds" and [workflow] do not go together')
+
+
+def test_a_workflow_that_is_not_there_is_refused_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
+    module = "tests.worlds.workflows.users_own"
+    for value, message in (
+        ("multiturn", "no built-in workflow is called 'multiturn'; did you mean 'multi_turn'?"),
+        (f"{module}:Ask", f"{module!r} has no 'Ask'; did you mean 'Asks'?"),
+        (f"{module}:Raises", "workflow.settings.turns"),
+    ):
+        ended = laboratory.run("train", recipe_of(tmp_path), f"workflow.function={value}", "--dry-run")
+        ended.refused(message)

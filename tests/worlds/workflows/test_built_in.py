@@ -1,0 +1,180 @@
+"""The built-in workflows, and the examples, with a real tokenizer and a model that says what it is told to: their
+conversations are what the chat template renders, what was said stays as it was sampled, and their rewards are those of
+their pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from stretto.conversation.forest import way_to
+from stretto.conversation.session import MemoryRecord, Session, TurnRequest
+from stretto.core.records import Outcome, Prompt, Sampling, Segment, StopReason, Trajectory, Verdict
+from stretto.worlds.workflows.built_in.calculator import calculate
+from stretto.worlds.workflows.built_in.tools import PythonTool, Search
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.exchange import Exchange, Services
+from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
+from stretto.worlds.workflows.task import WorkflowTask
+from tests.gateway.serving import ENDS, tokenizer_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "workflows"
+TOKENIZER = tokenizer_of("qwen3")
+MESSAGES = ({"role": "user", "content": "3+4="},)
+
+#: What the model says behind the text of a prompt.
+Script = Callable[[str], str]
+
+
+async def score(prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
+    return [verdict(float(text == answer)) for text in completions]
+
+
+def verdict(value: float) -> Verdict:
+    return Verdict(Outcome.RIGHT if value > 0.5 else Outcome.WRONG, value)
+
+
+def spelt(text: str, *, end: bool = True) -> tuple[int, ...]:
+    """A text letter by letter, which no tokenizer would write."""
+    letters = [TOKENIZER.encode(letter, special_tokens=False) for letter in text]
+    return sum(letters, start=()) + (TOKENIZER.encode(ENDS["qwen3"], special_tokens=False) if end else ())
+
+
+def played(
+    config: WorkflowConfig, script: Script, tmp_path: Path, *, chat: bool = True
+) -> tuple[Trajectory, list[tuple[int, ...]]]:
+    """One trajectory, and the prompts of its turns."""
+    asked: list[tuple[int, ...]] = []
+    record = MemoryRecord()
+
+    async def sample(request: TurnRequest) -> Segment:
+        asked.append(request.prompt)
+        said = spelt(script(TOKENIZER.spell(request.prompt)))
+        whole = Segment(said, (-0.5,) * len(said), (0,) * len(said), stop_reason=StopReason.STOP)
+        record.journal(request.node, whole)
+        return whole
+
+    async def run() -> Trajectory:
+        rendering = TemplateRendering(TOKENIZER)
+        plain = PlainRendering(lambda text: TOKENIZER.encode(text, special_tokens=False))
+        tokens = rendering.prompt(MESSAGES, 0, (), ())[0] if chat else spelt("3+4=", end=False)
+        prompt = Prompt("17", tokens, "3+4=", "7")
+        session = Session("0.17.0/0", tokens, 1, sample, record)
+        services = Services(score, TOKENIZER.decode, plain, rendering, Sampling(64), 4096, verdict, config)
+        task = WorkflowTask("17", "3+4=", "7", MESSAGES)
+        async with WorkflowPool(config, tmp_path / "log.txt") as pool:
+            return await pool.run(Exchange(session, prompt, task, services, rendering if chat else None))
+
+    return asyncio.run(run()), asked
+
+
+def spelling(trajectory: Trajectory, place: int) -> str:
+    """All that stands before the end of a segment, behind the prompt."""
+    _, places = way_to(trajectory.segments, place)
+    return "".join(TOKENIZER.spell(trajectory.segments[at].token_ids) for at in places)
+
+
+def test_the_model_tries_again_behind_exactly_what_it_said(tmp_path: Path) -> None:
+    config = WorkflowConfig(function="multi_turn", settings={"tries": 3, "feedback": "No: {prompt}"})
+    trajectory, asked = played(config, lambda text: "7" if "No: " in text else "12", tmp_path)
+    assert trajectory.verdict.reward == pytest.approx(0.9)
+    assert [one.reward for one in trajectory.segments] == [0.0, None, pytest.approx(0.9)]
+    assert asked[1] == asked[0] + trajectory.segments[0].token_ids + trajectory.segments[1].token_ids
+    told = "\n<|im_start|>user\nNo: 3+4=<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.spell(trajectory.segments[1].token_ids).startswith(told)
+
+
+def test_tools_are_called_as_the_template_has_them(tmp_path: Path) -> None:
+    def script(text: str) -> str:
+        if "<tool_response>" in text:
+            return text.rpartition("<tool_response>\n")[2].partition("\n")[0]
+        return '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
+
+    config = WorkflowConfig(function="tools", settings={"tools": ["calculator"]})
+    trajectory, _ = played(config, script, tmp_path)
+    assert trajectory.verdict.reward == 1.0
+    assert trajectory.verdict.rewards == {"calls": 1.0}
+    assert "<tool_response>\n7\n</tool_response>" in spelling(trajectory, len(trajectory.segments) - 1)
+
+
+def test_a_user_whom_the_model_plays_talks_in_a_conversation_of_its_own(tmp_path: Path) -> None:
+    def script(text: str) -> str:
+        return (
+            ("DONE" if "7" in text else "What is 3+4?") if "You are a user" in text else "7" if "What" in text else "?"
+        )
+
+    config = WorkflowConfig(function="user_simulator", settings={"turns": 3, "user_reward": 0.25})
+    trajectory, _ = played(config, script, tmp_path)
+    assert trajectory.verdict.reward == 1.0
+    sampled = [one for one in trajectory.segments if one.sampled]
+    assert [TOKENIZER.decode(one.token_ids) for one in sampled] == ["?", "What is 3+4?", "7", "DONE"]
+    assert [one.reward for one in sampled] == [0.0, 0.25, 1.0, 0.25]
+    assert [one.cause for one in trajectory.segments if one.cause] == ["user"]
+
+
+def test_a_critic_gets_what_its_criticism_gained(tmp_path: Path) -> None:
+    def script(text: str) -> str:
+        return "it is 7" if "Mistake:" in text else "7" if "A critic says: it is 7" in text else "12"
+
+    trajectory, _ = played(WorkflowConfig(function="self_play"), script, tmp_path)
+    assert [one.reward for one in trajectory.segments if one.sampled] == [1.0, 1.0, 1.0]
+    assert trajectory.verdict.rewards == {"first": 0.0, "last": 1.0}
+
+
+def test_the_judge_s_choice_is_the_reward(tmp_path: Path) -> None:
+    said = iter(["12", "7"])
+
+    def script(text: str) -> str:
+        if "Say its number" in text:
+            return next(line for line in text.splitlines() if line.endswith(": 7"))[0]
+        return next(said)
+
+    trajectory, asked = played(WorkflowConfig(function="best_of_n", settings={"n": 2}), script, tmp_path)
+    assert trajectory.verdict.reward == 1.0
+    assert asked[0] == asked[1]
+    assert sorted(one.reward or 0.0 for one in trajectory.segments if one.sampled) == [0.0, 1.0, 1.0]
+
+
+def test_the_calculator_takes_arithmetic_and_nothing_else() -> None:
+    assert [calculate(text) for text in ("(3+4)*5", "7/2", "-2**3", "10 % 4")] == ["35", "3.5", "-8", "2"]
+    for text in ("9**9**9", "__import__('os')", "1e400", "()", "1+", "(-1)**0.5", "1" * 600, "True"):
+        with pytest.raises(ValueError, match=r"."):
+            calculate(text)
+
+
+def test_a_search_finds_the_passage_with_the_rarest_words(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the capital of France is Paris\n\nthe river of France is the Seine")
+    (tmp_path / "b.md").write_text("the capital of Peru is Lima")
+    (tmp_path / "c.bin").write_bytes(b"\xff capital")
+    search = Search(tmp_path, results=1)
+    assert search("capital of Peru") == "b.md: the capital of Peru is Lima"
+    assert search("zebra") == "nothing was found"
+
+
+def test_a_program_runs_in_the_sandbox_and_its_end_is_told() -> None:
+    python = PythonTool(seconds=2.0)
+    assert python("print(3+4)") == "7\n"
+    assert "ZeroDivisionError" in python("1/0")
+
+
+@pytest.mark.parametrize(
+    ("example", "says", "reward"),
+    [
+        ("retry:Retry", {"=": "12", "?3+4=": "7"}, 1.0),
+        ("own_tool:Asking", {"=": "?3+4", "=7;": "7"}, 1.0),
+        ("debate:Debate", {"=": "7"}, 1.0),
+    ],
+)
+def test_the_examples_do_what_they_say(example: str, says: dict[str, str], reward: float, tmp_path: Path) -> None:
+    def script(text: str) -> str:
+        text = text.replace("<|im_end|>", "")
+        return next(said for behind, said in reversed(says.items()) if text.endswith(behind))
+
+    config = WorkflowConfig(function=example, path=str(EXAMPLES))
+    trajectory, _ = played(config, script, tmp_path, chat=False)
+    assert trajectory.verdict.reward == reward, trajectory.verdict.reason or json.dumps(trajectory.text)

@@ -1,0 +1,247 @@
+"""A workflow of the user's runs in a process of its own; whatever it does wrong fails its trajectory with the reason,
+and harms no other one. One whose process ends begins again, and is answered from the record."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.conversation.session import MemoryRecord, Session, TurnRequest
+from stretto.core.errors import WorkflowError
+from stretto.core.records import (
+    Outcome,
+    Prompt,
+    Sampling,
+    Segment,
+    StopReason,
+    Trajectory,
+    Verdict,
+)
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.exchange import Exchange, Services
+from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.rendering import PlainRendering
+from stretto.worlds.workflows.task import WorkflowTask
+
+ALPHABET = "0123456789+-="
+PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
+OWN = "tests.worlds.workflows.users_own"
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(ALPHABET.index(one) for one in text)
+
+
+def decode(tokens: Any) -> str:
+    return "".join(ALPHABET[token] for token in tokens)
+
+
+@dataclass
+class Model:
+    """Says two digits that follow from the seed; `until` holds a turn back, `asked` counts."""
+
+    asked: list[TurnRequest] = field(default_factory=list)
+    on_turn: Callable[[TurnRequest], Coroutine[Any, Any, None]] | None = None
+
+    def sampler(self, record: MemoryRecord) -> Callable[[TurnRequest], Coroutine[Any, Any, Segment]]:
+        async def sample(request: TurnRequest) -> Segment:
+            self.asked.append(request)
+            await asyncio.sleep(0)
+            if self.on_turn is not None:
+                await self.on_turn(request)
+            digits = hashlib.sha256(str(request.seed).encode()).digest()[:2]
+            said = Segment(tuple(digit % 10 for digit in digits), (-0.5, -0.5), (0, 0), stop_reason=StopReason.STOP)
+            record.journal(request.node, said)
+            return said
+
+        return sample
+
+
+async def score(prompt: str, completions: Any, answer: str) -> list[Verdict]:
+    return [verdict(float(text == answer)) for text in completions]
+
+
+def verdict(value: float) -> Verdict:
+    return Verdict(Outcome.RIGHT if value > 0.5 else Outcome.WRONG, value)
+
+
+@dataclass
+class Bench:
+    """A pool with some trajectories."""
+
+    config: WorkflowConfig
+    log: Path
+    model: Model = field(default_factory=Model)
+    members: int = 2
+    records: dict[int, MemoryRecord] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    pool: WorkflowPool | None = None
+
+    def exchange(self, member: int) -> Exchange:
+        record = self.records.setdefault(member, MemoryRecord())
+        session = Session(
+            f"0.17.0/{member}",
+            PROMPT.token_ids,
+            member,
+            self.model.sampler(record),
+            record,
+            record.segments,
+            record.calls,
+        )
+        task = WorkflowTask("17", PROMPT.text, PROMPT.answer, ({"role": "user", "content": "3+4="},), member=member)
+        sampling = Sampling(max_tokens=4)
+        services = Services(score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
+        return Exchange(session, PROMPT, task, services)
+
+    async def _run(self) -> list[Trajectory]:
+        async with WorkflowPool(self.config, self.log, say=self.said.append) as self.pool:
+            runs = (self.pool.run(self.exchange(member)) for member in range(self.members))
+            return await asyncio.gather(*runs)
+
+    def run(self) -> list[Trajectory]:
+        return asyncio.run(self._run())
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., Bench]:
+    def made(kind: str, settings: dict[str, Any] | None = None, **further: Any) -> Bench:
+        config = WorkflowConfig(
+            function=f"{OWN}:{kind}" if kind[0].isupper() else kind, settings=settings or {}, **further
+        )
+        return Bench(config, tmp_path / "workflow.txt")
+
+    return made
+
+
+def test_turns_calls_and_given_tokens_make_one_linear_trajectory(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    made = bench("Asks", {"turns": 3, "count": str(tmp_path / "count")})
+    first, second = made.run()
+    sampled = [segment for segment in first.segments if segment.sampled]
+    given = [segment for segment in first.segments if not segment.sampled]
+    assert [segment.reward for segment in sampled] == [0.0, 1.0, 2.0]
+    assert [decode(segment.token_ids) for segment in given] == ["+6=", "+6="]  # the length of "17/0/0", twice
+    assert all(segment.parent is None for segment in first.segments)
+    assert first.verdict.rewards == {"right": first.verdict.reward}
+    assert first.id == "0.17.0/0"
+    assert first.segments != second.segments
+    assert len((tmp_path / "count").read_text().splitlines()) == 6
+    prompts = [request.prompt for request in made.model.asked if request.node == 4]
+    held = PROMPT.token_ids + sum((segment.token_ids for segment in first.segments[:4]), start=())
+    assert held in prompts  # what was said, as it was sampled
+
+
+def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> None:
+    made = bench("Talks")
+    made.members = 1
+    [trajectory] = made.run()
+    causes = [segment.cause for segment in trajectory.segments if segment.cause]
+    assert sorted(causes) == ["fork", "history_rewritten", "subagent"]
+    assert sum(segment.sampled for segment in trajectory.segments) == 5
+    assert trajectory.verdict.outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("Raises", {}, "the workflow raised KeyError in .*users_own.py:[0-9]+: 'no such thing'"),
+        ("Exits", {}, "the workflow raised SystemExit .*: 3"),
+        ("Waits", {}, "the workflow took more than 0.5 s of its own"),
+        ("Floods", {}, "the workflow asks for more than 256 things at a time"),
+        ("Endless", {}, "the workflow raised RefusedRequest .*max_turns is 5"),
+        ("Returns", {"what": "nothing"}, "the workflow returned NoneType, not a number or a stretto.Reward"),
+        ("Returns", {"what": "text"}, "the workflow returned str, not"),
+        ("Returns", {"what": "nan"}, "the workflow returned nan, not"),
+        ("Returns", {"what": "no turn"}, "the workflow has returned without a completion"),
+        ("Returns", {"what": "foreign turn"}, "a reward to turn 7, which no engine has sampled"),
+        ("Returns", {"what": "too many"}, "a reward to turn None, which no engine has sampled"),
+    ],
+)
+def test_what_goes_wrong_is_the_reason_and_never_a_reward(
+    bench: Callable[..., Bench], kind: str, settings: dict[str, Any], reason: str
+) -> None:
+    for trajectory in bench(kind, settings, deadline=0.5, max_turns=5).run():
+        assert trajectory.verdict.outcome is Outcome.UNDECIDED
+        assert trajectory.verdict.reward is None
+        assert re.search(reason, trajectory.verdict.reason), trajectory.verdict.reason
+
+
+def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:
+    made = bench("Hangs", deadline=1.0)
+    made.members = 4
+    outcomes = [trajectory.verdict.outcome for trajectory in made.run()]
+    assert outcomes == [Outcome.UNDECIDED, Outcome.RIGHT, Outcome.RIGHT, Outcome.RIGHT]
+
+
+def test_a_process_that_is_left_behind_holds_nothing_up(bench: Callable[..., Bench]) -> None:
+    assert [trajectory.verdict.outcome for trajectory in bench("Forks").run()] == [Outcome.RIGHT] * 2
+
+
+def test_one_that_ends_its_process_each_time_fails_in_the_end(bench: Callable[..., Bench]) -> None:
+    made = bench("Dies")
+    made.members = 1
+    [trajectory] = made.run()
+    assert trajectory.verdict.reason == "its process ended 3 times: the last one ended with exit code 3"
+    assert len(made.model.asked) == 1  # the turn was on record
+
+
+def test_after_the_process_is_killed_its_trajectories_go_on_and_call_nothing_twice(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    made = bench("Asks", {"turns": 4, "count": str(tmp_path / "count")})
+    undisturbed = bench("Asks", {"turns": 4, "count": str(tmp_path / "other")}).run()
+
+    async def kill_in_the_third_turn(request: TurnRequest) -> None:
+        if request.node == 4 and not made.said:
+            assert made.pool is not None
+            [worker] = made.pool._workers.values()
+            os.kill(worker._process.pid, signal.SIGKILL)
+            await asyncio.sleep(0.2)
+
+    made.model.on_turn = kill_in_the_third_turn
+    assert made.run() == undisturbed
+    lines = (tmp_path / "count").read_text().splitlines()
+    assert sorted(lines) == sorted((tmp_path / "other").read_text().splitlines())
+    assert len(set(lines)) == len(lines) == 8
+    assert len(made.said) == 1
+
+
+def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Callable[..., Bench]) -> None:
+    made = bench("Raises")
+    made.members = 70
+    with pytest.raises(WorkflowError, match=r"64 of the last 64 trajectories failed, the last one: .* KeyError"):
+        made.run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("multi_turns", {}, "no built-in workflow is called 'multi_turns'; did you mean 'multi_turn'?"),
+        ("Askz", {}, "has no 'Askz'; did you mean 'Asks'?"),
+        ("Asks", {"turn": 3}, "workflow.settings.turn: .* has no such setting; did you mean 'turns'?"),
+        ("multi_turn", {"tries": 0}, "cannot be made: ValueError: tries is 0"),
+        ("Path", {}, "is <class 'pathlib.*Path'>; a workflow is a class with 'async def run"),
+    ],
+)
+def test_a_workflow_that_cannot_be_used_is_refused_before_the_run(
+    bench: Callable[..., Bench], kind: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        bench(kind, settings).run()
+
+
+def test_the_built_in_retry_tells_of_each_wrong_try(bench: Callable[..., Bench]) -> None:
+    made = bench("multi_turn", {"tries": 2, "feedback": "-"})
+    for trajectory in made.run():
+        sampled = [segment for segment in trajectory.segments if segment.sampled]
+        assert [segment.reward for segment in sampled] == [0.0, 0.0]
+        assert trajectory.verdict.rewards == {"tries": 2.0, "first": 0.0}
+        assert "-" in trajectory.text

@@ -1,0 +1,123 @@
+"""Workflows of a user: what they do right, and all that they can do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import stretto
+
+
+class Asks(stretto.Workflow):
+    """As many turns as it is told, each with a call that counts itself in a file."""
+
+    def __init__(self, turns: int = 3, count: str = "", repeatable: bool = False) -> None:
+        self.turns, self.count, self.repeatable = turns, count, repeatable
+
+    def noted(self, text: str) -> str:
+        if self.count:
+            with Path(self.count).open("a") as file:
+                file.write(text + "\n")
+        return str(len(text))
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> stretto.Reward:
+        right = 0.0
+        for turn in range(self.turns):
+            reply = await chat.generate()
+            name = f"{task.id}/{task.member}/{turn}"
+            told = await chat.tool("noted", {"text": name}, self.noted, repeatable=self.repeatable)
+            right += reply.text.endswith(task.answer)
+            chat.say(f"+{told}=")
+        return stretto.Reward(right, by_turn=[float(turn) for turn in range(self.turns)], named={"right": right})
+
+
+class Raises(stretto.Workflow):
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        await chat.generate()
+        raise KeyError("no such thing")
+
+
+class Exits(stretto.Workflow):
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        sys.exit(3)
+
+
+class Dies(stretto.Workflow):
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        await chat.generate()
+        os._exit(3)
+
+
+class Hangs(stretto.Workflow):
+    """The first member hangs in Python; the others wait a moment."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        while task.member == 0:
+            time.sleep(0.01)
+        await asyncio.sleep(0.01)
+        await chat.generate()
+        return 1.0
+
+
+class Waits(stretto.Workflow):
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+
+class Floods(stretto.Workflow):
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        await asyncio.gather(*(chat.generate() for _ in range(1000)))
+        return 1.0
+
+
+class Endless(stretto.Workflow):
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        while True:
+            await chat.generate()
+            chat.say("+1=")
+
+
+class Returns(stretto.Workflow):
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        if self.what != "no turn":
+            await chat.generate()
+        found = {
+            "nothing": None,
+            "text": "1.0",
+            "nan": float("nan"),
+            "no turn": 1.0,
+            "foreign turn": stretto.Reward(1.0, by_turn={7: 1.0}),
+            "too many": stretto.Reward(1.0, by_turn=[1.0, 1.0]),
+        }
+        return found[self.what]  # type: ignore[return-value]  # that is what is tried
+
+
+class Forks(stretto.Workflow):
+    """Leaves a process behind that holds on to everything it has."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        await chat.generate()
+        return 1.0
+
+
+class Talks(stretto.Workflow):
+    """Two roles, a branch, parallel turns and messages of its own."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        other = chat.new([{"role": "user", "content": "1+1="}])
+        await asyncio.gather(chat.generate(), chat.copy().generate(), other.generate())
+        other.say("+2=")
+        await other.generate()
+        rewritten = [*chat.messages[:-1], {"role": "assistant", "content": "0"}, {"role": "user", "content": "+3="}]
+        await chat.generate(rewritten, cause="history_rewritten")
+        return float(await chat.score("2"))
