@@ -112,7 +112,7 @@ class Conductor:
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         self.in_flight.end()
-        at_engines = self.engines.open
+        at_engines = {id.partition("/")[0] for id in self.engines.open}  # turns are named after their trajectory
         await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])
         await self.engines.give_up()
 
