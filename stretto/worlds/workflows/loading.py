@@ -16,6 +16,7 @@ _ROOM = "stretto.worlds.workflows.built_in"
 #: The workflows that are built in.
 BUILT_IN = {
     "best_of_n": f"{_ROOM}.best_of_n:BestOfN",
+    "environment": f"{_ROOM}.environment:EnvironmentPlay",
     "multi_turn": f"{_ROOM}.multi_turn:MultiTurn",
     "self_play": f"{_ROOM}.self_play:SelfPlay",
     "tools": f"{_ROOM}.tools:Tools",

@@ -1,0 +1,47 @@
+"""Games of textarena for one player, as worlds: ``pip install textarena``.
+
+[workflow]
+function = "environment"
+
+[workflow.settings]
+make = "textarena_world:Game"                # this file, beside the recipe
+arguments = { name = "GuessTheNumber-v0" }
+"""
+
+from __future__ import annotations
+
+import threading
+
+import textarena
+
+_SEEDING = threading.Lock()  # games draw from the random numbers of the process
+
+
+class Game:
+    """One game. Its observations repeat what was said before; only what is new is told."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._told = name, ""
+
+    def reset(self, seed: int) -> str:
+        """Begin; the rules."""
+        with _SEEDING:
+            self._game = textarena.make(self._name)
+            self._game.reset(num_players=1, seed=seed % 2**32)
+        return self._news()
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """A move: what is new, the reward at the end, whether this is it."""
+        done, _ = self._game.step(action)
+        if not done:
+            return self._news(), 0.0, False
+        rewards, _ = self._game.close()
+        return "", float(rewards[0]), True
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+    def _news(self) -> str:
+        _, text = self._game.get_observation()
+        new, self._told = str(text).removeprefix(self._told), str(text)
+        return new.strip()

@@ -1,0 +1,64 @@
+"""An environment of reset and step, whose actions are what the model says."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.task import Reward, WorkflowTask
+
+
+class TextEnvironment(Protocol):
+    """One episode in the form of Gymnasium, with texts. Equal seeds and actions have to give equal observations: after
+    a crash the episode is played again up to where it was, without the model."""
+
+    def reset(self, seed: int) -> str:
+        """Begin; the first observation."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """The observation behind an action, its reward, and whether the episode has ended."""
+        ...
+
+    def close(self) -> None:
+        """The episode has ended, or was given up."""
+        ...
+
+
+class EnvironmentPlay(Workflow):
+    """The model plays an episode: each observation is a message to it, each completion an action.
+
+    Args:
+        make: ``package.module:name`` of what makes a `TextEnvironment`.
+        arguments: of `make`; those of the task's row go over them.
+        instructions: a system message in front of the observations; empty for none.
+        turns: actions at most.
+    """
+
+    def __init__(
+        self, make: str, arguments: Mapping[str, Any] | None = None, instructions: str = "", turns: int = 32
+    ) -> None:
+        module, _, name = make.partition(":")
+        self._make: Callable[..., TextEnvironment] = getattr(importlib.import_module(module), name)
+        self._arguments, self._instructions, self._turns = dict(arguments or {}), instructions, turns
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
+        """The sum of the rewards of an episode; each action's by turn."""
+        own = {name: value for name, value in task.fields.items() if name in self._arguments}
+        environment = self._make(**{**self._arguments, **own})
+        rewards: dict[int, float] = {}
+        try:
+            system = [{"role": "system", "content": self._instructions}] if self._instructions else []
+            episode = chat.new(system, cause="environment")
+            episode.say(environment.reset(task.seed))
+            for _ in range(self._turns):
+                reply = await episode.generate()
+                observation, rewards[reply.node], done = environment.step(reply.text)
+                if done:
+                    break
+                episode.say(observation)
+        finally:
+            environment.close()
+        return Reward(sum(rewards.values()), by_turn=rewards, named={"actions": float(len(rewards))})
