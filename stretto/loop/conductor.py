@@ -195,7 +195,8 @@ class Conductor:
 
     def _queues(self) -> str:
         queues = self.controller
-        return f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
+        counts = f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
+        return counts + self.engines.absence
 
     async def _batch_unless_stopping(self) -> Batch | None:
         while not self.stopping:
