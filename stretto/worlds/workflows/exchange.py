@@ -134,11 +134,12 @@ class Exchange:
             [verdict] = await self._services.score(self._prompt.text, [order.text], order.answer)
             if verdict.reward is None:
                 raise RefusedRequest("score", "undecided", verdict.reason)
-            return msgspec.json.encode(verdict.reward)
+            return msgspec.json.encode((verdict.reward, verdict.outcome is Outcome.RIGHT))
 
         asked = b"score" + msgspec.json.encode([order.text, order.answer])
         reply = await self.session.call(asked, judged, repeatable=True)
-        return OrderDone(order.run, order.order, score=msgspec.json.decode(reply, type=float))
+        reward, right = msgspec.json.decode(reply, type=tuple[float, bool])
+        return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
         """A call of the workflow, made by `run` unless it is on record.
