@@ -150,7 +150,10 @@ class Conversation:
         if stop:
             sampling["stop"] = list(stop)
         own = messages is None and not token_ids
-        asked = self.messages if messages is None else list(messages)
+        asked = self.messages if messages is None else messages
+        _check("messages", asked, Mapping)
+        _check("tools", tools, Mapping)
+        _check("token_ids", token_ids, int)
         known, node = (len(self._held), self._node) if own else self._histories.find(asked)
         if own and self.messages[:known] != self._held:  # it was changed
             known, node = self._histories.find(asked)
@@ -203,4 +206,14 @@ class Conversation:
         Raises:
             RefusedRequest: it cannot be judged; a workflow that does not catch this fails with the reason.
         """
-        return await self._orders.score(text, self._task.answer if answer is None else answer)
+        answer = self._task.answer if answer is None else answer
+        _check("texts that are scored", [text, answer], str)
+        return await self._orders.score(text, answer)
+
+
+def _check(name: str, values: object, kind: type) -> None:
+    """Raises TypeError: they are not a list of this kind."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} is {type(values).__name__}, not a list")
+    if wrong := [value for value in values if not isinstance(value, kind)]:
+        raise TypeError(f"{name} holds {wrong[0]!r:.80}, which is no {kind.__name__}")

@@ -83,8 +83,7 @@ class Exchange:
         services, limits = self._services, self._services.config
         prompt, cause = order.token_ids, ""
         if not prompt:
-            held = self._held(order)
-            prompt, cause = self._rendering.prompt(order.messages, order.known, held, order.tools)
+            prompt, cause = self._rendered(order)
         sampling = self._sampling(order.sampling, len(prompt))
         if self._turns >= limits.max_turns:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
@@ -97,6 +96,14 @@ class Exchange:
         message = self._rendering.message(segment.token_ids, text, order.tools)
         cut = segment.stop_reason is StopReason.LENGTH
         return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
+
+    def _rendered(self, order: TurnOrder) -> tuple[Tokens, str]:
+        held = self._held(order)
+        try:
+            return self._rendering.prompt(order.messages, order.known, held, order.tools)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # messages of the user's own
+            found = f"{type(error).__name__}: {error}"
+            raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None
 
     def _held(self, order: TurnOrder) -> Tokens:
         if order.node == NOTHING or not order.known:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import resource
 import sys
 import threading
@@ -186,7 +187,7 @@ def ended_with(run: int, value: object) -> MemberEnded:
     for number in (found.value, *turns.values(), *named.values()):
         if reason := _no_number(number):
             return MemberEnded(run, failure=f"the workflow returned {reason}, not a number or a stretto.Reward")
-    by_turn = {node: float(reward) for node, reward in turns.items()}
+    by_turn = {operator.index(node): float(reward) for node, reward in turns.items()}
     return MemberEnded(run, float(found.value), by_turn, {str(name): float(part) for name, part in named.items()})
 
 
