@@ -1,0 +1,79 @@
+"""Whatever comes in, each dialect answers it or refuses it with a 4xx in its own form; nothing makes it fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.core.result import Ok
+
+from stretto.gateway.config import GatewayConfig
+from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
+
+#: Of bodies that are right, as little work as possible.
+SMALL = {"model": MODEL}
+CALL = '<tool_call>{"name": "a", "arguments": {"b": "\\u00e4"}}</tool_call>'
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def assert_refused_in_its_form(path: str, status: int, told: Any) -> None:
+    assert 400 <= status < 500, told
+    assert isinstance(told["error"]["message"], str)
+    assert (told.get("type") == "error") == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@in_a_loop
+async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path, path: str) -> None:
+    model = ScriptedModel(lambda prompt: CALL if "a" in prompt[-40:] else "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(turns=10_000)) as gateway:
+        session = await gateway.open()
+        description = (await gateway.client.get("/openapi.json")).json()
+        schema = schemathesis.openapi.from_dict(description)
+        [operation] = [
+            found.ok() for found in schema.get_all_operations() if isinstance(found, Ok) and found.ok().path == path
+        ]
+        statuses = Counter[int]()
+
+        def check() -> None:
+            with httpx.Client(base_url=session["base_url"].removesuffix("/v1"), trust_env=False) as client:
+
+                @settings(max_examples=30, suppress_health_check=QUIET, deadline=None, database=None)
+                @given(case=operation.as_strategy(), known=st.booleans())
+                def ask(case: schemathesis.Case[Any], known: bool) -> None:
+                    body: Any = {**case.body, **SMALL} if isinstance(case.body, dict) and known else case.body
+                    reply = client.post(path, json=body)
+                    statuses[reply.status_code] += 1
+                    if reply.status_code != 200:
+                        assert_refused_in_its_form(path, reply.status_code, reply.json())
+
+                ask()
+
+        await asyncio.to_thread(check)
+    assert statuses.keys() & {200, 400}
+
+
+@in_a_loop
+async def test_no_bytes_make_it_fail(tmp_path: Path) -> None:
+    paths = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/../reward", "/v1/models/x"]
+    odd = [b"", b"null", b"{}", b'"', b"[" * 100_000, b"\xff\xfe", b'{"model": NaN}', b'{"messages": [{"role": 1}]}']
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
+        session = await gateway.open()
+        for path in paths:
+            for content in odd:
+                for base in (session["base_url"].removesuffix("/v1"), "", f"/s/{'x' * 4000}"):
+                    reply = await gateway.client.post(f"{base}{path}", content=content)
+                    assert_refused_in_its_form(path, reply.status_code, reply.json())
+        for content in odd[2:]:
+            for path in ("/sessions", f"/sessions/{session['id']}/reward"):
+                reply = await gateway.client.post(path, content=content)
+                assert reply.status_code < 500
+        huge = b'{"reward": 1e999}'
+        assert (await gateway.client.post(f"/sessions/{session['id']}/reward", content=huge)).status_code == 400
