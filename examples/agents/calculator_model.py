@@ -158,8 +158,7 @@ def main(folder: Path) -> None:
                 rows.write(json.dumps(row) + "\n")
     chance = random.Random(2)
     with (folder / "questions.jsonl").open("w") as rows:
-        for _ in range(4_000):
-            first, second = question(chance)
+        for first, second in {question(chance): None for _ in range(4_000)}:
             row = {"prompt": f"What is {first}*{second}?", "answer": str(first * second)}
             rows.write(json.dumps(row) + "\n")
     recipe = folder / "warm_start.toml"
