@@ -112,7 +112,7 @@ class Conductor:
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         self.in_flight.end()
-        at_engines = self.engines.open
+        at_engines = {id.partition("/")[0] for id in self.engines.open}  # turns are named after their trajectory
         await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])
         await self.engines.give_up()
 
@@ -195,7 +195,8 @@ class Conductor:
 
     def _queues(self) -> str:
         queues = self.controller
-        return f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
+        counts = f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
+        return counts + self.engines.absence
 
     async def _batch_unless_stopping(self) -> Batch | None:
         while not self.stopping:

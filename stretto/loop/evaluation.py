@@ -76,7 +76,7 @@ class Evaluator:
     final_answer: FinalAnswerOf | None = None
     rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
     name: str = ""
-    converse: Converse | None = None  # None: single turns
+    converse: Converse | None = None  # None: single turns; it counts its tokens itself
 
     async def __call__(self) -> Evaluation:
         """Generate and judge the completions of every prompt; each wait inside has its own deadline.
@@ -117,10 +117,6 @@ class Evaluator:
                 for number, (id, seed) in enumerate(zip(ids, self._seeds(prompt), strict=True))
             )
         )
-        for one in trajectories:
-            for segment in one.segments:
-                if segment.sampled:
-                    self.count(Completion.of(one.id, one.member, segment))
         final = self.final_answer
         result = QuestionResult.of(
             prompt,

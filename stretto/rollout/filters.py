@@ -31,9 +31,13 @@ def success_rate(group: Group, low: float, high: float) -> Mapping[str, str]:
 
 
 def zero_variance(group: Group) -> Mapping[str, str]:
-    """Equal rewards mean equal advantages, hence no gradient (DAPO, arXiv 2503.14476, dynamic sampling)."""
-    rewards = {trajectory.reward for trajectory in group.trajectories}
-    return _all(group, f"all rewards are {rewards.pop():g}") if len(rewards) == 1 else {}
+    """Equal rewards, those of turns included, mean equal advantages, hence no gradient (DAPO, arXiv 2503.14476, dynamic
+    sampling)."""
+    rewards = {
+        (t.reward, *(segment.reward for segment in t.segments if segment.reward is not None))
+        for t in group.trajectories
+    }
+    return _all(group, f"all rewards are {rewards.pop()[0]:g}") if len(rewards) == 1 else {}
 
 
 def filters(config: RolloutConfig) -> tuple[Filter, ...]:

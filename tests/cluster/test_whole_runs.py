@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stretto.store.series.spans import read_spans
 from tests.certificates import authority
 from tests.faults.test_company import end_well
 from tests.launch.running import Command, Laboratory, said, steps_done, wait_for_step, wait_until
@@ -86,6 +87,18 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
         assert said(run_dir).count("a new one is started") == 1
         assert "the server of weights was killed by SIGKILL (out of memory?): a new one is started" in said(run_dir)
     assert not [folder for folder in mirrors if folder.exists()]
+    assert_told(run_dir)
+
+
+def assert_told(run_dir: Path) -> None:
+    """Logs of engines elsewhere have come, and spans of engines and of mirrors, in the time of the run's machine."""
+    spans = read_spans(run_dir / "spans.jsonl")
+    elsewhere = [span for span in spans if span.name == "pull" or span.role.startswith("engine-")]
+    assert len({span.role for span in elsewhere if span.name == "pull"}) == 3
+    assert {span.role for span in elsewhere if span.name != "pull"} == {"engine-0", "engine-1", "engine-2"}
+    trained = [span for span in spans if span.role == "trainer"]
+    assert all(span.end > trained[0].start - 100 and span.start < trained[-1].end + 100 for span in elsewhere)
+    assert {path.stem for path in (run_dir / "logs").glob("engine-*")} == {"engine-0", "engine-1", "engine-2"}
 
 
 def test_a_run_that_was_killed_and_goes_on_at_its_address_gets_its_machines_back(

@@ -66,6 +66,7 @@ class Engines:
             raise EngineLost("engine-0", "was killed")
 
     open = frozenset[str]()
+    absence = ""
 
     async def give_up(self) -> None: ...
 

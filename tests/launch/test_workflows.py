@@ -15,6 +15,7 @@ import signal
 from pathlib import Path
 
 from stretto.core.records import Segment, Trajectory
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.ledger.reading import read_batches
 from tests.launch.running import (
     ROOT,
@@ -26,6 +27,7 @@ from tests.launch.running import (
     wait_for_step,
     with_sections,
 )
+from tests.worlds.workflows.users_own import Asks
 
 _TURNS = 4
 
@@ -44,6 +46,10 @@ count = "{folder / "count"}"
 
 [sampling]
 max_tokens = 16
+
+[algorithm.advantages]
+kind = "group"
+credit = "turn"
 """
     return with_sections(TINY, folder / "recipe.toml", section, without=("[sampling]", "max_tokens"))
 
@@ -75,6 +81,8 @@ def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Labora
     assert found.steps == 8
     found_rewards = {tuple(turn.reward for turn in turns_of(one)) for one in trained(run_dir, 8)}
     assert found_rewards == {(0.0, 1.0, 2.0, 3.0)}
+    buffered = sum(len(row["versions"]) for row in exported(laboratory, run_dir) if row["state"] == "buffered")
+    assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
     versions = [turn.versions for one in trained(run_dir, 8) for turn in turns_of(one)]
     assert any(one[0] < one[-1] for one in versions), "no update came in the middle of a turn"
     assert len(set(called(tmp_path))) == len(called(tmp_path))
@@ -145,3 +153,9 @@ def test_a_workflow_that_is_not_there_is_refused_before_the_run(laboratory: Labo
     ):
         ended = laboratory.run("train", recipe_of(tmp_path), f"workflow.function={value}", "--dry-run")
         ended.refused(message)
+
+
+def test_a_workflow_may_be_given_as_its_class() -> None:
+    chosen = load_recipe(TINY, {"workflow": Asks}).workflow
+    assert chosen is not None
+    assert (chosen.function, chosen.path) == ("tests.worlds.workflows.users_own:Asks", str(ROOT))

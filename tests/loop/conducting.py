@@ -84,6 +84,7 @@ class ToyFleet:
             )
 
     open = frozenset[str]()
+    absence = ""
 
     async def give_up(self) -> None: ...
 

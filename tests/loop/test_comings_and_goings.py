@@ -245,6 +245,24 @@ def test_a_group_whose_engines_depart_six_times_comes_whole(how: str) -> None:
         runner.run(work(Story(7, kills=False)))
 
 
+def test_a_run_without_engines_says_which_one_left_last_and_why() -> None:
+    async def work(story: Story) -> None:
+        supervising = asyncio.create_task(story.pool.supervise())
+        assert story.pool.absence == "; no engine serves"
+        story.pool.publish(0)
+        for _ in range(2):
+            story.join()
+        await story.pool.until_up(60)
+        assert story.pool.absence == ""
+        for name in ("engine-1", "engine-0"):
+            await story.leave(name)
+        assert story.pool.absence == "; no engine serves, engine-0 has left: its machine has gone"
+        supervising.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work(Story(7, kills=False)))
+
+
 if __name__ == "__main__":
     for number in range(int(sys.argv[1]), int(sys.argv[-1]) + 1):
         told = play(number)

@@ -58,6 +58,19 @@ def test_zero_variance_by_hand() -> None:
     assert len(zero_variance(group([0.5]))) == 1
 
 
+def test_a_group_whose_turns_have_different_rewards_is_no_group_of_equal_rewards() -> None:
+    def turns(member: int, *rewards: float | None) -> Trajectory:
+        segments = tuple(Segment((1,), (-0.1,), (0,), reward=reward) for reward in rewards)
+        return Trajectory(f"g/{member}", segments, Verdict(outcome=Outcome.RIGHT, reward=1.0), "")
+
+    def of(*members: Trajectory) -> Group:
+        return Group("g", Prompt(id="0", token_ids=(1,), text="", answer=""), 0, members)
+
+    assert zero_variance(of(turns(0, 1.0, 0.0), turns(1, 0.0, 1.0))) == {}
+    assert len(zero_variance(of(turns(0, 1.0, 0.0), turns(1, 1.0, 0.0)))) == 2
+    assert len(zero_variance(of(turns(0, None), turns(1, None, None)))) == 2, "turns without a reward do not count"
+
+
 @given(REWARDS)
 def test_with_right_and_wrong_alone_zero_variance_is_a_success_rate_inside_the_ends(rewards: list[float]) -> None:
     inside = success_rate(group(rewards), low=1e-9, high=1 - 1e-9)

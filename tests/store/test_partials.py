@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from stretto.core.errors import StoreError
 from stretto.core.records import NOTHING, PROMPT, Segment, State, StopReason
@@ -218,28 +217,64 @@ def test_any_interleaving_over_any_crashes_is_read_as_the_segments_that_were_jou
         assert member(path).segments == tuple(segments)
 
 
-@settings(max_examples=30)
-@given(journals(), st.integers(0, 12))
-def test_a_crash_loses_the_end_of_a_journal_and_nothing_before_it(
-    journal: tuple[list[Segment], list[Piece | None]], flushed: int
-) -> None:
-    """What is restored are the pieces up to the last flush."""
-    _, order = journal
+@st.composite
+def sessions(draw: st.DrawFn) -> list[tuple[str, int, Segment, bool]]:
+    """Pieces of segments and begins and ends of calls, as a session writes them; True flushes."""
+    _, order = draw(journals())
     pieces = [entry for entry in order if entry is not None]
+    events = [("piece", node, piece, False) for node, piece in pieces]
+    calls, at = draw(st.integers(0, 3)), 0
+    for number in range(calls):
+        at = draw(st.integers(at, len(events)))
+        durable = draw(st.booleans())
+        events.insert(at, ("begin", number, Segment(), durable))
+        if draw(st.booleans()):
+            events.insert(draw(st.integers(at + 1, len(events))), ("end", number, Segment(), durable))
+        at += 1
+    return events
+
+
+def told(ledger: Ledger, event: tuple[str, int, Segment, bool]) -> None:
+    kind, number, piece, durable = event
+    if kind == "piece":
+        ledger.journal(ID, piece, number)
+    elif kind == "begin":
+        ledger.begin_call(ID, number, b"asked %d" % number, durable=durable)
+    else:
+        ledger.end_call(ID, number, b"reply %d" % number)
+
+
+@given(sessions(), st.integers(0, 8))
+@settings(max_examples=40)
+def test_a_crash_loses_what_came_after_the_last_flush_and_nothing_before_it(
+    events: list[tuple[str, int, Segment, bool]], crashes_after: int
+) -> None:
+    """A durable call flushes with it all that came before; what the session goes on with joins what was kept."""
+    before, after = events[:crashes_after], events[crashes_after:]
+    kept = before[: max((at + 1 for at, event in enumerate(before) if event[3]), default=0)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
         ledger = begun(path)
         ledger.flush()
-        for at, (node, piece) in enumerate(pieces):
-            if at == flushed:
-                ledger.flush()
-            ledger.journal(ID, piece, node)
+        for event in before:
+            told(ledger, event)
         crash(ledger)
-        kept = pieces[:flushed] if flushed < len(pieces) else []
-        found = member(path).segments
-    assert len(found) == max((node + 1 for node, _ in kept), default=0)
-    for node, segment in enumerate(found):
-        own = [piece for at, piece in kept if at == node]
-        assert segment.token_ids == sum((piece.token_ids for piece in own), start=())
-        assert segment.parent == (own[0].parent if own else NOTHING)
-        assert replace(segment, token_ids=()).stop_reason == (own[-1].stop_reason if own else None)
+        assert member(path) == expected(kept)
+        ledger = Ledger(path, HOLD_BACK)
+        for event in before[len(kept) :] + after:  # it begins again, and is told what was lost once more
+            told(ledger, event)
+        ledger.close()
+        assert member(path) == expected(events)
+
+
+def expected(events: list[tuple[str, int, Segment, bool]]) -> UnfinishedMember:
+    segments = dict[int, Segment]()
+    calls = dict[int, JournaledCall]()
+    for kind, number, piece, _ in events:
+        if kind == "piece":
+            segments[number] = segments[number] + piece if number in segments else piece
+        else:
+            reply = b"reply %d" % number if kind == "end" else None
+            calls[number] = JournaledCall(number, b"asked %d" % number, reply)
+    whole = tuple(segments.get(node, Segment(parent=NOTHING)) for node in range(max(segments, default=-1) + 1))
+    return UnfinishedMember(whole, tuple(calls.values()))

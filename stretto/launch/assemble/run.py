@@ -149,7 +149,8 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
 def _roles_of(recipe: Recipe) -> str:
     local = recipe.cluster.placer == "local"
     engines = f"{recipe.engine.count} engine(s)" if local else "engines on other machines"
-    return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s)"
+    workflows = f", {recipe.workflow.workers} workflow process(es)" if recipe.workflow is not None else ""
+    return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s){workflows}"
 
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:
@@ -300,7 +301,13 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
         detokenize=plan.tokenizer.decode,
         count=recorder.evaluation_sampled,
         keep=recorder.held_out,
-        converse=conversing(plan, roles.workflows, roles.engines.generate, roles.rewards.score_group),
+        converse=conversing(
+            plan,
+            roles.workflows,
+            roles.engines.generate,
+            roles.rewards.score_group,
+            recorder.evaluation_sampled,
+        ),
     )
 
 

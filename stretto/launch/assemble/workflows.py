@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.core.engine import Generate
-from stretto.core.records import Verdict
+from stretto.core.records import Completion, Verdict
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
@@ -31,11 +31,18 @@ def workflow_groups(plan: Plan, pool: WorkflowPool, sessions: TrajectorySessions
     return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
 
 
-def conversing(plan: Plan, pool: WorkflowPool | None, generate: Generate, score: Score) -> Converse | None:
-    """The trajectories of an evaluation; None: single turns."""
+def conversing(
+    plan: Plan,
+    pool: WorkflowPool | None,
+    generate: Generate,
+    score: Score,
+    count: Callable[[Completion], None] = lambda completion: None,
+) -> Converse | None:
+    """The trajectories of an evaluation; None: single turns. `count` gets each turn."""
     if pool is None:
         return None
-    return WorkflowGroups(pool, sessions_of_evaluation(generate), plan.details, _services(plan, pool, score)).member
+    opened = sessions_of_evaluation(generate, count)
+    return WorkflowGroups(pool, opened, plan.details, _services(plan, pool, score)).member
 
 
 def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:

@@ -60,7 +60,8 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":
         engine += CAPABILITIES[recipe.engine.kind].process_bytes
-    others = _PROCESS_BYTES + recipe.rewards.workers * (40 << 20) + 2 * base.parameters * 4
+    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
     return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
 
 

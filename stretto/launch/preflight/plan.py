@@ -135,6 +135,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *questions.notes,
             *filter(None, (training.note, held_out.note)),
             *_unused_template(questions.training, tokenizer),
+            *_waiting_workflows(recipe),
             *sifted.warnings,
             *strange_digits(questions),
             *repeated(questions),
@@ -235,6 +236,17 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
         if row.messages or (row.as_chat and tokenizer.has_chat_template)
     }
     return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
+
+
+def _waiting_workflows(recipe: Recipe) -> list[str]:
+    rollout, workflow = recipe.rollout, recipe.workflow
+    if workflow is None or rollout.max_in_flight * rollout.group_size <= workflow.workers * workflow.concurrency:
+        return []
+    wanted, room = rollout.max_in_flight * rollout.group_size, workflow.workers * workflow.concurrency
+    return [
+        f"rollout.max_in_flight * group_size is {wanted} trajectories, and workflows run {room} at a time "
+        "(workflow.workers * concurrency); others wait"
+    ]
 
 
 def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:

@@ -142,6 +142,8 @@ class InFlight:
         try:
             losses = 0
             while len(group.ended) < len(request.seeds):
+                if self._ending:
+                    await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
                 try:
                     async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]
@@ -149,12 +151,10 @@ class InFlight:
                     if count := len(request.seeds) - len(group.ended):
                         raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
                 except EngineLost as loss:  # another engine continues what is known
-                    if self._ending:
-                        await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
                     if self._journal is None:
                         group.ended.clear()
                     losses += not isinstance(loss, EngineLeft)
-                    if losses > LOSSES:
+                    if losses > LOSSES and not self._ending:
                         raise
         finally:
             group.judging = len(group.ended) == len(request.seeds)

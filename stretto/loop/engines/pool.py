@@ -289,6 +289,14 @@ class EnginePool:
         return name
 
     @property
+    def absence(self) -> str:
+        """That no engine gets requests now, and why the last one has left; "" while one does."""
+        if self._router.up:
+            return ""
+        last = next(reversed(self._left.values()), None)
+        return "; no engine serves" + (f", {last.name} has left: {last.how}" if last is not None else "")
+
+    @property
     def open(self) -> frozenset[str]:
         """The requests that engines have now."""
         return frozenset(id for engine in self._engines.values() for id in engine.open)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
 from stretto.core.engine import Generate
-from stretto.core.records import Segment, trajectory_id
+from stretto.core.records import Completion, Segment, trajectory_id
 from stretto.loop.engines.in_flight import InFlight, attempts
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import UnfinishedGroup
@@ -61,8 +61,10 @@ class TrajectorySessions:
         return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
 
 
-def sessions_of_evaluation(generate: Generate) -> Callable[[str, tuple[int, ...], int], Session]:
-    """Opens sessions that no record outlives: a turn whose engine is lost is sampled again."""
+def sessions_of_evaluation(
+    generate: Generate, count: Callable[[Completion], None]
+) -> Callable[[str, tuple[int, ...], int], Session]:
+    """Opens sessions that no record outlives: a turn whose engine is lost is sampled again. `count` gets each turn."""
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()
@@ -71,7 +73,9 @@ def sessions_of_evaluation(generate: Generate) -> Callable[[str, tuple[int, ...]
         async def sample(request: TurnRequest) -> Segment:
             for attempt in attempts():
                 with attempt:
-                    return await whole(request)
+                    segment = await whole(request)
+                    count(Completion.of(id, 0, segment))
+                    return segment
             raise AssertionError("the last attempt raises")
 
         return Session(id, prompt, seed, sample, record)

@@ -21,7 +21,7 @@ class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
         description="folder in which the module is looked for first; left out: the recipe's folder, if it is there",
     )
     workers: int = Field(1, ge=1, le=256, description="processes that run it")
-    concurrency: int = Field(64, ge=1, le=256, description="trajectories that one of them has at a time")
+    concurrency: int = Field(128, ge=1, le=256, description="trajectories that one of them has at a time")
     deadline: float = Field(
         60.0,
         gt=0,

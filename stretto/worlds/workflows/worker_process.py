@@ -24,6 +24,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.sandbox.cgroups import remove_groups_of
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Forged
 from stretto.worlds.workflows.wire import (
@@ -143,6 +144,7 @@ class WorkflowProcess:
         self._given_up: dict[int, asyncio.TimerHandle] = {}
         self._runs = self._strays = 0
         self._reading: asyncio.Task[None] | None = None
+        self._pid: int | None = None
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.worn: asyncio.Future[None] = loop.create_future()
@@ -168,6 +170,7 @@ class WorkflowProcess:
         memory = int(self._config.memory_gib * (1 << 30))
         spec = WorkflowSpec(self._config.function, settings, descriptor, memory, self._config.path)
         await self._process.start(spec, 1, (descriptor,))
+        self._pid = self._process.pid
         await self._channel.open()
         said = await self._channel.receive(f"to import {self._config.function}", self._config.start_timeout)
         if isinstance(said, WorkflowRefused):
@@ -184,6 +187,8 @@ class WorkflowProcess:
             timer.cancel()
         self._channel.close()
         await self._process.stop(0.0)
+        if self._pid is not None:  # of the sandboxes of its tools
+            await asyncio.to_thread(remove_groups_of, self._pid)
 
     async def run(self, exchange: Exchange) -> MemberEnded:
         """Run the workflow for one trajectory; its own time and its orders are bounded.
