@@ -1,4 +1,6 @@
-"""An agent of claude-agent-sdk: plain | everything (all tools and instructions that it has); of ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL."""
+"""An agent of claude-agent-sdk, plain or with everything (all tools and instructions that it has).
+
+Of ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL."""
 
 import asyncio
 import os
