@@ -21,7 +21,7 @@ setup: .venv/ready-run  ## .venv with the pinned packages and stretto itself
 demo: .venv/ready-run  ## train recipes/arithmetic.toml: a small model learns to reason, in minutes
 	$(BIN)/stretto train recipes/arithmetic.toml
 
-smollm2: .venv/ready-run  ## train recipes/smollm2.toml: fetches a pretrained chat model, which learns a task in half an hour
+smollm2: .venv/ready-run  ## train recipes/smollm2.toml: fetches a pretrained chat model, which learns a task in a quarter of an hour
 	$(BIN)/stretto train recipes/smollm2.toml "model.path=$$($(BIN)/python recipes/smollm2.py)"
 
 test: format-check lint types tests  ## every check: format, lint, types, tests

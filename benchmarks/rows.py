@@ -37,6 +37,16 @@ def _learns(results: dict[str, Any]) -> list[Row]:
     return [Row(what, after, f"{span(starts, '.2f')} before")]
 
 
+def _pretrained(results: dict[str, Any]) -> list[Row]:
+    before, after = (
+        span([one["avg"] for one in results[when]], ".2f") + f", {len(results[when])} evaluations"
+        for when in ("before", "after")
+    )
+    minutes, worked = results["run_seconds"] / 60, results["processor_seconds"] / 60
+    what = "held-out accuracy of SmolLM2-135M-Instruct, `recipes/smollm2.toml`"
+    return [Row(what, f"{after}, after {minutes:.0f} min, {worked:.0f} processor min", f"{before}, before")]
+
+
 def _programs(results: dict[str, Any]) -> list[Row]:
     rows = results["rows"]
     starts, ends, seconds = (
@@ -360,6 +370,7 @@ SECTIONS: dict[str, dict[str, Make]] = {
     "The loop": {
         "loop-learns": _learns,
         "programs": _programs,
+        "smollm2": _pretrained,
         "loop-async-sync": async_sync,
         "loop-trl": trl,
         "loop-policies": _policies,

@@ -117,6 +117,19 @@ def learnt() -> str:
     )
 
 
+def pretrained() -> str:
+    """What docs/own_model.md says of recipes/smollm2.toml."""
+    found = _latest("smollm2")
+    before, after = ([one["avg"] for one in found[key]] for key in ("before", "after"))
+    shown = f"{len(before)} evaluations of {found['before'][0]['samples']} completions"
+    return (
+        f"Held-out accuracy goes from {span(before, '.2f')} to {span(after, '.2f')} ({shown}; 95% intervals end at "
+        f"{found['highest_before']:.2f} before and begin at {found['lowest_after']:.2f} after) in {found['steps']} "
+        f"steps, {found['run_seconds'] / 60:.0f} minutes on {next(iter(measured('smollm2')))}, of which other work had "
+        f"a part: the run used {found['processor_seconds'] / 60:.0f} processor minutes."
+    )
+
+
 def readme() -> list[str]:
     """The README's rows: six ratios, each beside its peer."""
     asynchronous = async_sync(_latest("loop-async-sync"))[0]

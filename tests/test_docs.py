@@ -24,7 +24,7 @@ from benchmarks.cluster import summary as machines_killed_and_cut_off
 from benchmarks.faults import summary as kills_summary
 from benchmarks.picture import Drawn
 from benchmarks.staleness import summary
-from benchmarks.summary import learnt, page, readme
+from benchmarks.summary import learnt, page, pretrained, readme
 from stretto.audit.laws import LAWS
 from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
@@ -157,6 +157,10 @@ def test_the_results_in_the_readme_are_the_committed_ones() -> None:
     lines = [" ".join(line.split()) for line in (learnt(), *readme())]
     readme_page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert [line for line in lines if line not in readme_page] == []
+
+
+def test_what_is_said_of_the_pretrained_model_is_its_committed_result() -> None:
+    assert pretrained() in " ".join((ROOT / "docs" / "own_model.md").read_text(encoding="utf-8").split())
 
 
 def test_the_page_of_results_is_what_the_committed_files_say() -> None:

@@ -89,6 +89,8 @@ def test_a_mapping_brings_its_reward_and_a_task_of_reasoning_gym_its_own() -> No
     assert gym["seed"] != 1  # which is that of most runs
     asked = DataChoice(("owner/name",), mapping="gsm8k").tree(["source.subset=main", "rewards.function=last_number"])
     assert asked["rewards"] == {"function": "last_number"}
+    several = DataChoice(("owner/name",), mapping="gsm8k").tree(["rewards.functions=[{function='math'}]"])
+    assert several["rewards"] == {"functions": [{"function": "math"}]}
     (source,) = asked["task"]["sources"]
     assert (source["data"], source["subset"], source["split"]) == ("owner/name", "main", "test")
 

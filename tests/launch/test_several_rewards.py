@@ -155,6 +155,14 @@ def test_a_source_without_a_reward_is_refused(recipe: Path) -> None:
         make_plan(load_recipe(recipe))
 
 
+def test_a_task_without_sources_has_none_to_name(recipe: Path) -> None:
+    task = f'[task]\nkind = "jsonl"\nfile = "{recipe.parent}/sums.jsonl"\nheld_out = 1\n[sampling]'
+    before, _, after = RECIPE.partition("[task]")
+    recipe.write_text(before + task + after.partition("[sampling]")[2] + REWARDS)
+    with pytest.raises(UserError, match="no source is called 'sums'; allowed: none: the task has no sources"):
+        make_plan(load_recipe(recipe))
+
+
 def test_only_the_first_reward_of_a_source_has_to_find_its_gold_answers_right() -> None:
     rows = [
         Question(id=str(n), text=f"{n}=", answer=f"{n}+0={n} #### {n}", place=f"rows.jsonl:{n}") for n in range(1, 4)

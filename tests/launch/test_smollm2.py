@@ -32,6 +32,6 @@ def test_another_model_task_and_device_are_overrides(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "answer": n} for n in range(128)]
     (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     told = [f"model.path={tmp_path}", f"task.file={tmp_path}/mine.jsonl", "engine.device=cuda", "trainer.device=cuda"]
-    recipe = load_recipe(RECIPE, [*told, "sampling.max_tokens=512", "trainer.micro_batch_tokens=16384"])
+    recipe = load_recipe(RECIPE, [*told, "sampling.max_tokens=512", "trainer.micro_batch_tokens=8192"])
     assert (recipe.model.path, recipe.engine.device, recipe.trainer.device) == (str(tmp_path), "cuda", "cuda")
     assert len(recipe.task.questions(seed=1).training) == 32

@@ -1,6 +1,7 @@
 """Workflows in whole runs: conversations are trained on as they were sampled, whatever happens to the processes.
 
 - Updates interrupt turns, the history stays exact to the token, and every law of `stretto check` holds.
+- A policy learns what the workflow rewards.
 - A killed engine costs no conversation, and no call is made twice.
 - After a kill of the conductor conversations go on where they stood, and no tool is called a second time.
 - The held-out accuracy of a run, and that of `stretto eval`, is that of the workflow.
@@ -17,6 +18,7 @@ from pathlib import Path
 from stretto.core.records import Segment, Trajectory
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.ledger.reading import read_batches
+from stretto.store.series.metrics import read_metrics
 from tests.launch.running import (
     ROOT,
     TINY,
@@ -86,6 +88,30 @@ def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Labora
     versions = [turn.versions for one in trained(run_dir, 8) for turn in turns_of(one)]
     assert any(one[0] < one[-1] for one in versions), "no update came in the middle of a turn"
     assert len(set(called(tmp_path))) == len(called(tmp_path))
+
+
+def test_a_run_learns_what_its_workflow_rewards(laboratory: Laboratory, tmp_path: Path) -> None:
+    """Digits in both turns, of 65 letters; worked out beforehand: 0.17 at the start, above 0.9 after 20 steps."""
+    run_dir = tmp_path / "run"
+    recipe = recipe_of(tmp_path).read_text().partition("[workflow]")[0]
+    section = f"""
+[workflow]
+function = "tests.worlds.workflows.users_own:Counts"
+path = "{ROOT}"
+
+[sampling]
+max_tokens = 16
+
+[algorithm.advantages]
+kind = "group"
+credit = "turn"
+"""
+    (tmp_path / "learns.toml").write_text(recipe + section)
+    settings = ("trainer.steps=24", "trainer.learning_rate=1e-2", "rollout.batch_size=4", "trainer.checkpoint_every=24")
+    laboratory.trained(run_dir, *settings, recipe=tmp_path / "learns.toml")
+    rewards = [step.reward for step in read_metrics(run_dir / "metrics.jsonl")[0]]
+    assert sum(rewards[:3]) / 3 < 0.4
+    assert sum(rewards[-3:]) / 3 > 0.7
 
 
 def test_a_killed_engine_costs_no_conversation(laboratory: Laboratory, tmp_path: Path) -> None:

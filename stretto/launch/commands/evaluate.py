@@ -62,7 +62,7 @@ class DataChoice:
             ("task", {"kind": "dataset", "sources": asked, "held_out_sources": asked}),
             ("trainer", {}),
             ("evaluation", {"prompts": sys.maxsize}),
-            ("rewards", {"function": reward} if reward is not None else {}),
+            ("rewards", {"function": reward} if reward is not None and not _several(tree.get("rewards")) else {}),
         ):
             if isinstance(tree.setdefault(section, {}), dict):
                 tree[section] = defaults | tree[section]
@@ -144,6 +144,11 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
         chosen = {"samples": samples} if samples is not None else {}
         tree["evaluation"] = {**tree.get("evaluation", {}), "sets": [], "best_of": "", **chosen}
     return validate(tree, place)
+
+
+def _several(rewards: object) -> bool:
+    """Whether the section has rewards of its own in place of the one that the data bring."""
+    return isinstance(rewards, dict) and bool(rewards.get("functions"))
 
 
 async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[QuestionResult]], None]) -> Evaluation:

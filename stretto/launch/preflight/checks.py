@@ -121,14 +121,15 @@ def check_workflow_class(config: WorkflowConfig | None) -> None:
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
     """Raises RewardFunctionError: a reward names a source that there is not, or none judges the questions of one."""
     known, problems = set(sources), []
+    named = known - {""} or {"none: the task has no sources with names"}
     for number, part in enumerate(config.functions):
         place = f"rewards.functions.{number}.sources"
         unknown = [name for name in part.sources if name not in known]
-        problems += [Problem(place, f"no source is called {name!r}", nearest(name, known)) for name in unknown]
+        problems += [Problem(place, f"no source is called {name!r}", nearest(name, named)) for name in unknown]
     everywhere = any(not part.sources for part in config.parts)
     judged = {name for part in config.parts for name in part.sources}
     if not everywhere and (without := sorted(known - judged)):
-        found = f"none judges the completions of source {without[0]!r}"
+        found = f"none judges the completions of {f'source {without[0]!r}' if without[0] else 'the task'}"
         problems.append(Problem("rewards.functions", found, "name it in the sources of one, or give one without any"))
     if problems:
         raise RewardFunctionError(problems)

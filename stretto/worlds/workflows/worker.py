@@ -49,8 +49,16 @@ _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 class MemberThread:
     """One trajectory: its thread, and its orders (satisfies `ConversationOrders`)."""
 
-    def __init__(self, run: int, task: WorkflowTask, workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
-        self._run, self._task, self._workflow, self._end = run, task, workflow, end
+    def __init__(
+        self,
+        run: int,
+        task: WorkflowTask,
+        workflow: Workflow,
+        end: RoleEnd[ToWorker],
+        over: Callable[[int], object],
+    ) -> None:
+        """`over` is called when it has ended."""
+        self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[float | Reward] | None = None
         self._given_up = False
@@ -61,7 +69,12 @@ class MemberThread:
 
     def start(self) -> None:
         """Begin; returns at once."""
-        threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
+        try:
+            threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
+        except RuntimeError as error:  # the limit of memory, or of threads
+            self._over(self._run)
+            self._loop.close()
+            self._end.send(MemberEnded(self._run, failure=f"no thread could be started for it: {error}"))
 
     def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
         """A message for this trajectory, from the thread that reads them."""
@@ -91,6 +104,7 @@ class MemberThread:
     def _main(self) -> None:
         try:
             ended = self._until_ended()
+            self._over(self._run)
             self._end.send(MemberGone(self._run) if self._given_up else ended)
         except ConductorGone:
             return
@@ -199,14 +213,16 @@ def _described(error: BaseException) -> str:
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
     """Run trajectories until the conductor closes the wire."""
     members: dict[int, MemberThread] = {}
+
+    def forget(run: int) -> None:
+        members.pop(run, None)
+
     while (message := end.receive()) is not None:
         if isinstance(message, Begin):
-            member = members[message.run] = MemberThread(message.run, message.task, workflow, end)
+            member = members[message.run] = MemberThread(message.run, message.task, workflow, end, forget)
             member.start()
-        elif message.run in members:
-            members[message.run].deliver(message)
-        if isinstance(message, GiveUp):
-            members.pop(message.run, None)
+        elif (known := members.get(message.run)) is not None:
+            known.deliver(message)
 
 
 def _bound_memory(limit: int) -> None:

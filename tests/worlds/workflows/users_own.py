@@ -121,3 +121,15 @@ class Talks(stretto.Workflow):
         rewritten = [*chat.messages[:-1], {"role": "assistant", "content": "0"}, {"role": "user", "content": "+3="}]
         await chat.generate(rewritten, cause="history_rewritten")
         return float(await chat.score("2"))
+
+
+class Counts(stretto.Workflow):
+    """Rewards the digits of each turn: something that a model without any knowledge learns in seconds."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> stretto.Reward:
+        shares = []
+        for _ in range(2):
+            reply = await chat.generate()
+            shares.append(sum(letter.isdecimal() for letter in reply.text) / max(1, len(reply.text)))
+            chat.say("=")
+        return stretto.Reward(sum(shares) / 2, by_turn=shares)
