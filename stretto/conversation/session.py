@@ -201,9 +201,11 @@ class Session:
         self._claimed.add(node)
         return Turn(node, segments[node])
 
-    async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool) -> bytes:
+    async def call(
+        self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool, durable: bool = False
+    ) -> bytes:
         """The reply to `asked`: on record, or of `run`. `repeatable` says that `run` may be called again when a crash
-        has cut it short.
+        has cut it short; what is not, and what is `durable`, is on record before it begins and before this returns.
 
         What `run` raises is raised; failures that the program goes on from belong into the reply.
 
@@ -219,7 +221,7 @@ class Session:
         else:
             call = CallInMemory(len(self._calls), asked)
             self._calls.append(call)
-            self._record.begin_call(call.number, asked, durable=not repeatable)
+            self._record.begin_call(call.number, asked, durable=durable or not repeatable)
         if call.reply is None:
             call.reply = await run()
             self._record.end_call(call.number, call.reply)

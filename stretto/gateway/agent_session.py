@@ -184,7 +184,8 @@ class AgentSession:
             return msgspec.json.encode(record)
 
         async with deadline(owner, "a turn", seconds):
-            reply = await self.session.call(digest, run, repeatable=True)
+            # What an agent has been told is on record, whatever happens next.
+            reply = await self.session.call(digest, run, repeatable=True, durable=True)
         record = msgspec.json.decode(reply, type=TurnRecord)
         self.session.claim(record.node)
         self._hold(record, live=True)

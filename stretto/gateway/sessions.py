@@ -138,13 +138,10 @@ class FolderRecord:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, line: Line, *, durable: bool = False) -> None:
-        """Append a line; if `durable`, it survives the machine."""
+    def write(self, line: Line) -> None:
+        """Append a line, which survives the process."""
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
 
     def journal(self, node: int, piece: Segment) -> None:
         """See `SessionRecord`."""
@@ -152,7 +149,7 @@ class FolderRecord:
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
         """See `SessionRecord`."""
-        self.write(Began(number, asked), durable=durable)
+        self.write(Began(number, asked))
 
     def end_call(self, number: int, reply: bytes) -> None:
         """See `SessionRecord`."""
@@ -190,7 +187,7 @@ class RecordedSessions:
 
     def ended(self, session: AgentSession) -> None:
         """See `Host`."""
-        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended(), durable=True)
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended())
 
     def _restored(self, path: Path, lines: list[Line]) -> AgentSession:
         opened = lines[0]

@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 
 from stretto.core.records import Record
+from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import Value, check_rows
@@ -145,6 +146,7 @@ class Inspection(Record, frozen=True):
     engines: tuple[EngineRecord, ...]
     weights: WeightsSummary
     rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
+    gateway: str | None = None  # where agents find the policy of a running run
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -157,7 +159,16 @@ def inspect_run(path: str | Path) -> Inspection:
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
-        return _inspection(connection)
+        return msgspec.structs.replace(_inspection(connection), gateway=_gateway(folder))
+
+
+def _gateway(folder: RunFolder) -> str | None:
+    """Its address, while the run runs; a killed one leaves it behind."""
+    try:
+        address = folder.gateway.read_text()
+    except OSError:
+        return None
+    return address if lock.is_held(folder.path) else None
 
 
 def _inspection(connection: sqlite3.Connection) -> Inspection:

@@ -61,3 +61,21 @@ def forks(task: dict[str, Any]) -> float:
 
 def without_reward(task: dict[str, Any]) -> None:
     ask(task["prompt"])
+
+
+def main(notes: Path) -> None:
+    """A program: two turns, the first of which it notes; then it waits while there is a file "wait" beside the notes.
+    The reward is the length of the last answer."""
+    task = json.loads(os.environ["STRETTO_TASK"])
+    first = ask(task["prompt"])
+    with notes.open("a") as file:
+        file.write(json.dumps([f"{task['id']}/{task['seed']}", first]) + "\n")
+    while notes.with_name("wait").exists():
+        time.sleep(0.02)
+    last = ask(task["prompt"], first, "and?")
+    body = json.dumps({"reward": float(len(last))}).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{os.environ['STRETTO_SESSION']}/reward", body), timeout=30).close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

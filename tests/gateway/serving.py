@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from stretto.conversation.bridge import Renderer
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
@@ -30,6 +31,7 @@ from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
 from stretto.gateway.sessions import RecordedSessions, SessionTable
 from stretto.gateway.telling import Teller
+from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -54,6 +56,27 @@ def tokenizer_of(template: str = "qwen2_5") -> Tokenizer:
     whole = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=ENDS[template])
     whole.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     return Tokenizer(template, (whole.eos_token_id,), whole, whole.backend_tokenizer)
+
+
+def build_chat_model(folder: Path) -> Path:
+    """A tiny Llama that speaks ChatML in bytes."""
+    tokenizer = tokenizer_of("qwen2_5")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer.vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_ids[0],
+    )
+    with torch.random.fork_rng(devices=()), quiet_transformers():
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer._whole.save_pretrained(folder)
+    return folder
 
 
 @dataclass

@@ -13,38 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stretto.core.errors import UserError
 from stretto.launch.commands.gateway import gateway as serve_sessions
-from stretto.model.hf.folder import quiet_transformers
-from tests.gateway.serving import tokenizer_of
+from tests.gateway.serving import build_chat_model
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama that speaks ChatML in bytes."""
-    folder = tmp_path_factory.mktemp("model") / "chatml"
-    tokenizer = tokenizer_of("qwen2_5")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer.vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_ids[0],
-    )
-    with torch.random.fork_rng(devices=()), quiet_transformers():
-        torch.manual_seed(5)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer._whole.save_pretrained(folder)
-    return folder
+    return build_chat_model(tmp_path_factory.mktemp("model") / "chatml")
 
 
 @contextmanager

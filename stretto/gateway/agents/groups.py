@@ -25,7 +25,7 @@ import stretto
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, UserError
+from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, WorkflowError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
 from stretto.gateway.agent_session import AgentSession, Speaker
@@ -111,7 +111,7 @@ class AgentGroups:
         """One trajectory.
 
         Raises:
-            UserError: most of the last trajectories failed.
+            WorkflowError: most of the last trajectories failed.
         """
         async with self._room:
             session = await self._opened(id, prompt, member, seed)
@@ -185,7 +185,7 @@ class AgentGroups:
         if len(self._failed) == _COUNTED and failed > self.config.max_failed * _COUNTED:
             found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
             remedy = "mend the agent, or allow more with workflow.max_failed"
-            raise UserError([Problem("workflow", found, remedy)])
+            raise WorkflowError([Problem("workflow", found, remedy)])
 
 
 async def _now() -> bytes:

@@ -21,7 +21,7 @@ from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
 from stretto.launch.assemble.cluster import CONTROL, WEIGHTS_KEY, Cluster, identity_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
-from stretto.launch.assemble.workflows import workflow_pool
+from stretto.launch.assemble.workflows import Conversing, workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
@@ -36,7 +36,6 @@ from stretto.store import lock
 from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
-from stretto.worlds.workflows.pool import WorkflowPool
 
 _SOCKETS = ".sockets"  # holds the path of the folder with the sockets of a run
 _STOP_GRACE = 1.0
@@ -51,7 +50,7 @@ class Roles:
     trainer: TrainerLink
     rewards: RewardPool
     cluster: Cluster
-    workflows: WorkflowPool | None = None
+    workflows: Conversing | None = None
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
@@ -139,7 +138,7 @@ async def running_roles(
         elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
         trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
         rewards = _reward_pool(plan, folder, report)
-        workflows = workflow_pool(plan, folder.role_log("workflow"), report)
+        workflows = workflow_pool(plan, folder.role_log("workflow"), report, folder)
         asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
         trainer.report_to(report)
         engines.report_to(report)

@@ -17,7 +17,7 @@ from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
 from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
-from stretto.launch.assemble.workflows import conversing, workflow_groups
+from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
@@ -43,7 +43,7 @@ from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
-from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.config import WorkflowConfig
 
 _LEGEND = (
     "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
@@ -149,7 +149,9 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
 def _roles_of(recipe: Recipe) -> str:
     local = recipe.cluster.placer == "local"
     engines = f"{recipe.engine.count} engine(s)" if local else "engines on other machines"
-    workflows = f", {recipe.workflow.workers} workflow process(es)" if recipe.workflow is not None else ""
+    workflows = ""
+    if isinstance(recipe.workflow, WorkflowConfig):
+        workflows = f", {recipe.workflow.workers} workflow process(es)"
     return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s){workflows}"
 
 
@@ -268,7 +270,7 @@ def _generation(
 
 
 def _conversations(
-    context: RunContext, roles: Roles, pool: WorkflowPool, unfinished: Sequence[UnfinishedGroup]
+    context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
 ) -> tuple[InFlight, GroupWorkflow]:
     """What makes the trajectories of a group by the recipe's workflow."""
     in_flight = InFlight(roles.engines, context.ledger)

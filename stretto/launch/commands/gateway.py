@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -13,7 +11,7 @@ import uvloop
 
 from stretto.conversation.bridge import Renderer
 from stretto.conversation.session import SessionRecord, WholeTurns
-from stretto.core.errors import EngineLost, ModelFolderError, Problem, RecipeError
+from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.backend import ENDED
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
@@ -24,6 +22,7 @@ from stretto.gateway.agent_session import Speaker
 from stretto.gateway.anthropic import AnthropicDialect
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.chat import ChatDialect
+from stretto.gateway.checks import check_chat, check_reach
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
@@ -84,30 +83,14 @@ class _OneCompletion:
             self.ending.set_exception(EngineLost(self._engine, why))
 
 
-def speaker_of(
-    name: str, tokenizer: Tokenizer, sampling: Sampling, context: int, config: GatewayConfig, *, fixed: bool = False
-) -> Speaker:
+def speaker_of(name: str, tokenizer: Tokenizer, sampling: Sampling, context: int, config: GatewayConfig) -> Speaker:
     """The words of a model.
 
     Raises:
         ModelFolderError: the tokenizer has no chat template.
     """
-    if not tokenizer.has_chat_template:
-        remedy = "choose a model whose tokenizer has one"
-        raise ModelFolderError([Problem(tokenizer.place, "the tokenizer has no chat template", remedy)])
-    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context, fixed), config)
-
-
-def check_address(bound: socket.socket, api_key: str | None) -> None:
-    """
-    Raises:
-        RecipeError: other machines would reach the sessions without a key; the socket is closed.
-    """
-    host = bound.getsockname()[0]
-    if api_key is None and not ip_address(host).is_loopback:
-        bound.close()
-        found = f"{host} lets other machines open sessions without a key"
-        raise RecipeError([Problem("--host", found, "give --api-key, or listen on 127.0.0.1")])
+    check_chat(tokenizer, tokenizer.place)
+    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context), config)
 
 
 def gateway(
@@ -136,7 +119,7 @@ def gateway(
     inspect_model_folder(model)
     tokenizer = load_tokenizer(model)
     bound = bind(host, port, "--port")
-    check_address(bound, api_key)
+    check_reach(bound, api_key, "--host")
     folder.mkdir(parents=True, exist_ok=True)
     lock.acquire(folder)  # for as long as the process lives
     torch.set_num_threads(config.threads)

@@ -98,14 +98,12 @@ def check_reward_function(config: RewardsConfig) -> None:
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
 
 
-def check_workflow_class(config: WorkflowConfig | None) -> None:
-    """Import and make the workflow, if there is one, in a process that can be killed.
+def check_workflow_class(config: WorkflowConfig) -> None:
+    """Import and make the workflow in a process that can be killed.
 
     Raises:
         WorkflowError: it cannot be used.
     """
-    if config is None:
-        return
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         log = Path(folder) / "workflow.txt"
         try:

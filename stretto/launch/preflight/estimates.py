@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.launch.preflight.plan import Outline
+from stretto.worlds.workflows.config import WorkflowConfig
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
@@ -60,7 +61,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":
         engine += CAPABILITIES[recipe.engine.kind].process_bytes
-    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
     return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
 

@@ -10,6 +10,8 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
+from stretto.gateway.checks import check_agent
+from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
@@ -42,6 +44,7 @@ from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.group import QuestionDetails
 
 
@@ -91,7 +94,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
-    check_workflow_class(recipe.workflow)
+    if isinstance(recipe.workflow, WorkflowConfig):
+        check_workflow_class(recipe.workflow)
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -106,6 +110,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     reference = recipe.algorithm.reference
     if reference is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
+    if isinstance(recipe.workflow, AgentConfig):
+        check_agent(recipe.workflow, tokenizer, tokenizer.place)
     sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
@@ -145,7 +151,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
 
 
 def _check_descriptors(recipe: Recipe) -> None:
-    of_workflows = recipe.workflow.workers if recipe.workflow is not None else 0
+    of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     check_descriptors(
         descriptors_needed(
             engines=recipe.engine.count,
@@ -240,12 +246,16 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
 
 def _waiting_workflows(recipe: Recipe) -> list[str]:
     rollout, workflow = recipe.rollout, recipe.workflow
-    if workflow is None or rollout.max_in_flight * rollout.group_size <= workflow.workers * workflow.concurrency:
+    if workflow is None:
         return []
-    wanted, room = rollout.max_in_flight * rollout.group_size, workflow.workers * workflow.concurrency
+    agents = isinstance(workflow, AgentConfig)
+    room = workflow.parallel if isinstance(workflow, AgentConfig) else workflow.workers * workflow.concurrency
+    wanted, key = rollout.max_in_flight * rollout.group_size, "parallel" if agents else "workers * concurrency"
+    if wanted <= room:
+        return []
     return [
-        f"rollout.max_in_flight * group_size is {wanted} trajectories, and workflows run {room} at a time "
-        "(workflow.workers * concurrency); others wait"
+        f"rollout.max_in_flight * group_size is {wanted} trajectories, and {'agents' if agents else 'workflows'} run "
+        f"{room} at a time (workflow.{key}); others wait"
     ]
 
 

@@ -11,8 +11,10 @@ import tomli_w
 from pydantic import (
     BaseModel,
     BeforeValidator,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
+    Tag,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -21,6 +23,7 @@ from pydantic import (
 from stretto.cluster.config import ClusterConfig
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.engine.config import EngineConfig
+from stretto.gateway.config import AgentConfig, GatewayConfig
 from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
@@ -56,6 +59,14 @@ _PATHS = (
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
+def _kind_of_workflow(section: Any) -> str:
+    """Which of the two a section is; one without a kind is a function."""
+    return section.get("kind", "function") if isinstance(section, dict) else getattr(section, "kind", "function")
+
+
+_BY_KIND = Discriminator(_kind_of_workflow)
+
+
 class Recipe(BaseModel, extra="forbid", frozen=True):
     """A whole run.
 
@@ -81,9 +92,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     rewards: Annotated[RewardsConfig, BeforeValidator(with_named_reward)] = RewardsConfig()
-    workflow: Annotated[WorkflowConfig | None, BeforeValidator(with_named_reward)] = Field(
-        None, description="what happens between a prompt and its verdict; left out: a single turn"
-    )
+    workflow: Annotated[
+        Annotated[Annotated[WorkflowConfig, Tag("function")] | Annotated[AgentConfig, Tag("agent")], _BY_KIND] | None,
+        BeforeValidator(with_named_reward),
+    ] = Field(None, description="what happens between a prompt and its verdict; left out: a single turn")
+    gateway: GatewayConfig = GatewayConfig()
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -81,8 +81,13 @@ def _about(schema: Schema) -> str:
 
 def _references(value: Schema) -> list[str]:
     """Names of the definitions that a value may be."""
-    choices = [value, *value.get("anyOf", ()), *value.get("oneOf", ())]
-    return [choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice]
+    return [choice["$ref"].rpartition("/")[2] for choice in _choices(value) if "$ref" in choice]
+
+
+def _choices(value: Schema) -> list[Schema]:
+    """What a value may be, choices within choices too."""
+    inner = value.get("anyOf") or value.get("oneOf") or ()
+    return [found for choice in inner for found in _choices(choice)] if inner else [value]
 
 
 def _row(key: str, value: Schema, definitions: Schema, *, required: bool) -> str:
@@ -110,8 +115,7 @@ def _number(value: float) -> str:
 
 
 def _allowed(value: Schema, definitions: Schema) -> str:
-    choices = value.get("anyOf") or value.get("oneOf") or [value]
-    return ", ".join(dict.fromkeys(text for choice in choices if (text := _one(choice, definitions))))
+    return ", ".join(dict.fromkeys(text for choice in _choices(value) if (text := _one(choice, definitions))))
 
 
 def _table(section: Schema) -> str:

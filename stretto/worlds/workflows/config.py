@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Section ``[workflow]`` of a recipe: what happens between a prompt and its verdict. Without it: a single turn."""
 
+    kind: Literal["function"] = Field("function", description="trajectories are made by a class")
     function: str = Field(
         min_length=1,
         description="a built-in workflow (multi_turn, tools, environment, user_simulator, self_play, best_of_n), "

@@ -1,0 +1,105 @@
+"""The gateway of a run whose trajectories agents make, in the conductor's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from stretto.conversation.bridge import Renderer
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import Session
+from stretto.core.records import Verdict
+from stretto.engine.http.lifecycle import bind
+from stretto.gateway.agent_session import Speaker
+from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
+from stretto.gateway.anthropic import AnthropicDialect
+from stretto.gateway.app import GatewayApp
+from stretto.gateway.beside import serving_beside
+from stretto.gateway.chat import ChatDialect
+from stretto.gateway.checks import KEY, check_reach
+from stretto.gateway.config import AgentConfig
+from stretto.gateway.responses import ResponsesDialect
+from stretto.gateway.sampling import SamplingRule
+from stretto.gateway.sessions import SessionTable
+from stretto.gateway.telling import Teller
+from stretto.launch.preflight.checks import longest_prompt_allowed
+from stretto.launch.preflight.plan import Plan
+from stretto.store.folder.run_folder import RunFolder
+from stretto.worlds.single_turn import Score
+
+_SECRET_BYTES = 32
+
+
+class AgentDoor:
+    """Where agents find the policy. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
+
+    def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
+        """`folder`: of the run, where its address is shown; None for an evaluation without a run."""
+        self._plan, self._config, self._folder, self._say = plan, config, folder, say
+        self._host, self._groups = WaitingSessions(), list[AgentGroups]()
+        self._table = SessionTable(most=plan.recipe.gateway.sessions)
+        context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
+        rule = SamplingRule(plan.sampling, context, fixed=True)
+        teller = Teller(config.model, plan.tokenizer)
+        self._speaker = Speaker(Renderer(plan.tokenizer), teller, rule, plan.recipe.gateway)
+        self._open, self._address = contextlib.AsyncExitStack(), ""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            RecipeError: the address cannot be had, or is one of the network and there is no key.
+        """
+        config, key = self._plan.recipe.gateway, os.environ.get(KEY, "")
+        bound = bind(config.host, config.port, "gateway.port")
+        check_reach(bound, key or None, "gateway.host")
+        dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
+        app = GatewayApp(self._table, self._host, self._speaker, dialects, operator_key=key)
+        self._address = await self._open.enter_async_context(serving_beside(app, bound))
+        if self._folder is not None:
+            self._folder.write(self._folder.gateway.name, self._address)
+        self._say(f"agents find the policy at {self._address}")
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._folder is not None:
+            self._folder.gateway.unlink(missing_ok=True)
+        await self._open.aclose()
+
+    @property
+    def ended(self) -> int:
+        """Trajectories, for who looks whether anything moves."""
+        return sum(groups.ended for groups in self._groups)
+
+    def groups(
+        self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
+    ) -> AgentGroups:
+        """The groups of the run, or of an evaluation."""
+        details = self._plan.details
+        services = AgentServices(
+            table=self._table,
+            speaker=self._speaker,
+            address=self._address,
+            secret=self._secret(),
+            score=score,
+            verdict=verdict,
+            decode=self._plan.tokenizer.decode,
+            task=lambda prompt, member, seed: msgspec.to_builtins(details.task(prompt, member, seed)),
+        )
+        groups = AgentGroups(self._config, services, open_session, self._host)
+        self._groups.append(groups)
+        return groups
+
+    def _secret(self) -> bytes:
+        """What keys of sessions are made of; the same in every process of the run."""
+        if self._folder is None:
+            return secrets.token_bytes(_SECRET_BYTES)
+        path = self._folder.gateway_secret
+        if not path.exists():
+            self._folder.write(path.name, secrets.token_hex(_SECRET_BYTES))
+            path.chmod(0o600)
+        return bytes.fromhex(path.read_text())

@@ -1,0 +1,84 @@
+"""Agents in whole runs: programs that speak HTTP make trajectories that are trained on to the token, and keep every
+law; after a kill of the conductor they are started again, and are told once more what they had been told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger.reading import read_batches
+from tests.gateway.serving import build_chat_model
+from tests.launch.running import ROOT, TINY, Laboratory, assert_the_law, wait_for_step, wait_until, with_sections
+
+_PROGRAM = ROOT / "tests" / "gateway" / "agents_own.py"
+_BUILD = ("[model.build]", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "context", "alphabet")
+
+
+def recipe_of(folder: Path) -> Path:
+    """Two turns of sixteen tokens and less for each trajectory, by a program of Python."""
+    model = build_chat_model(folder / "model")
+    section = f"""
+[model]
+path = "{model}"
+
+[workflow]
+kind = "agent"
+command = ["{sys.executable}", "{_PROGRAM}", "{folder / "notes"}"]
+parallel = 4
+
+[sampling]
+max_tokens = 16
+"""
+    without = (*_BUILD, "initializer_range", "demonstrations", "[sampling]", "max_tokens")
+    return with_sections(TINY, folder / "recipe.toml", section, without=without)
+
+
+def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
+    with laboratory.train(run_dir, "trainer.steps=4", "evaluation.prompts=2", recipe=recipe) as command:
+        wait_for_step(command, 1)
+        address = inspect_run(run_dir).gateway
+        assert address is not None
+        with urllib.request.urlopen(f"{address}/health", timeout=30) as reply:
+            assert json.load(reply)["model"] == "policy"
+        (tmp_path / "wait").touch()  # from now on no agent ends
+        before = (tmp_path / "notes").read_text()
+        wait_until(lambda: (tmp_path / "notes").read_text().count("\n") > before.count("\n") + 3, "four answers")
+        command.process.kill()
+        command.end()
+    (tmp_path / "wait").unlink()
+    assert inspect_run(run_dir).gateway is None
+    ended = laboratory.run("train", "--resume", run_dir)
+    assert ended.code == 0, ended.out + ended.err
+    check = laboratory.run("check", run_dir)
+    assert check.code == 0, check.out + check.err
+    assert assert_the_law(run_dir).steps == 4
+    batches = read_batches(run_dir / "ledger.sqlite", 0, 4)
+    for trajectory in [one for batch in batches for group in batch.groups for one in group.trajectories]:
+        assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
+        assert trajectory.session
+    told = defaultdict(list)
+    for line in (tmp_path / "notes").read_text().splitlines():
+        session, first = json.loads(line)
+        if not session.startswith("h"):  # held-out questions are asked at the start and at the end
+            told[session].append(first)
+    # Of those that were in flight when the conductor was killed, each was told the same again.
+    assert all(len(set(first)) == 1 for first in told.values())
+    assert any(len(first) > 1 for first in told.values())
+
+
+def test_an_agent_that_cannot_be_started_is_refused_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    for override, message in (
+        ("workflow.command=['/no/such/agent']", "is no program that can be started"),
+        ("workflow.function='module'", "has a command and a function"),
+        ("workflow.parallell=3", "did you mean 'parallel'?"),
+        ("workflow.kind='agents'", "did you mean 'agent'?"),
+    ):
+        laboratory.run("train", recipe, override, "--dry-run").refused(message)
