@@ -1,9 +1,10 @@
-"""What a ledger of each format says of a run: formats 2 and 3 are read and checked, 3 is resumed, others refused; and
+"""What a ledger of each format says of a run: formats 2 to 4 are read and checked, 3 and 4 resumed, others refused; and
 a trajectory of several turns is read, exported and checked as it was written.
 """
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.audit.test_check import RECIPE, flip_a_bit
 from tests.store.conftest import as_format_2, as_format_3
 
 run_dir = test_check.run_dir
+DATA = Path(__file__).parents[1] / "data"
 
 
 def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
@@ -121,3 +123,30 @@ def test_a_trajectory_of_several_segments_is_read_exported_and_checked_as_it_was
     assert findings.kept, findings
     flip_a_bit(path, "trained")
     assert check_run(tmp_path).breaches["every checksum fits"]
+
+
+def test_a_ledger_that_format_4_wrote_is_checked_and_gone_on_with(tmp_path: Path) -> None:
+    """`tests/data/format_4`: one group was trained, one waits, one is in flight, of which one completion has ended and
+    two have not; of each group one trajectory has a tool's output between two turns."""
+    path = tmp_path / "ledger.sqlite"
+    shutil.copy(DATA / "format_4" / "ledger.sqlite", path)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+    before = read_unfinished(path)
+    assert [sorted(group.members) for group in before] == [[], [0, 1, 2]]
+    assert before[1].members[1].segments[0].engines == (("engine-0", 2), ("engine-1", 1))
+    assert before[1].members[2].segments[0].stop_reason is StopReason.STOP
+    whole, turns = before[0].trajectories
+    assert (whole.token_ids, [len(one.token_ids) for one in turns.segments]) == ((4, 5), [2, 2, 2])
+    shown = list(read_trajectories(tmp_path))
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.journal("0.3.0/1", Segment((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
+        ledger.journal("0.3.0/1", Segment((9,), parent=0), node=1)
+        ledger.begin_call("0.3.0/1", 0, b"2 + 2", durable=True)
+    goes_on = read_unfinished(path)
+    assert goes_on[0] == before[0]
+    assert [one.token_ids for one in goes_on[1].members[1].segments] == [(4, 5, 6, 2), (9,)]
+    assert [call.asked for call in goes_on[1].members[1].calls] == [b"2 + 2"]
+    assert list(read_trajectories(tmp_path)) == shown
+    assert [len(batch.groups) for batch in read_batches(path, 0, 1)] == [1]
+    breaches = {law: found for law, found in check_run(tmp_path).breaches.items() if found}
+    assert breaches == {}

@@ -4,7 +4,7 @@
   starts an agent elsewhere, whose engine serves at once. No trajectory is lost, none is trained twice.
 - `stretto scale` lets engines come and go while the run goes on.
 - The head node killed: the run ends with the name of what it has lost, and goes on elsewhere from a copy of its folder.
-- A cluster that is not there, or too small, is refused before any role starts.
+- A cluster that is not there, or too small, is refused before any role starts; `--ray local` starts one for the run.
 """
 
 from __future__ import annotations
@@ -176,3 +176,16 @@ def test_a_cluster_that_is_not_there_or_too_small_is_refused(laboratory: Laborat
     with cluster(head=1) as nodes:
         words = ("train", TINY, "engine.count=5", "--ray", nodes.address, "--run-dir", tmp_path / "small")
         laboratory.run(*words).refused("needs 5 CPU for 5 engine(s), and has 1 in all", "add nodes")
+
+
+def test_a_cluster_of_this_machine_is_started_for_the_run_and_ends_with_it(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ("train", TINY, "trainer.steps=3", "--ray", "local", "--run-dir", run_dir)
+    with laboratory.start(*words, run_dir=run_dir, cold=True) as command:
+        ended = command.end(300)
+        assert ended.code == 0, ended.err
+        wait_until(lambda: not command.processes(), "the end of Ray's processes")
+    assert check_run(run_dir).kept, check_run(run_dir).breaches
+    assert [engine.host for engine in inspect_run(run_dir).engines] == [socket.gethostname()]

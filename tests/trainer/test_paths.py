@@ -1,6 +1,7 @@
 """Promises about a trajectory that branches, and about whom a reward is for.
 
 - By hand: each path is a sample, a token that several paths share is trained in the first and context in the others.
+- A step on it is, bit for bit, the step on its paths as trajectories of their own.
 - In any forest every sampled token is a loss token of exactly one sample, behind exactly the tokens that it was sampled
   behind; a linear trajectory makes the one sample that it always made.
 - With credit by turn, a turn has the rewards of its own and of later turns of its path, compared with the turns of the
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,11 +39,12 @@ from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.minibatch import minibatch
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.batch.scoring import score_tokens
-from stretto.trainer.config import CriticConfig, OptimizerConfig
+from stretto.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.objective.estimators import GAE, GroupMean, RawReward
 from stretto.trainer.objective.shaping import Shaping
 from stretto.trainer.optimizer import Learner
+from stretto.trainer.trainer import Trainer
 from tests.tolerances import LOGITS, near
 from tests.trainer.tiny import FORWARD
 
@@ -130,6 +133,31 @@ def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
     (_, second) = samples_of(told, config, LONGEST, {"g/0": [0.0] * 3, "g/0:1": [0.0, 0.0, 4.0]}).samples
     # delta = 1 + 0.5 * 4 = 3 at the last token, and 0.5 * 3 before it
     assert (second.advantages, second.returns) == ((1.5, 3.0), (1.5, 3.0))
+
+
+def test_a_step_on_branches_is_the_step_on_trajectories_that_are_their_paths_alone(build: Build) -> None:
+    """Bit for bit: what an earlier path trains is given in the later ones; the subagent's is a prompt of its own."""
+    config, algorithm = TrainerConfig(learning_rate=3e-3, minibatches=2), AlgorithmConfig(advantages=RawReward())
+    told, shared = Segment((4, 9)), Segment((3,))
+    linear = batch(BRANCHES[:3], (told, shared, BRANCHES[4]), rewards=(1.0, 1.0))
+    other = batch((BRANCHES[6],)).groups[0]
+    subagent = msgspec.structs.replace(other, id="h", prompt=Prompt(id="1", token_ids=(11,), text="", answer=""))
+    apart = msgspec.structs.replace(linear, groups=(*linear.groups, renamed(subagent)))
+    updates, weights = [], []
+    for one in (batch(BRANCHES), apart):
+        trainer = Trainer(build(), config, algorithm, Sampling(max_tokens=LONGEST), version=7)
+        updates.append(trainer.train(one))
+        weights.append(list(trainer.learner.model.parameters()))
+    assert (updates[0].trained_tokens, updates[0].masked_tokens) == (6, 0)
+    assert [update.metrics["loss"] for update in updates] == [updates[0].metrics["loss"]] * 2
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
+    assert not all(torch.equal(ours, before) for ours, before in zip(weights[0], build().parameters(), strict=True))
+
+
+def renamed(group: Group) -> Group:
+    members = enumerate(group.trajectories)
+    own = tuple(msgspec.structs.replace(one, id=f"{group.id}/{k}") for k, one in members)
+    return msgspec.structs.replace(group, trajectories=own)
 
 
 @st.composite

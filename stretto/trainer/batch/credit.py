@@ -65,9 +65,9 @@ def advantages_by_path(
     found = defaultdict[str, list[float]](list)
     advantages = advantages_of(estimator, [[completion for completion, _ in units] for units in order])
     for (_, parts), one_by_one in zip(chain.from_iterable(order), chain.from_iterable(advantages), strict=True):
-        left = iter(one_by_one)
-        for id, count in parts:
-            found[id] += [next(left) for _ in range(count)]
+        ends = accumulate((count for _, count in parts), initial=0)
+        for (id, _), (start, end) in zip(parts, pairwise(ends), strict=True):
+            found[id] += one_by_one[start:end]
     return found
 
 
@@ -84,6 +84,9 @@ def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path:
 
 def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> RewardedCompletion:
     """All paths of a trajectory, one after the other."""
+    if len(one.paths) == 1:  # a single turn, in which nothing is moved
+        (path,) = one.paths
+        return RewardedCompletion(_shaped(config, longest, one), len(path.path.places), path.trained, kl=path.kl)
     lengths = [len(path.path.places) for path in one.paths]
     starts = accumulate(lengths, initial=0)
     trained = [start + t for start, path in zip(starts, one.paths, strict=False) for t in path.trained]

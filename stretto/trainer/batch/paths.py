@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 from stretto.conversation.forest import Path, paths
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Prompt, Segment, StopReason, Trajectory
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ class PathTokens:
     id: str  # of the trajectory; of its second path with ":1", and so on
     token_ids: tuple[int, ...]  # [T]
     prompt_tokens: int  # 0 if it has a beginning of its own
-    places: tuple[int, ...]  # [S] ascending
-    behavior_logprobs: tuple[float, ...]  # [S]
-    versions: tuple[int, ...]  # [S]
+    places: Sequence[int]  # [S] ascending
+    behavior_logprobs: Sequence[float]  # [S]
+    versions: Sequence[int]  # [S]
     turns: tuple[PathTurn, ...]  # own ones; their tokens add up to S
     turns_before: int  # turns of earlier paths in front of them
     stop_reason: StopReason | None  # of the last turn
@@ -67,26 +70,31 @@ def trajectory_of(path_id: str) -> str:
 
 
 def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> PathTokens:
-    token_ids = list(prompt.token_ids) if path.behind_prompt else []
-    start, places = len(token_ids), list[int]()
+    start = end = len(prompt.token_ids) if path.behind_prompt else 0
+    spans = list[range]()
     for place in path.segments:
-        new = trajectory.segments[place].token_ids
-        places += range(len(token_ids), len(token_ids) + len(new)) if place in path.trained else ()
-        token_ids += new
-    if places[0] == 0:
+        begin, end = end, end + len(trajectory.segments[place].token_ids)
+        spans += [range(begin, end)] if place in path.trained else ()
+    if spans[0].start == 0:
         raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled behind nothing")
     own = [trajectory.segments[place] for place in path.trained]
+    parts = [prompt.token_ids[:start], *(trajectory.segments[place].token_ids for place in path.segments)]
     return PathTokens(
         id=id,
-        token_ids=tuple(token_ids),
+        token_ids=sum(parts, start=()),
         prompt_tokens=start,
-        places=tuple(places),
-        behavior_logprobs=tuple(chain.from_iterable(segment.behavior_logprobs for segment in own)),
-        versions=tuple(chain.from_iterable(segment.versions for segment in own)),
+        places=_joined(spans),
+        behavior_logprobs=_joined([segment.behavior_logprobs for segment in own]),
+        versions=_joined([segment.versions for segment in own]),
         turns=tuple(_turns(trajectory, own)),
         turns_before=sum(trajectory.segments[place].sampled for place in path.segments) - len(own),
         stop_reason=own[-1].stop_reason,
     )
+
+
+def _joined(parts: Sequence[Sequence[Value]]) -> Sequence[Value]:
+    """One is not copied: most trajectories are one turn, and long."""
+    return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts))
 
 
 def _turns(trajectory: Trajectory, own: Sequence[Segment]) -> Iterator[PathTurn]:

@@ -52,13 +52,13 @@ class _Scored:
     id: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
-    places: tuple[int, ...]
+    places: Sequence[int]
 
 
 def _scored(path: PathTokens, continues: bool) -> _Scored:
     token_ids, places = path.token_ids, path.places
     if continues:
-        token_ids, places = (*token_ids, 0), (*places, len(token_ids))
+        token_ids, places = (*token_ids, 0), [*places, len(token_ids)]
     return _Scored(path.id, token_ids, path.prompt_tokens, places)
 
 
