@@ -129,6 +129,7 @@ class AnthropicDialect:
     """The dialect of ``/v1/messages`` (a `dialects.Dialect`)."""
 
     path = "/v1/messages"
+    body = MessagesBody
 
     def parse(self, body: bytes) -> AskedTurn:
         asked = parse_record(body, MessagesBody)

@@ -6,7 +6,7 @@
     GET  /sessions/ID                  state, nodes, samples
     POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
     GET  /s/KEY/v1/models              the model
-    GET  /health
+    GET  /health  /openapi.json
 
 An operator's key, if there is one, opens, rewards, ends and shows sessions; the key of a session does all but open one.
 Without an operator's key the name of a session, which nobody can guess, is enough. A session's key reaches no other.
@@ -30,7 +30,7 @@ from stretto.conversation.messages import AskedTurn, SaidTurn
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.gateway.agent_session import AgentSession, Attempt, SessionEnded, Speaker, shown
-from stretto.gateway.dialects import Dialect, NotServed
+from stretto.gateway.dialects import Dialect, NotServed, openapi
 from stretto.gateway.sessions import Host, SessionTable, TooManySessions
 from stretto.processes.http.asgi import header, read_body, reply, when_gone
 from stretto.processes.http.bodies import parse_record
@@ -112,6 +112,9 @@ class GatewayApp:
         if path == "/health":
             _allow("GET", scope)
             await _tell(send, {"status": "ok", "model": self._speaker.model})
+        elif path == "/openapi.json":
+            _allow("GET", scope)
+            await reply(send, 200, _JSON, openapi(self._dialects.values()))
         elif path == "/sessions":
             _allow("POST", scope)
             await self._open(key, scope, receive, send)

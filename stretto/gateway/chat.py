@@ -149,6 +149,7 @@ class ChatDialect:
     """The dialect of ``/v1/chat/completions`` (a `dialects.Dialect`)."""
 
     path = "/v1/chat/completions"
+    body = ChatRequestBody
 
     def parse(self, body: bytes) -> AskedTurn:
         """See `Dialect`."""

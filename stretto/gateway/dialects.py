@@ -7,7 +7,9 @@ events of a stream are made from the whole turn, so that a replay tells them byt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from stretto.conversation.messages import AskedTurn, SaidTurn
 from stretto.core.records import Record
@@ -26,6 +28,11 @@ class Dialect(Protocol):
     """One way to ask for a turn."""
 
     path: str  #: behind the address of the session, such as ``/v1/chat/completions``
+
+    @property
+    def body(self) -> type[msgspec.Struct]:
+        """What it is asked with."""
+        ...
 
     def parse(self, body: bytes) -> AskedTurn:
         """What the body asks for.
@@ -50,3 +57,25 @@ class Dialect(Protocol):
     def headers(self, said: SaidTurn) -> Mapping[str, str]:
         """Headers of a reply that clients of the dialect look for, such as a request id."""
         ...
+
+
+def openapi(dialects: Iterable[Dialect]) -> bytes:
+    """The OpenAPI 3.1 description of the dialects, made from the records into which requests are decoded. The gateway
+    refuses more than it does: what depends on the session and on the model."""
+    served = list(dialects)
+    template = "#/components/schemas/{name}"
+    references, schemas = msgspec.json.schema_components([dialect.body for dialect in served], ref_template=template)
+    paths = {
+        dialect.path: {"post": _described(reference)} for dialect, reference in zip(served, references, strict=True)
+    }
+    described = {"openapi": "3.1.0", "info": {"title": "stretto gateway", "version": "1"}, "paths": paths}
+    return msgspec.json.encode({**described, "components": {"schemas": schemas}})
+
+
+def _described(body: Mapping[str, Any]) -> dict[str, Any]:
+    why = {"400": "a field is wrong", "401": "the key is no session's", "404": "no such model", "409": "it has ended"}
+    statuses = {"200": "a turn", **why, "413": "the body is too large", "503": "it may be tried again"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {status: {"description": text} for status, text in statuses.items()},
+    }

@@ -147,6 +147,7 @@ class ResponsesDialect:
     """The dialect of ``/v1/responses`` (a `dialects.Dialect`)."""
 
     path = "/v1/responses"
+    body = ResponsesBody
 
     def parse(self, body: bytes) -> AskedTurn:
         asked = parse_record(body, ResponsesBody)
