@@ -23,7 +23,7 @@ class Retry(stretto.Workflow):
         for _ in range(self.tries):
             reply = await chat.generate()
             scores.append(await chat.score(reply.text))
-            if scores[-1] > 0:
+            if scores[-1].right:
                 break
             chat.say(self.hint + task.prompt)
         return stretto.Reward(scores[-1], by_turn=scores, named={"first": scores[0]})

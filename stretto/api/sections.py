@@ -19,7 +19,7 @@ from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.config import BuildConfig
-from stretto.rewards.config import RewardsConfig
+from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
 from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
@@ -42,6 +42,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "ProgramsTask",
+    "RewardPart",
     "RewardsConfig",
     "RolloutConfig",
     "RowsSource",

@@ -18,6 +18,7 @@ from stretto.core.errors import UserError
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.preflight.trial import try_reward
 from stretto.launch.recipe.functions import with_named_reward
+from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -147,6 +148,18 @@ def test_a_mistake_is_named_with_its_place(recipe: Path, old: str, new: str, exp
     with pytest.raises(UserError) as caught:
         make_plan(load_recipe(recipe))
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [["rewards.function=math"], {"rewards": {"function": "math"}}])
+def test_an_override_of_the_one_takes_the_others_away(recipe: Path, given: Overrides) -> None:
+    single = load_recipe(recipe, given).rewards
+    assert ([part.function for part in single.parts], single.functions) == (["math"], ())
+    recipe.write_text(RECIPE + '[rewards]\nfunction = "math"\n')
+    several = load_recipe(recipe, ["rewards.functions=[{function='exact_match'}, {function='last_number', weight=2}]"])
+    assert [(part.title, part.weight) for part in several.rewards.parts] == [("exact_match", 1.0), ("last_number", 2.0)]
+    recipe.write_text(RECIPE + REWARDS + '[rewards]\nfunction = "math"\n')
+    with pytest.raises(UserError, match=r"give either function \('math'\) or functions"):
+        load_recipe(recipe)
 
 
 def test_a_source_without_a_reward_is_refused(recipe: Path) -> None:

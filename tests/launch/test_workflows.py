@@ -15,6 +15,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from stretto.core.records import Segment, Trajectory
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.ledger.reading import read_batches
@@ -75,9 +77,15 @@ def turns_of(trajectory: Trajectory) -> list[Segment]:
     return [segment for segment in trajectory.segments if segment.sampled]
 
 
-def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    laboratory.trained(run_dir, "trainer.steps=8", recipe=recipe_of(tmp_path))
+@pytest.fixture(scope="module")
+def run_dir(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that has ended, with its recipe beside it."""
+    folder = tmp_path_factory.mktemp("workflows")
+    laboratory.trained(folder / "run", "trainer.steps=8", recipe=recipe_of(folder))
+    return folder / "run"
+
+
+def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Laboratory, run_dir: Path) -> None:
     check(laboratory, run_dir)
     found = assert_the_law(run_dir)
     assert found.steps == 8
@@ -87,7 +95,7 @@ def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Labora
     assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
     versions = [turn.versions for one in trained(run_dir, 8) for turn in turns_of(one)]
     assert any(one[0] < one[-1] for one in versions), "no update came in the middle of a turn"
-    assert len(set(called(tmp_path))) == len(called(tmp_path))
+    assert len(set(called(run_dir.parent))) == len(called(run_dir.parent))
 
 
 def test_a_run_learns_what_its_workflow_rewards(laboratory: Laboratory, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ credit = "turn"
 
 def test_a_killed_engine_costs_no_conversation(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=12", "engine.count=2", recipe=recipe_of(tmp_path)) as command:
+    with laboratory.train(run_dir, "trainer.steps=8", "engine.count=2", recipe=recipe_of(tmp_path)) as command:
         wait_for_step(command, 2)
         os.kill(command.processes('"engine-0"')[0], signal.SIGKILL)
         ended = command.end()
@@ -148,11 +156,9 @@ def test_a_killed_conductor_s_conversations_go_on_and_call_nothing_twice(
     assert all("was cut short, and is not made a second time" in reason for reason in failed)
 
 
-def test_a_model_is_evaluated_by_the_workflow(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    recipe = recipe_of(tmp_path)
-    laboratory.trained(run_dir, "trainer.steps=1", recipe=recipe)
-    assert "the workflow" not in said(run_dir)
+def test_a_model_is_evaluated_by_the_workflow(laboratory: Laboratory, run_dir: Path, tmp_path: Path) -> None:
+    assert "the workflow" not in said(run_dir)  # none of its trajectories has failed
+    recipe = run_dir.with_name("recipe.toml")
     rows = tmp_path / "rows.jsonl"
     ended = laboratory.run(
         "eval", run_dir / "policy" / "v000000", "--task", recipe, "--n", "2", "--rows", rows, "--json"

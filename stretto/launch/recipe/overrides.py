@@ -15,12 +15,17 @@ from stretto.core.errors import Problem
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
+#: Keys that stand in place of each other: an override of one takes the other away.
+_INSTEAD = {"function": "functions", "functions": "function"}
+
+
 def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             return Problem(place, f"{section} is a value, not a section")
+    tree.pop(_INSTEAD.get(last, ""), None)
     tree[last] = _merged(tree.get(last), value)
     return None
 
@@ -41,7 +46,9 @@ def _merged(old: Any, new: Any) -> Any:
     """A table changes the keys that it names, unless it is of another kind; all else replaces what was there."""
     if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
         return new
-    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    instead = {_INSTEAD.get(key) for key in new}
+    kept = {key: value for key, value in old.items() if key not in instead}
+    return kept | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
 def parsed_value(text: str) -> Any:

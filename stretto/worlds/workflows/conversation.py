@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from stretto.core.records import NOTHING, PROMPT
-from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, WorkflowTask
+from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 
 
 class Workflow(abc.ABC):
@@ -34,7 +34,7 @@ class Workflow(abc.ABC):
             async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
                 for attempt in range(self.tries):
                     reply = await chat.generate()
-                    if await chat.score(reply.text) > 0:
+                    if (await chat.score(reply.text)).right:
                         return 1.0 - 0.2 * attempt
                     chat.say("That is wrong. Try again.")
                 return 0.0
@@ -60,7 +60,7 @@ class ConversationOrders(Protocol):
         cause: str,
     ) -> TurnReply: ...
 
-    async def score(self, text: str, answer: str) -> float: ...
+    async def score(self, text: str, answer: str) -> TurnScore: ...
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes: ...
 
 
@@ -150,7 +150,10 @@ class Conversation:
         if stop:
             sampling["stop"] = list(stop)
         own = messages is None and not token_ids
-        asked = self.messages if messages is None else list(messages)
+        asked = self.messages if messages is None else messages
+        _check("messages", asked, Mapping)
+        _check("tools", tools, Mapping)
+        _check("token_ids", token_ids, int)
         known, node = (len(self._held), self._node) if own else self._histories.find(asked)
         if own and self.messages[:known] != self._held:  # it was changed
             known, node = self._histories.find(asked)
@@ -196,10 +199,21 @@ class Conversation:
         asked = json.dumps([name, arguments], sort_keys=True, default=str).encode(errors="replace")
         return (await self._orders.call(asked, run, repeatable)).decode()
 
-    async def score(self, text: str, answer: str | None = None) -> float:
-        """The reward of the run for a text, beside the task's gold answer or another one.
+    async def score(self, text: str, answer: str | None = None) -> TurnScore:
+        """The reward of the run for a text, beside the task's gold answer or another one: a number, whose attribute
+        `right` says whether it counts as right.
 
         Raises:
             RefusedRequest: it cannot be judged; a workflow that does not catch this fails with the reason.
         """
-        return await self._orders.score(text, self._task.answer if answer is None else answer)
+        answer = self._task.answer if answer is None else answer
+        _check("texts that are scored", [text, answer], str)
+        return await self._orders.score(text, answer)
+
+
+def _check(name: str, values: object, kind: type) -> None:
+    """Raises TypeError: they are not a list of this kind."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} is {type(values).__name__}, not a list")
+    if wrong := [value for value in values if not isinstance(value, kind)]:
+        raise TypeError(f"{name} holds {wrong[0]!r:.80}, which is no {kind.__name__}")

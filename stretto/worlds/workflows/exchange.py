@@ -83,8 +83,7 @@ class Exchange:
         services, limits = self._services, self._services.config
         prompt, cause = order.token_ids, ""
         if not prompt:
-            held = self._held(order)
-            prompt, cause = self._rendering.prompt(order.messages, order.known, held, order.tools)
+            prompt, cause = self._rendered(order)
         sampling = self._sampling(order.sampling, len(prompt))
         if self._turns >= limits.max_turns:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
@@ -97,6 +96,14 @@ class Exchange:
         message = self._rendering.message(segment.token_ids, text, order.tools)
         cut = segment.stop_reason is StopReason.LENGTH
         return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
+
+    def _rendered(self, order: TurnOrder) -> tuple[Tokens, str]:
+        held = self._held(order)
+        try:
+            return self._rendering.prompt(order.messages, order.known, held, order.tools)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # messages of the user's own
+            found = f"{type(error).__name__}: {error}"
+            raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None
 
     def _held(self, order: TurnOrder) -> Tokens:
         if order.node == NOTHING or not order.known:
@@ -134,11 +141,12 @@ class Exchange:
             [verdict] = await self._services.score(self._prompt.text, [order.text], order.answer)
             if verdict.reward is None:
                 raise RefusedRequest("score", "undecided", verdict.reason)
-            return msgspec.json.encode(verdict.reward)
+            return msgspec.json.encode((verdict.reward, verdict.outcome is Outcome.RIGHT))
 
         asked = b"score" + msgspec.json.encode([order.text, order.answer])
         reply = await self.session.call(asked, judged, repeatable=True)
-        return OrderDone(order.run, order.order, score=msgspec.json.decode(reply, type=float))
+        reward, right = msgspec.json.decode(reply, type=tuple[float, bool])
+        return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
         """A call of the workflow, made by `run` unless it is on record.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from stretto.core.records import Record
 
@@ -62,6 +62,19 @@ class TurnReply(Record, frozen=True):
         """The tools that it calls."""
         found: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
         return found
+
+
+class TurnScore(float):
+    """A reward of the run for a text; `right` says whether it counts as right."""
+
+    right: bool = False
+
+    @classmethod
+    def of(cls, reward: float, right: bool) -> Self:
+        """A reward, and whether it counts as right."""
+        score = cls(reward)
+        score.right = right
+        return score
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class OrderDone(Record, frozen=True, tag=True):
     order: int
     reply: TurnReply | None = None
     score: float | None = None
+    right: bool = False
     answer: bytes = b""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import resource
 import sys
 import threading
@@ -22,7 +23,7 @@ from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.loading import load_workflow
-from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, WorkflowTask
+from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 from stretto.worlds.workflows.wire import (
     Begin,
     CallOrder,
@@ -159,11 +160,11 @@ class MemberThread:
         assert reply is not None
         return reply
 
-    async def score(self, text: str, answer: str) -> float:
+    async def score(self, text: str, answer: str) -> TurnScore:
         """See `ConversationOrders`."""
-        score = (await self._done(ScoreOrder(self._run, self._number(), text, answer))).score
-        assert score is not None
-        return score
+        done = await self._done(ScoreOrder(self._run, self._number(), text, answer))
+        assert done.score is not None
+        return TurnScore.of(done.score, done.right)
 
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
         """See `ConversationOrders`."""
@@ -186,7 +187,7 @@ def ended_with(run: int, value: object) -> MemberEnded:
     for number in (found.value, *turns.values(), *named.values()):
         if reason := _no_number(number):
             return MemberEnded(run, failure=f"the workflow returned {reason}, not a number or a stretto.Reward")
-    by_turn = {node: float(reward) for node, reward in turns.items()}
+    by_turn = {operator.index(node): float(reward) for node, reward in turns.items()}
     return MemberEnded(run, float(found.value), by_turn, {str(name): float(part) for name, part in named.items()})
 
 

@@ -162,20 +162,30 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
         ("Returns", {"what": "nan"}, "the workflow returned nan, not"),
         ("Returns", {"what": "no turn"}, "the workflow has returned without a completion"),
         ("Returns", {"what": "foreign turn"}, "a reward to turn 7, which no engine has sampled"),
+        ("Mistakes", {"kind": "text"}, "TypeError .*: messages is str, not a list"),
+        ("Mistakes", {"kind": "number"}, "TypeError .*: messages holds 3, which is no Mapping"),
+        ("Mistakes", {"kind": "no role"}, "RefusedRequest .*: messages: .*role"),
+        ("Mistakes", {"kind": "calls"}, "RefusedRequest .*: messages: AttributeError"),
+        ("Mistakes", {"kind": "tokens"}, "TypeError .*: token_ids holds '3', which is no int"),
+        ("Mistakes", {"kind": "limit"}, "RefusedRequest .*: sampling: max_tokens is 0"),
+        ("Mistakes", {"kind": "letter"}, "RefusedRequest .*: messages: ValueError"),
+        ("Mistakes", {"kind": "score"}, "TypeError .*: texts that are scored holds 7, which is no str"),
+        ("Mistakes", {"kind": "object"}, "TypeError .*: Encoding objects of type object is unsupported"),
+        ("Mistakes", {"kind": "turn"}, "TypeError: 'str' object cannot be interpreted as an integer"),
         ("Returns", {"what": "too many"}, "a reward to turn None, which no engine has sampled"),
     ],
 )
 def test_what_goes_wrong_is_the_reason_and_never_a_reward(
     bench: Callable[..., Bench], kind: str, settings: dict[str, Any], reason: str
 ) -> None:
-    for trajectory in bench(kind, settings, deadline=0.5, max_turns=5).run():
+    for trajectory in bench(kind, settings, deadline=0.5 if kind == "Waits" else 60.0, max_turns=5).run():
         assert trajectory.verdict.outcome is Outcome.UNDECIDED
         assert trajectory.verdict.reward is None
         assert re.search(reason, trajectory.verdict.reason), trajectory.verdict.reason
 
 
 def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:
-    made = bench("Hangs", deadline=1.0)
+    made = bench("Hangs", deadline=2.0)
     made.members = 4
     outcomes = [trajectory.verdict.outcome for trajectory in made.run()]
     assert outcomes == [Outcome.UNDECIDED, Outcome.RIGHT, Outcome.RIGHT, Outcome.RIGHT]

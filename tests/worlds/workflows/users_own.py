@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import stretto
 
@@ -97,6 +98,29 @@ class Returns(stretto.Workflow):
             "too many": stretto.Reward(1.0, by_turn=[1.0, 1.0]),
         }
         return found[self.what]  # type: ignore[return-value]  # that is what is tried
+
+
+class Mistakes(stretto.Workflow):
+    """What a user gets wrong in a call."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    async def run(self, task: stretto.WorkflowTask, chat: Any) -> stretto.Reward:
+        wrong: Any = {
+            "text": lambda: chat.generate("3+4="),
+            "number": lambda: chat.generate([3]),
+            "no role": lambda: chat.generate([{"content": "3+4="}]),
+            "calls": lambda: chat.generate([{"role": "user", "content": "3", "tool_calls": [7]}]),
+            "tokens": lambda: chat.generate(token_ids=["3"]),
+            "limit": lambda: chat.generate(max_tokens=0),
+            "letter": lambda: chat.generate([{"role": "user", "content": "x"}]),
+            "score": lambda: chat.score(7),
+            "object": lambda: chat.generate([{"role": "user", "content": object()}]),
+            "turn": lambda: chat.generate(),
+        }
+        await wrong[self.kind]()
+        return stretto.Reward(1.0, by_turn={"first": 1.0})  # type: ignore[dict-item]  # that is what is tried
 
 
 class Forks(stretto.Workflow):

@@ -26,8 +26,8 @@ class MultiTurn(Workflow):
         for attempt in range(self._tries):
             reply = await chat.generate()
             score = await chat.score(reply.text)
-            found.append(score * self._discount**attempt if score > 0 else score)
-            if score > 0:
+            found.append(score * self._discount**attempt if score.right else float(score))
+            if score.right:
                 break
             chat.say(self._feedback.replace("{prompt}", task.prompt))
         return Reward(found[-1], by_turn=found, named={"tries": float(len(found)), "first": found[0]})
