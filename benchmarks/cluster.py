@@ -129,7 +129,7 @@ def run_of(laboratory: Laboratory, name: str, listen: str, *more: str) -> Iterat
             ended, _ = agent.stop(signal.SIGTERM)
             if ended.code != 0:
                 story.problems.append(f"an agent ended with exit code {ended.code}: {ended.err[-200:]}")
-        story.problems += _left_over([command, *machines.agents]) + _broken(run_dir)
+        story.problems += _left_over([command, *machines.agents]) + broken(run_dir)
 
 
 def _left_over(commands: list[Command]) -> list[str]:
@@ -142,7 +142,7 @@ def _left_over(commands: list[Command]) -> list[str]:
     return problems
 
 
-def _broken(run_dir: Path) -> list[str]:
+def broken(run_dir: Path) -> list[str]:
     """What the records say."""
     checked, counts = check_run(run_dir), inspect_run(run_dir).trajectories
     states = (counts.trained, counts.buffered, counts.in_flight, counts.filtered, counts.expired, counts.failed)

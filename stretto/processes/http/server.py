@@ -105,7 +105,8 @@ class HttpServer(uvicorn.Server):
                 connection.close()
 
     def _has_room(self) -> bool:
-        self._forget_the_gone()
+        if len(self._strangers) >= self._most_strangers:
+            self._forget_the_gone()
         if len(self._strangers) >= self._most_strangers:
             idle = [stranger for stranger in self._strangers if not stranger.busy]
             if not idle:
