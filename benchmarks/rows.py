@@ -43,7 +43,7 @@ def _pretrained(results: dict[str, Any]) -> list[Row]:
         for when in ("before", "after")
     )
     minutes, worked = results["run_seconds"] / 60, results["processor_seconds"] / 60
-    what = "held-out accuracy of SmolLM2-135M-Instruct, `recipes/smollm2.toml`"
+    what = "held-out accuracy of SmolLM2-135M-Instruct, `recipes/smollm2.toml`, one run of one seed"
     return [Row(what, f"{after}, after {minutes:.0f} min, {worked:.0f} processor min", f"{before}, before")]
 
 

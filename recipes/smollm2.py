@@ -52,8 +52,8 @@ def convert(source: str, target: str) -> None:
     for name in ("temperature", "top_p", "top_k"):
         setattr(model.generation_config, name, None)
     model.generation_config.do_sample = False
-    model.hf_quantizer = None  # save_pretrained refuses a model that was read from packed weights
-    model.is_quantized = False
+    for name, value in (("hf_quantizer", None), ("is_quantized", False)):
+        setattr(model, name, value)  # save_pretrained refuses a model that was read from packed weights
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target)

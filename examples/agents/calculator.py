@@ -19,7 +19,7 @@ import httpx
 from agents import Agent, Runner, function_tool, set_tracing_disabled
 from agents.exceptions import AgentsException
 from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI, ConflictError
 
 INSTRUCTIONS = "Answer with the number alone."
 AT_ONCE = 32
@@ -46,7 +46,7 @@ async def answer(session: dict[str, Any], model: str, question: str, tools: list
         agent = Agent(name="calculator", instructions=INSTRUCTIONS, model=chat, tools=tools)
         try:
             return str((await Runner.run(agent, question, max_turns=TURNS)).final_output)
-        except AgentsException:
+        except (AgentsException, ConflictError):  # a conflict: the run has ended the session meanwhile
             return ""
 
 
@@ -62,11 +62,14 @@ async def serve(http: httpx.AsyncClient) -> None:
             continue
         missed = 0.0
         if reply.status_code != 200:  # no trajectory waits
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
             continue
         session, served = reply.json(), True
-        await answer(session, session["model"], session["task"]["prompt"], [calculator])
-        await http.post(f"/sessions/{session['id']}/end")
+        try:
+            await answer(session, session["model"], session["task"]["prompt"], [calculator])
+            await http.post(f"/sessions/{session['id']}/end")
+        except (APIError, httpx.TransportError) as problem:  # the run knows of no end, and counts a failure
+            print(f"session {session['id']}: {problem}", file=sys.stderr)
 
 
 async def measure(http: httpx.AsyncClient) -> None:

@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,17 @@ def conversations(count: int, seed: int) -> Iterator[list[dict[str, Any]]]:
         yield [*told, {"role": "assistant", "content": str(one * other)}]
 
 
-def rendered(conversation: list[dict[str, Any]], *, opening: bool = False) -> str:
-    """By the template, as transformers does it; `opening` adds how an answer begins."""
+@cache
+def template() -> jinja2.Template:
+    """As transformers compiles it."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = json.dumps
-    template = environment.from_string(TEMPLATE)
-    return template.render(messages=conversation, tools=TOOLS, add_generation_prompt=opening)
+    return environment.from_string(TEMPLATE)
+
+
+def rendered(conversation: list[dict[str, Any]], *, opening: bool = False) -> str:
+    """The text of a conversation; `opening` adds how an answer begins."""
+    return template().render(messages=conversation, tools=TOOLS, add_generation_prompt=opening)
 
 
 def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -158,8 +164,7 @@ def main(folder: Path) -> None:
                 rows.write(json.dumps(row) + "\n")
     chance = random.Random(2)
     with (folder / "questions.jsonl").open("w") as rows:
-        for _ in range(4_000):
-            first, second = question(chance)
+        for first, second in {question(chance): None for _ in range(4_000)}:
             row = {"prompt": f"What is {first}*{second}?", "answer": str(first * second)}
             rows.write(json.dumps(row) + "\n")
     recipe = folder / "warm_start.toml"

@@ -16,6 +16,7 @@ branch, which is rendered anew from the last message that can be proven, and has
     compaction          a long history was replaced by a shorter one
     subagent            a conversation with other instructions
     tools_changed       the same messages with other tools
+    ambiguous           an answer that was given twice, in other tokens: which one is meant is not guessed
     drift               the template does not let the new tail stand behind the held tokens
 
 The rendering of a tail is that of the model's own chat template behind an answer that stands for the held one; it is
@@ -126,8 +127,10 @@ class Bridge:
         asked = (history, msgspec.json.encode(tools))
         if (known := self._asked.get(asked)) is not None:
             return dataclasses.replace(known, cause="again")
-        longest = self._longest(history, tools)
+        longest, ambiguous = self._longest(history, tools)
         cause, tail, how = self._cause(history, tools, longest), None, Likeness.EQUAL
+        if ambiguous:
+            longest, cause = None, "ambiguous"
         if longest is not None:
             new, how = history[len(longest.history) :], _least_alike(longest.history, history)
             tail = self._renderer.tail(longest.history[-1], longest.tokens, new, tools)
@@ -146,13 +149,17 @@ class Bridge:
         """The turn with this id."""
         return next((held for held in self._held if held.id == id), None)
 
-    def _longest(self, history: History, tools: tuple[Tool, ...]) -> HeldTurn | None:
-        """The longest held history that `history` goes on with."""
+    def _longest(self, history: History, tools: tuple[Tool, ...]) -> tuple[HeldTurn | None, bool]:
+        """The longest held history that `history` goes on with, and whether other tokens have the same messages."""
+        found: list[HeldTurn] = []
         for held in self._held:
             size = len(held.history)
+            if found and size < len(found[0].history):
+                break
             if size < len(history) and held.tools == tools and shared(held.history, history) == size:
-                return held
-        return None
+                found.append(held)
+        known = [held for held in found if held.live] or found
+        return (known[0] if known else None), len({held.tokens for held in known}) > 1
 
     def _cause(self, history: History, tools: tuple[Tool, ...], found: HeldTurn | None) -> str:
         """Why a branch begins; "" if none does."""

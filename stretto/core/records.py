@@ -284,16 +284,6 @@ class Trajectory(Record, frozen=True):
         return tuple(chain.from_iterable(getattr(segment, field) for segment in self.segments))
 
     @property
-    def sampled_places(self) -> tuple[int, ...]:
-        """[S] where the sampled tokens are among all tokens."""
-        places, start = list[int](), 0
-        for segment in self.segments:
-            end = start + len(segment.token_ids)
-            places += range(start, end) if segment.versions else ()
-            start = end
-        return tuple(places)
-
-    @property
     def stop_reason(self) -> StopReason | None:
         """Why its last sampled segment ended."""
         if len(self.segments) == 1:

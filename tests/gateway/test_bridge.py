@@ -123,3 +123,22 @@ def test_the_ladder_accepts_arguments_that_mean_the_same() -> None:
     assert prompt.history == (USER, CALLED, RESULT)
     other = Message("assistant", "", calls=(ToolCall("abcdefghi", "add", '{"a": 2}'),))
     assert bridge.next((USER, other, RESULT), (ADD,)).cause == "arguments"
+
+
+def test_an_answer_that_was_given_twice_in_other_tokens_is_not_guessed() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    bridge = Bridge(Renderer(tokenizer))
+    prompt = bridge.next((USER,), ()).tokens
+    letters = prompt + sampled("qwen2_5", Message("assistant", "the"))
+    piece = prompt + tokenizer.encode("the<|im_end|>", special_tokens=False)
+    assert tokenizer.spell(letters) == tokenizer.spell(piece)
+    said = Message("assistant", "the")
+    bridge.hold(HeldTurn("0", (USER, said), (), letters, live=False))
+    bridge.hold(HeldTurn("1", (USER, said), (), piece))
+    assert bridge.next((USER, said, MORE), ()).tokens[: len(piece)] == piece  # the other was an earlier process's
+    bridge.hold(HeldTurn("0", (USER, said), (), letters))
+    again = Message("user", "Really?")
+    assert bridge.next((USER, said, again), ()).cause == "ambiguous"
+    bridge.hold(HeldTurn("1", (USER, said), (), letters))
+    third = bridge.next((USER, said, Message("user", "Yes?")), ())
+    assert (third.cause, third.tokens[: len(letters)]) == ("", letters)

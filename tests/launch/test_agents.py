@@ -73,6 +73,14 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
     assert any(len(first) > 1 for first in told.values())
 
 
+def test_a_model_is_evaluated_by_its_agent(laboratory: Laboratory, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    ended = laboratory.run("eval", tmp_path / "model", "--task", recipe, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["samples"] == 16
+    assert (tmp_path / "notes").read_text().count("\n") == 16
+
+
 def test_an_agent_that_cannot_be_started_is_refused_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     for override, message in (

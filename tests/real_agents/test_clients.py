@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.serving import in_a_loop, served_gateway, tokenizer_of
+from tests.gateway.serving import ScriptedModel, in_a_loop, served_gateway, tokenizer_of
 from tests.real_agents.running import ScoredModel, check_scores, run
 
 ADD = '<tool_call>\n{"name": "%s", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
@@ -40,7 +40,7 @@ def thinking(prompt: str) -> str:
         ("langgraph_agent", ["whole"], {}, 1),
         ("langgraph_agent", ["stream"], {}, 1),
         ("smolagents_agent", [], {"history_rewritten": 1}, 0),
-        ("claude_agent", [], {}, 1),
+        ("claude_agent", ["plain"], {}, 1),
     ],
 )
 @in_a_loop
@@ -69,7 +69,7 @@ async def test_an_agent_calls_tools(
         ("pydantic_agent", ["whole"], {}),
         ("langgraph_agent", ["whole"], {"reasoning_stripped": 1}),
         ("smolagents_agent", [], {"history_rewritten": 1}),
-        ("claude_agent", [], {}),
+        ("claude_agent", ["plain"], {}),
     ],
 )
 @in_a_loop
@@ -104,7 +104,28 @@ async def test_an_agent_of_an_ended_session_is_refused_at_once(agents: Path, tmp
     async with served_gateway(ScoredModel(script), tmp_path) as gateway:
         session = await gateway.open()
         await gateway.client.post(f"/sessions/{session['id']}/end")
-        for program in ("openai_agents", "claude_agent"):
+        for program, word in (("openai_agents", "chat"), ("claude_agent", "plain")):
             with pytest.raises(AssertionError, match="ended"):
-                await run(agents, program, *(["chat"] if "openai" in program else []), session=session, home=tmp_path)
+                await run(agents, program, word, session=session, home=tmp_path)
         assert (await gateway.shown(session))["stragglers"] == 2  # neither tries again
+
+
+@in_a_loop
+async def test_claude_code_with_all_its_tools_finds_one_of_the_users(agents: Path, tmp_path: Path) -> None:
+    """It names the users' tools, and tells their schemas when the model has searched for them."""
+    asked = list[str]()
+
+    def searching(prompt: str) -> str:
+        asked.append(prompt)
+        if len(asked) == 1:
+            query = '{"query": "select:mcp__sums__add"}'
+            return f'<tool_call>\n{{"name": "ToolSearch", "arguments": {query}}}\n</tool_call>'
+        return ADD % "mcp__sums__add" if len(asked) == 2 else "It is 3."
+
+    async with served_gateway(ScriptedModel(searching), tmp_path) as gateway:
+        session = await gateway.open()
+        answer = await run(agents, "claude_agent", "everything", session=session, home=tmp_path)
+        shown = await gateway.shown(session)
+        assert (answer, shown["branches"]) == ("It is 3.", {"tools_changed": 1})
+        assert len(shown["samples"]) == 2
+        assert "mcp__sums__add" in asked[1].rpartition("<tool_response>")[2]

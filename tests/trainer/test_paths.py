@@ -210,7 +210,8 @@ def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tu
     segments = [turn(*range(length)) if sampled else Segment((9,) * length) for sampled, length in shape]
     samples = samples_of(batch(segments, oldest_trainable=oldest), AlgorithmConfig(advantages=RawReward()), LONGEST)
     whole = Trajectory("g/0", tuple(segments), Verdict(outcome=Outcome.RIGHT, reward=1.0), "")
-    places = tuple(2 + place for place in whole.sampled_places)
+    origins = [sampled for sampled, length in shape for _ in range(length)]
+    places = tuple(place for place, sampled in enumerate(origins, start=2) if sampled)
     expected = Sample(
         "g/0", (5, 12, *whole.token_ids), 2, places, whole.behavior_logprobs, (1,) * len(places), (1.0,) * len(places)
     )

@@ -1,7 +1,10 @@
-"""An agent of claude-agent-sdk with a tool of its own; of ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL."""
+"""An agent of claude-agent-sdk, plain or with everything (all tools and instructions that it has).
+
+Of ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MODEL."""
 
 import asyncio
 import os
+import sys
 from typing import Any
 
 from claude_agent_sdk import ClaudeAgentOptions, ResultMessage, create_sdk_mcp_server, query, tool
@@ -12,20 +15,20 @@ async def add(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"content": [{"type": "text", "text": str(arguments["a"] + arguments["b"])}]}
 
 
-async def main() -> None:
+async def main(how: str) -> None:
+    plain: dict[str, Any] = {"system_prompt": "Be brief.", "tools": [], "setting_sources": []}
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_TELEMETRY": "1"}
     options = ClaudeAgentOptions(
         model=os.environ["MODEL"],
-        max_turns=4,
-        system_prompt="Be brief.",
-        tools=[],
-        setting_sources=[],
+        max_turns=6,
         mcp_servers={"sums": create_sdk_mcp_server("sums", tools=[add])},
         allowed_tools=["mcp__sums__add"],
-        env={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_TELEMETRY": "1", "ENABLE_TOOL_SEARCH": "false"},
+        env=quiet | ({"ENABLE_TOOL_SEARCH": "false"} if how == "plain" else {}),
+        **(plain if how == "plain" else {}),
     )
     async for message in query(prompt="1+2?", options=options):
         if isinstance(message, ResultMessage):
             print(message.result)
 
 
-asyncio.run(main())
+asyncio.run(main(*sys.argv[1:]))
