@@ -62,7 +62,7 @@ async def serve(http: httpx.AsyncClient) -> None:
             continue
         missed = 0.0
         if reply.status_code != 200:  # no trajectory waits
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
             continue
         session, served = reply.json(), True
         try:
