@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, trl, verifier
 from benchmarks.rows import SECTIONS as OF_STRETTO
-from benchmarks.server_rows import SECTION
+from benchmarks.server_rows import SECTION as OF_SERVERS
+from benchmarks.session_rows import SECTION as OF_SESSIONS
 
-SECTIONS = {**OF_STRETTO, "vLLM and SGLang": SECTION}
+SECTIONS = {**OF_STRETTO, "Workflows and agents": OF_SESSIONS, "vLLM and SGLang": OF_SERVERS}
 
 _HEAD = """# Results
 

@@ -1,0 +1,31 @@
+"""Rows of the results page for workflows and for the gateway of agents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.rows import Make, Row
+
+
+def _learns_in_turns(results: dict[str, Any]) -> list[Row]:
+    first, last = results["evaluations"][0], results["evaluations"][-1]
+    what = f"held-out accuracy of `recipes/{results['recipe']}`, {results['steps']} steps, one run"
+    low, high = last["ci95"]
+    after = f"{last['accuracy']:.3f} [{low:.3f}, {high:.3f}] after {results['rl_seconds']:.0f} s of reinforcement"
+    return [
+        Row(what, after, f"{first['accuracy']:.3f} before"),
+        Row(
+            "of those, right at the first try",
+            f"{last['rewards']['first']:.3f}",
+            f"{first['rewards']['first']:.3f} before",
+        ),
+    ]
+
+
+def _gateway(results: dict[str, Any]) -> list[Row]:
+    row = next(row for row in results["rows"] if row["model"] == "instant" and row["sessions"] == 256)
+    what = f"the gateway: processor time of a call, {row['sessions']} sessions at once, {results['turns']} turns each"
+    return [Row(what, f"{row['cpu_ms']:.1f} ms", "the engine not counted")]
+
+
+SECTION: dict[str, Make] = {"workflows": _learns_in_turns, "gateway": _gateway}
