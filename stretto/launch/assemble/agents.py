@@ -34,8 +34,8 @@ from stretto.worlds.single_turn import Score
 _SECRET_BYTES = 32
 
 
-class AgentDoor:
-    """Where agents find the policy. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
+class RunGateway:
+    """The gateway of a run. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
 
     def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
         """`folder`: of the run, where its address is shown; None for an evaluation without a run."""

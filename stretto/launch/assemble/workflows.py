@@ -9,7 +9,7 @@ from stretto.core.engine import Generate
 from stretto.core.records import Completion, Verdict
 from stretto.gateway.agents.groups import AgentGroups
 from stretto.gateway.config import AgentConfig
-from stretto.launch.assemble.agents import AgentDoor
+from stretto.launch.assemble.agents import RunGateway
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
@@ -24,7 +24,7 @@ from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 
 #: What makes trajectories of several turns, with its start and its end.
-Conversing = WorkflowPool | AgentDoor
+Conversing = WorkflowPool | RunGateway
 
 
 def workflow_pool(
@@ -34,7 +34,7 @@ def workflow_pool(
     `folder`: of the run, if it is one."""
     config = plan.recipe.workflow
     if isinstance(config, AgentConfig):
-        return AgentDoor(plan, config, folder, say)
+        return RunGateway(plan, config, folder, say)
     return None if config is None else WorkflowPool(config, log, hung=plan.recipe.deadlines.hung, say=say)
 
 
@@ -42,7 +42,7 @@ def workflow_groups(
     plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score
 ) -> WorkflowGroups | AgentGroups:
     """The groups of a run."""
-    if isinstance(pool, AgentDoor):
+    if isinstance(pool, RunGateway):
         return pool.groups(sessions.open, score, _verdict_of(plan))
     return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
 
@@ -58,7 +58,7 @@ def conversing(
     if pool is None:
         return None
     opened = sessions_of_evaluation(generate, count)
-    if isinstance(pool, AgentDoor):
+    if isinstance(pool, RunGateway):
         return pool.groups(opened, score, _verdict_of(plan)).member
     return WorkflowGroups(pool, opened, plan.details, _services(plan, pool, score)).member
 
