@@ -77,7 +77,7 @@ async def serve(http: httpx.AsyncClient) -> None:
 async def measure(http: httpx.AsyncClient) -> None:
     """Print the accuracy on questions of its own, with the tool and without."""
     chance, room = random.Random(3), asyncio.Semaphore(AT_ONCE)
-    pairs = [(chance.randrange(11, 1000), chance.randrange(11, 1000)) for _ in range(QUESTIONS)]
+    pairs = [(chance.randrange(100, 1000), chance.randrange(100, 1000)) for _ in range(QUESTIONS)]
 
     async def right(one: int, other: int, tools: list[Any]) -> bool:
         async with room:
