@@ -45,7 +45,7 @@ async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path,
         def check() -> None:
             with httpx.Client(base_url=session["base_url"].removesuffix("/v1"), trust_env=False) as client:
 
-                @settings(max_examples=30, suppress_health_check=QUIET, deadline=None, database=None)
+                @settings(max_examples=20, suppress_health_check=QUIET, deadline=None, database=None)
                 @given(case=operation.as_strategy(), known=st.booleans())
                 def ask(case: schemathesis.Case[Any], known: bool) -> None:
                     body: Any = {**case.body, **SMALL} if isinstance(case.body, dict) and known else case.body

@@ -5,6 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.launch.running import Laboratory
+from tests.real_clusters.nodes import NO_TOKEN
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in NO_TOKEN.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,9 @@ from pathlib import Path
 from stretto.store.inspection import inspect_run
 from tests.launch.running import ROOT, Command, wait_until
 
+#: Else Ray keeps a token in the user's home for its first local cluster, and later heads ask all nodes for it.
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+
 #: A run that ends when it is stopped.
 ENDLESS = ("trainer.steps=100000", "trainer.keep_versions=1", "trainer.checkpoint_every=20", "cluster.lease=5")
 
@@ -46,7 +49,7 @@ class Cluster:
                     *("--num-cpus", str(cpus), "--block", "--disable-usage-stats"),
                     f"--object-store-memory={100 << 20}",
                 ],
-                env=os.environ | {"RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)},
+                env=os.environ | NO_TOKEN | {"RAY_TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
