@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 import httpx
-from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
 from agents.exceptions import AgentsException
 from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
 from openai import APIError, AsyncOpenAI, ConflictError
@@ -24,6 +24,7 @@ from openai import APIError, AsyncOpenAI, ConflictError
 INSTRUCTIONS = "Answer with the number alone."
 AT_ONCE = 32
 TURNS = 3  # of one conversation
+TEMPERATURE = 0.7  # a run samples by its recipe, which has the same
 QUESTIONS = 256  # that are measured
 PATIENCE = 300.0  # seconds without a run before the service gives up
 
@@ -43,7 +44,8 @@ async def answer(session: dict[str, Any], model: str, question: str, tools: list
     """What the agent says in the end; nothing if it does not come to an end, or calls what is not there."""
     async with AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
         chat = OpenAIChatCompletionsModel(model=model, openai_client=client)
-        agent = Agent(name="calculator", instructions=INSTRUCTIONS, model=chat, tools=tools)
+        settings = ModelSettings(temperature=TEMPERATURE)
+        agent = Agent(name="calculator", instructions=INSTRUCTIONS, model=chat, model_settings=settings, tools=tools)
         try:
             return str((await Runner.run(agent, question, max_turns=TURNS)).final_output)
         except (AgentsException, ConflictError):  # a conflict: the run has ended the session meanwhile
@@ -75,7 +77,7 @@ async def serve(http: httpx.AsyncClient) -> None:
 async def measure(http: httpx.AsyncClient) -> None:
     """Print the accuracy on questions of its own, with the tool and without."""
     chance, room = random.Random(3), asyncio.Semaphore(AT_ONCE)
-    pairs = [(chance.randrange(11, 1000), chance.randrange(11, 1000)) for _ in range(QUESTIONS)]
+    pairs = [(chance.randrange(100, 1000), chance.randrange(100, 1000)) for _ in range(QUESTIONS)]
 
     async def right(one: int, other: int, tools: list[Any]) -> bool:
         async with room:

@@ -78,8 +78,8 @@ steps = 1
 
 
 def question(chance: random.Random) -> tuple[int, int]:
-    """Two numbers of two or three digits."""
-    return chance.randrange(11, 1000), chance.randrange(11, 1000)
+    """Two numbers of three digits."""
+    return chance.randrange(100, 1000), chance.randrange(100, 1000)
 
 
 def conversations(count: int, seed: int) -> Iterator[list[dict[str, Any]]]:

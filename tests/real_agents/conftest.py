@@ -8,6 +8,9 @@ import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
 
+#: Run under other interpreters.
+collect_ignore = ["programs"]
+
 
 @pytest.fixture(scope="session")
 def agents() -> Path:
