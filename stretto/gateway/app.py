@@ -34,6 +34,7 @@ from stretto.gateway.dialects import Dialect, NotServed, openapi
 from stretto.gateway.sessions import Host, SessionTable, TooManySessions
 from stretto.processes.http.asgi import header, read_body, reply, when_gone
 from stretto.processes.http.bodies import parse_record
+from stretto.processes.http.server import admit
 
 _JSON = "application/json"
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -121,10 +122,13 @@ class GatewayApp:
         elif found := _SESSION.fullmatch(path):
             _allow("POST" if found["rest"] else "GET", scope)
             session = self._controlled(found["id"], key)
+            admit(scope)
             await self._control(session, found["rest"], scope, receive, send)
         elif dialect := self._dialects.get(path):
             _allow("POST", scope)
-            await self._turn(self._of_key(key), dialect, scope, receive, send)
+            session = self._of_key(key)
+            admit(scope)
+            await self._turn(session, dialect, scope, receive, send)
         elif path == _MODELS or path.startswith(f"{_MODELS}/"):
             _allow("GET", scope)
             self._of_key(key)
@@ -135,6 +139,8 @@ class GatewayApp:
     async def _open(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._operates(key):
             raise self._unknown_key()
+        if self._operator_key:
+            admit(scope)
         body = await self._record(OpenBody, scope, receive)
         try:
             self.sessions.check_room()

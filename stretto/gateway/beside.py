@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from stretto.processes.http.server import HttpServer
+
 _BACKLOG = 4096
 _SHUTDOWN_SECONDS = 1
 _KEEP_ALIVE_SECONDS = 120
 
 
-class _BesideServer(uvicorn.Server):
+class _BesideServer(HttpServer):
     """Signals are those of the run, not of the server."""
 
     @contextlib.contextmanager
@@ -38,7 +40,8 @@ async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[st
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        )
+        ),
+        patience=_KEEP_ALIVE_SECONDS,
     )
     bound.listen(_BACKLOG)
     host, port = bound.getsockname()[:2]
