@@ -195,11 +195,15 @@ class Session:
         segments = self.forest.segments
         if node >= len(segments) or segments[node].stop_reason is None:
             raise StoreError(f"{self.id}: a reply is on record, and the turn {node} that it tells is not")
+        self.pass_over(node)
+        self._claimed.add(node)
+        return Turn(node, segments[node])
+
+    def pass_over(self, node: int) -> None:
+        """Let no `turn` answer with the recorded turn `node`: a call on record tells it, and may yet be asked for."""
         waiting = self._turns.get(self._before(node))
         if waiting and node in waiting:
             waiting.remove(node)
-        self._claimed.add(node)
-        return Turn(node, segments[node])
 
     async def call(
         self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool, durable: bool = False

@@ -118,7 +118,9 @@ class AgentSession:
         self.last_text = ""  # of the last turn that was answered
         for call in self.session.calls:
             if call.reply is not None and len(call.asked) == blake2b.MAX_DIGEST_SIZE:
-                self._hold(msgspec.json.decode(call.reply, type=TurnRecord), live=False)
+                record = msgspec.json.decode(call.reply, type=TurnRecord)
+                self.session.pass_over(record.node)
+                self._hold(record, live=False)
 
     async def answer(self, asked: AskedTurn, how: Attempt) -> SaidTurn:
         """The reply to a request. The turn is broken off when every client that waits for it has gone.
@@ -216,9 +218,13 @@ class AgentSession:
             if system and held[0].role == "system":  # instructions are told each time, and are not messages behind
                 held = held[1:]
             history = (*system, *held, *history[len(system) :])
-        long = sum(len(message.text) for message in history) > _LONG_TEXT
+        size = sum(map(_characters, history)) + len(msgspec.json.encode(asked.tools).decode())
+        most = self.speaker.rule.context * self.speaker.teller.longest_token
+        if size > most:  # more tokens than the context has, however it is encoded
+            allowed = f"at most {most:,}, which no context of {self.speaker.rule.context:,} tokens goes beyond"
+            raise RefusedRequest("messages", f"{size:,} characters", allowed)
         try:
-            if long:
+            if size > _LONG_TEXT:
                 return await asyncio.to_thread(self._bridge.next, history, asked.tools)
             return self._bridge.next(history, asked.tools)
         except DataError as error:
@@ -231,6 +237,11 @@ class AgentSession:
         tokens = self.session.forest.tokens(record.node)
         history = (*before, *record.new, record.said.message)
         self._bridge.hold(HeldTurn(record.said.id, history, record.tools, tokens, live))
+
+
+def _characters(message: Message) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in message.calls)
+    return len(message.text) + len(message.reasoning) + calls
 
 
 def shown(session: AgentSession) -> dict[str, Any]:

@@ -166,6 +166,52 @@ async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until
 
 
 @in_a_loop
+async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) -> None:
+    said = iter(("first", "second"))
+    model = ScriptedModel(lambda prompt: next(said))
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        first = await gateway.chat(session, ASK)
+    async with served_gateway(model, tmp_path) as gateway:
+        other = await turn(gateway, session, ASK, max_tokens=50)  # another request with the same prompt
+        assert other["content"] == "second"
+        assert (await gateway.chat(session, ASK)).content == first.content
+        shown = await gateway.shown(session)
+    assert len(shown["samples"]) == 2
+
+
+@pytest.mark.parametrize("part", ["content", "arguments", "tools"])
+@in_a_loop
+async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: Path, part: str) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    encoded: list[int] = []
+    encode = type(model.tokenizer).encode
+
+    class Counting(type(model.tokenizer)):  # type: ignore[misc]
+        """Knows how many texts it has encoded."""
+
+        def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+            encoded.append(len(text))
+            return encode(self, text, special_tokens=special_tokens)
+
+    tokenizer = model.tokenizer
+    model.tokenizer = Counting(tokenizer.place, tokenizer.eos_token_ids, tokenizer._whole, tokenizer._backend)
+    longest = max(map(len, model.tokenizer.vocabulary))
+    text = "x" * (400 * longest)
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": text})}}
+    asked: dict[str, Any] = {
+        "content": {"messages": [{"role": "user", "content": text + "x"}]},
+        "arguments": {"messages": [ASK[1], {"role": "assistant", "tool_calls": [call]}]},
+        "tools": {"messages": ASK, "tools": [{"type": "function", "function": {"name": "add", "description": text}}]},
+    }[part]
+    async with served_gateway(model, tmp_path, context=400) as gateway:
+        refused = await gateway.chat(await gateway.open(), **asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "characters" in refused.json()["error"]["message"]
+    assert encoded == []
+
+
+@in_a_loop
 async def test_an_agent_that_lives_on_does_not_notice_a_restart(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
     async with served_gateway(model, tmp_path) as gateway:
