@@ -19,7 +19,7 @@ import msgspec
 from stretto.conversation.bridge import Bridge, HeldTurn, NextPrompt, Renderer
 from stretto.conversation.forest import parent_of, paths
 from stretto.conversation.messages import AskedTurn, Likeness, Message, SaidTurn, Tool
-from stretto.conversation.session import Session
+from stretto.conversation.session import RecordedCall, Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DataError, RefusedRequest
 from stretto.core.records import Record, Segment
@@ -116,8 +116,10 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._bridge = Bridge(self.speaker.renderer)
         self.last_text = ""  # of the last turn that was answered
-        for call in self.session.calls:
-            if call.reply is not None and len(call.asked) == blake2b.MAX_DIGEST_SIZE:
+        turns = self._turn_calls()
+        self._on_record = Counter(call.asked for call in turns)  # which no request has come for in this process
+        for call in turns:
+            if call.reply is not None:
                 record = msgspec.json.decode(call.reply, type=TurnRecord)
                 self.session.pass_over(record.node)
                 self._hold(record, live=False)
@@ -153,6 +155,15 @@ class AgentSession:
         for answering in self._answers.values():
             answering.task.cancel()
 
+    def _turn_calls(self) -> list[RecordedCall]:
+        return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
+
+    def _turns_begun(self) -> int:
+        """One that gave no reply counts once, however often it was tried."""
+        calls = self._turn_calls()
+        replied = sum(call.reply is not None for call in calls)
+        return replied + len({call.asked for call in calls if call.reply is None})
+
     def _answering(self, asked: AskedTurn, how: Attempt) -> _Answering:
         """The reply to this request, begun if it is a new one. A client that says that it is its first try means a new
         turn, though it may ask the same as before."""
@@ -164,9 +175,11 @@ class AgentSession:
         if known is not None and known.usable and (how.key or how.attempt != 0):
             self.retries += 1
             return known
-        if len(self._answers) >= self.speaker.config.turns:
+        recorded = self._on_record[digest] > 0
+        if not recorded and max(len(self._answers), self._turns_begun()) >= self.speaker.config.turns:
             allowed = f"at most {self.speaker.config.turns:,} turns of one session"
             raise RefusedRequest("messages", "another turn", allowed)
+        self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(asked, digest), name=f"a turn of {self.id}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to those who wait, if any
         if known is not None and not known.task.done():

@@ -180,6 +180,21 @@ async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) ->
     assert len(shown["samples"]) == 2
 
 
+@in_a_loop
+async def test_the_limit_of_turns_counts_equal_ones_and_those_before_a_restart_but_no_replay(tmp_path: Path) -> None:
+    model, config = ScriptedModel(lambda prompt: "yes"), GatewayConfig(turns=2)
+    anew = {"x-stainless-retry-count": "0"}
+    async with served_gateway(model, tmp_path, config=config) as gateway:
+        session = await gateway.open()
+        statuses = [(await gateway.chat(session, ASK, headers=anew)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 400]
+    async with served_gateway(model, tmp_path, config=config) as gateway:
+        statuses = [(await gateway.chat(session, ASK, headers=anew)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 400]
+        assert (await gateway.chat(session, ASK[1:])).status_code == 400
+    assert len(model.asked) == 2
+
+
 @pytest.mark.parametrize("part", ["content", "arguments", "tools"])
 @in_a_loop
 async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: Path, part: str) -> None:
