@@ -107,7 +107,9 @@ class Bridge:
     Example::
 
         bridge = Bridge(Renderer(tokenizer))
-        prompt = bridge.next((Message("user", "1+2?"),), tools)
+        history = (Message("user", "1+2?"),)
+        prompt = bridge.next(history, tools)
+        bridge.begin(history, prompt)
         turn = await session.turn(prompt.tokens, sampling, prompt.cause)
         tokens = prompt.tokens + turn.segment.token_ids
         bridge.hold(HeldTurn("0", (*prompt.history, answer), tools, tokens))
@@ -137,8 +139,11 @@ class Bridge:
             cause = cause or ("drift" if tail is None else "")
             history = (*longest.history, *new)
         tokens = self._renderer.whole(history, tools) if longest is None or tail is None else longest.tokens + tail
-        prompt = self._asked[asked] = NextPrompt(tokens, cause, history, tools, longest, how)
-        return prompt
+        return NextPrompt(tokens, cause, history, tools, longest, how)
+
+    def begin(self, history: History, prompt: NextPrompt) -> None:
+        """A turn begins with the prompt of `history`; whatever has the same messages from now on says so."""
+        self._asked.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def hold(self, turn: HeldTurn) -> None:
         """A turn that was answered; it takes the place of the one with its id."""

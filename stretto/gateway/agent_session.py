@@ -202,8 +202,10 @@ class AgentSession:
         owner, seconds = f"session {self.id}", self.speaker.config.turn_seconds
 
         async def run() -> bytes:
-            prompt = await self._prompt(asked)
+            history = self._history(asked)
+            prompt = await self._prompt(history, asked.tools)
             sampling = self.speaker.rule.sampling(asked.wanted, len(prompt.tokens))
+            self._bridge.begin(history, prompt)
             turn = await self.session.turn(prompt.tokens, sampling, prompt.cause)
             said = self.speaker.teller.said(asked, turn, len(prompt.tokens), self.id, self.created)
             self.as_json += prompt.likeness is Likeness.EQUAL_AS_JSON
@@ -221,7 +223,8 @@ class AgentSession:
         self.last_text = record.said.message.text
         return record.said
 
-    async def _prompt(self, asked: AskedTurn) -> NextPrompt:
+    def _history(self, asked: AskedTurn) -> tuple[Message, ...]:
+        """The whole of it, also when the request names an earlier reply."""
         history = asked.messages
         if asked.previous:
             before = self._bridge.turn(asked.previous)
@@ -231,15 +234,18 @@ class AgentSession:
             if system and held[0].role == "system":  # instructions are told each time, and are not messages behind
                 held = held[1:]
             history = (*system, *held, *history[len(system) :])
-        size = sum(map(_characters, history)) + len(msgspec.json.encode(asked.tools).decode())
+        return history
+
+    async def _prompt(self, history: tuple[Message, ...], tools: tuple[Tool, ...]) -> NextPrompt:
+        size = sum(map(_characters, history)) + len(msgspec.json.encode(tools).decode())
         most = self.speaker.rule.context * self.speaker.teller.longest_token
         if size > most:  # more tokens than the context has, however it is encoded
             allowed = f"at most {most:,}, which no context of {self.speaker.rule.context:,} tokens goes beyond"
             raise RefusedRequest("messages", f"{size:,} characters", allowed)
         try:
             if size > _LONG_TEXT:
-                return await asyncio.to_thread(self._bridge.next, history, asked.tools)
-            return self._bridge.next(history, asked.tools)
+                return await asyncio.to_thread(self._bridge.next, history, tools)
+            return self._bridge.next(history, tools)
         except DataError as error:
             problem = error.problems[0]
             raise RefusedRequest("messages", problem.found[:400], problem.remedy[:400] or "see the template") from None

@@ -142,3 +142,13 @@ def test_an_answer_that_was_given_twice_in_other_tokens_is_not_guessed() -> None
     bridge.hold(HeldTurn("1", (USER, said), (), letters))
     third = bridge.next((USER, said, Message("user", "Yes?")), ())
     assert (third.cause, third.tokens[: len(letters)]) == ("", letters)
+
+
+def test_the_same_messages_ask_again_once_a_turn_began_with_them() -> None:
+    bridge = Bridge(Renderer(tokenizer_of("qwen2_5")))
+    refused = bridge.next((USER,), ())
+    prompt = bridge.next((USER,), ())
+    assert (refused.cause, prompt.cause) == ("", "")
+    bridge.begin((USER,), prompt)
+    assert bridge.next((USER,), ()).cause == "again"
+    assert bridge.next((USER,), (ADD,)).cause != "again"
