@@ -8,6 +8,7 @@ a new request ─► bridge ─► prompt ─► Session.turn ─► message
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class AgentSession:
         created: seconds since 1970.
         reward: what was given by HTTP, or None.
         ended: set when it has ended.
+        asked_at: when it was last asked for a turn, or made, by the monotonic clock.
         broken: the error by which the last turn that ended gave no reply, unless the request was refused; else "". It
             is no doing of the agent, so that a reward that follows it decides nothing.
     """
@@ -109,6 +111,7 @@ class AgentSession:
     stragglers: int = 0  # requests after the end
     retries: int = 0  # requests that were answered by the reply to an earlier one
     as_json: int = 0  # turns whose history came back with arguments written otherwise
+    asked_at: float = field(default_factory=time.monotonic)
     broken: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _answers: dict[bytes | str, _Answering] = field(default_factory=dict)
@@ -135,6 +138,7 @@ class AgentSession:
         if self.state == "ended":
             self.stragglers += 1
             raise SessionEnded(self.id)
+        self.asked_at = time.monotonic()
         answering = self._answering(asked, how)
         answering.waiting += 1
         try:
@@ -147,6 +151,11 @@ class AgentSession:
             answering.waiting -= 1
             if not answering.waiting and not answering.task.done():
                 answering.task.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is under way."""
+        return any(not answering.task.done() for answering in self._answers.values())
 
     def end(self) -> None:
         """Seal it; turns under way are broken off."""

@@ -147,7 +147,6 @@ class GatewayApp:
             admit(scope)
         body = await self._record(OpenBody, scope, receive)
         try:
-            self.sessions.check_room()
             session = await self._host.open(body.task)
         except RefusedRequest as refused:
             raise _refused(refused) from None
@@ -179,7 +178,7 @@ class GatewayApp:
                 return  # nobody is there to be told
             said = answering.result()
         except SessionEnded as ended:
-            raise Refusing(NotServed(409, str(ended), "", "session_ended")) from None
+            raise _over(ended) from None
         except RefusedRequest as refused:
             raise _refused(refused) from None
         except (EngineLost, DeadlineExceeded) as lost:
@@ -241,9 +240,11 @@ class GatewayApp:
 
     def _of_key(self, key: str) -> AgentSession:
         session = self.sessions.of_key(key)
-        if session is None:
-            raise self._unknown_key()
-        return session
+        if session is not None:
+            return session
+        if (over := self.sessions.over(key)) is not None:
+            raise _over(SessionEnded(over))
+        raise self._unknown_key()
 
     def _unknown_key(self) -> Refusing:
         self.refused += 1
@@ -272,6 +273,10 @@ async def _tell(send: Send, told: Mapping[str, Any]) -> None:
 def _allow(method: str, scope: Scope) -> None:
     if scope["method"] != method:
         raise Refusing(NotServed(405, f"{scope['path'][:80]} allows {method}, not {scope['method']}"))
+
+
+def _over(ended: SessionEnded) -> Refusing:
+    return Refusing(NotServed(409, str(ended), "", "session_ended"))
 
 
 def _refused(refused: RefusedRequest) -> Refusing:

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from stretto.core.errors import EngineLost
+from stretto.gateway.agents.groups import WaitingSessions
+from stretto.gateway.app import GatewayApp
+from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
 from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of
 
@@ -258,6 +263,60 @@ async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path
         assert (shown["state"], shown["stragglers"], model.broken_off) == ("ended", 1, 1)
     async with served_gateway(model, tmp_path) as gateway:
         assert (await gateway.chat(session, ASK)).status_code == 409
+
+
+@in_a_loop
+async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.gateway.sessions._SHOWN", 1)
+    monkeypatch.setattr("stretto.gateway.sessions._RETIRED", 1)
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=1)) as gateway:
+        sessions = []
+        for _ in range(3):  # one at once, and each ends: there is always room
+            sessions.append(await gateway.open())
+            await turn(gateway, sessions[-1], ASK)
+            await gateway.client.post(f"/sessions/{sessions[-1]['id']}/end")
+        statuses = [(await gateway.chat(session, ASK)).status_code for session in sessions]
+        assert statuses == [401, 409, 409]
+        assert (await gateway.client.get(f"/sessions/{sessions[1]['id']}")).status_code == 404
+        assert (await gateway.shown(sessions[2]))["samples"] == [[0, 1]]
+    async with served_gateway(model, tmp_path) as gateway:
+        statuses = [(await gateway.chat(session, ASK)).status_code for session in sessions]
+    assert sorted(statuses) == [401, 409, 409]
+
+
+@in_a_loop
+async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=2)) as gateway:
+        idle, used = await gateway.open(), await gateway.open()
+        held = [gateway.app.sessions.named(session["id"]) for session in (idle, used)]
+        assert (await gateway.client.post("/sessions", json={})).status_code == 429
+        for session in held:
+            assert session is not None
+            session.asked_at -= 4000  # seconds: longer than the hour that is allowed
+        await turn(gateway, used, ASK)
+        await gateway.open()
+        assert (await gateway.chat(idle, ASK)).status_code == 409
+        assert (await gateway.client.post("/sessions", json={})).status_code == 429
+    async with served_gateway(model, tmp_path) as gateway:
+        assert (await gateway.shown(idle))["state"] == "ended"
+        assert (await gateway.shown(used))["state"] == "open"
+
+
+@in_a_loop
+async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=1)) as gateway:
+        waiting = gateway.app.sessions.named((await gateway.open())["id"])
+        assert waiting is not None
+        host = WaitingSessions(deque([waiting]))
+        run = GatewayApp(gateway.app.sessions, host, waiting.speaker, [ChatDialect()])
+        transport = httpx.ASGITransport(run)
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as service:
+            assert (await service.post("/sessions", json={})).json()["id"] == waiting.id
 
 
 @in_a_loop
