@@ -157,12 +157,21 @@ class GatewayApp:
     async def _control(self, session: AgentSession, what: str, scope: Scope, receive: Receive, send: Send) -> None:
         if what == "/reward":
             body = await self._record(RewardBody, scope, receive)
-            session.reward = body.reward + 0.0
-            self._host.rewarded(session)
+            if session.state == "ended":
+                raise _over(SessionEnded(session.id))
+            self._reward(session, body.reward + 0.0)
         elif what == "/end" and session.state == "open":
+            self._host.ended(session)  # on record before it is so
             session.end()
-            self._host.ended(session)
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
+
+    def _reward(self, session: AgentSession, reward: float) -> None:
+        before, session.reward = session.reward, reward
+        try:
+            self._host.rewarded(session)
+        except BaseException:  # raised again: what is not on record was not given
+            session.reward = before
+            raise
 
     async def _turn(self, session: AgentSession, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await self._asked(dialect, scope, receive)

@@ -142,9 +142,20 @@ class FolderRecord:
         self._path = path
 
     def write(self, line: Line) -> None:
-        """Append a line, which survives the process."""
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        """Append a line, which survives the process; whole, or nothing of it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        left = memoryview(msgspec.json.encode(line) + b"\n")
+        with self._path.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while left:  # a disk that is nearly full takes a part
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(before)
+                raise
 
     def journal(self, node: int, piece: Segment) -> None:
         """See `SessionRecord`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,32 @@ async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) 
         transport = httpx.ASGITransport(run)
         async with httpx.AsyncClient(transport=transport, base_url="http://run") as service:
             assert (await service.post("/sessions", json={})).json()["id"] == waiting.id
+
+
+@in_a_loop
+async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        path, place = tmp_path / f"{session['id']}.jsonl", f"/sessions/{session['id']}"
+        await gateway.client.post(f"{place}/reward", json={"reward": 0.25})
+        whole = path.read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))  # as on a full disk, a line is cut
+        try:
+            told = [await gateway.client.post(f"{place}/{what}", json={"reward": 1.0}) for what in ("reward", "end")]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [reply.status_code for reply in told] == [500, 500]
+        assert path.read_bytes() == whole
+        shown = await gateway.shown(session)
+        assert (shown["state"], shown["reward"]) == ("open", 0.25)
+        assert (await gateway.client.post(f"{place}/end")).status_code == 200
+        late = await gateway.client.post(f"{place}/reward", json={"reward": 1.0})
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "session_ended")
+    async with served_gateway(model, tmp_path) as gateway:
+        shown = await gateway.shown(session)
+        assert (shown["state"], shown["reward"]) == ("ended", 0.25)
 
 
 @in_a_loop
