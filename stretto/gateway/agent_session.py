@@ -167,7 +167,7 @@ class AgentSession:
     def _turn_calls(self) -> list[RecordedCall]:
         return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
 
-    def _turns_begun(self) -> int:
+    def _turns_counted(self) -> int:
         """One that gave no reply counts once, however often it was tried."""
         calls = self._turn_calls()
         replied = sum(call.reply is not None for call in calls)
@@ -185,7 +185,7 @@ class AgentSession:
             self.retries += 1
             return known
         recorded = self._on_record[digest] > 0
-        if not recorded and max(len(self._answers), self._turns_begun()) >= self.speaker.config.turns:
+        if not recorded and max(len(self._answers), self._turns_counted()) >= self.speaker.config.turns:
             allowed = f"at most {self.speaker.config.turns:,} turns of one session"
             raise RefusedRequest("messages", "another turn", allowed)
         self._on_record[digest] -= recorded
