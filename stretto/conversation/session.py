@@ -25,6 +25,8 @@ from stretto.core.engine import Generate
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
+_ONCE = b"once "  # before what is asked of a call on record that is not repeatable
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -210,22 +212,36 @@ class Session:
         What `run` raises is raised; failures that the program goes on from belong into the reply.
 
         Raises:
-            CallInterrupted: it had begun in an earlier process, may have had its effect, and is not repeatable.
+            CallInterrupted: it had begun in an earlier process, may have had its effect, and is not repeatable; or
+                `check_calls` says so.
         """
-        known = self._replies.get(asked)
+        kept = asked if repeatable else _ONCE + asked
+        known = self._replies.get(kept) or self._replies.get(asked)
         if known:
-            call = known[0]
-            if call.reply is None and not repeatable:
+            if known[0].reply is None and not repeatable:
                 raise CallInterrupted(self.id, _shown(asked))
-            known.popleft()
+            call = known.popleft()
         else:
-            call = CallInMemory(len(self._calls), asked)
+            if not repeatable:
+                self.check_calls()
+            call = CallInMemory(len(self._calls), kept)
             self._calls.append(call)
-            self._record.begin_call(call.number, asked, durable=durable or not repeatable)
+            self._record.begin_call(call.number, kept, durable=durable or not repeatable)
         if call.reply is None:
             call.reply = await run()
             self._record.end_call(call.number, call.reply)
         return call.reply
+
+    def check_calls(self) -> None:
+        """
+        Raises:
+            CallInterrupted: an earlier process had begun a call that is not repeatable, it has no reply, and nobody has
+                asked for it again: what the program does in its place may be the same once more.
+        """
+        for waiting in self._replies.values():
+            for call in waiting:
+                if call.reply is None and call.asked.startswith(_ONCE):
+                    raise CallInterrupted(self.id, _shown(call.asked.removeprefix(_ONCE)))
 
     @property
     def returned(self) -> list[int]:

@@ -207,6 +207,44 @@ def test_a_call_that_was_cut_short_is_made_again_only_if_it_may_be() -> None:
     assert world.made == {b"pay": 2}
 
 
+def test_a_call_that_was_cut_short_is_not_made_again_in_other_words() -> None:
+    world = World()
+
+    async def pay() -> bytes:
+        world.made[b"pay"] += 1
+        if world.made[b"pay"] == 1:
+            raise Crash
+        return b"paid"
+
+    async def run(session: Session, *asked: bytes) -> list[bytes]:
+        return [await session.call(one, pay, repeatable=False) for one in asked]
+
+    with pytest.raises(Crash):
+        asyncio.run(run(world.session(), b"pay 3 euros"))
+    again = world.session()
+    assert asyncio.run(world.call(again, b"look")) == b"kool"  # what is repeatable does not pay
+    with pytest.raises(CallInterrupted, match=r"the call 'pay 3 euros' of 0\.17\.0/3 was cut short"):
+        asyncio.run(run(again, b"pay 3.00 euros"))
+    with pytest.raises(CallInterrupted, match="pay 3 euros"):
+        again.check_calls()  # nor does a program that does without it know what it has done
+    assert world.made == {b"pay": 1, b"look": 1}
+
+
+def test_a_call_that_has_ended_is_answered_and_does_not_stand_in_the_way() -> None:
+    world = World()
+
+    async def pay() -> bytes:
+        world.made[b"pay"] += 1
+        return b"paid"
+
+    async def run(*asked: bytes) -> list[bytes]:
+        session = world.session()
+        return [await session.call(one, pay, repeatable=False) for one in asked]
+
+    assert asyncio.run(run(b"3", b"4")) == asyncio.run(run(b"4", b"3", b"5"))[:2] == [b"paid"] * 2
+    assert world.made == {b"pay": 3}
+
+
 def test_what_a_changed_program_does_not_ask_for_again_is_left_out() -> None:
     world = World()
     turns(world, PROMPT_TOKENS, (*PROMPT_TOKENS, 1))

@@ -32,7 +32,7 @@ from stretto.worlds.workflows.exchange import Exchange, Services
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering
 from stretto.worlds.workflows.task import WorkflowTask
-from stretto.worlds.workflows.wire import MemberEnded, TurnOrder
+from stretto.worlds.workflows.wire import CallOrder, MemberEnded, TurnOrder
 
 ALPHABET = "0123456789+-="
 PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
@@ -249,6 +249,22 @@ def test_rewards_by_turn_are_those_of_the_turns_that_this_process_was_given(benc
         verdict = after.trajectory(MemberEnded(0, 1.0, strange)).verdict
         assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
         assert "which was not returned to it" in verdict.reason
+
+
+def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench: Callable[..., Bench]) -> None:
+    made = bench("Asks")
+    before = made.exchange(0)
+
+    async def pay() -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(before.call(CallOrder(0, 0, b"pay", repeatable=False), pay))
+    after = made.exchange(0)
+    asyncio.run(after.turn(asks("1+1=")))
+    verdict = after.trajectory(MemberEnded(0, 1.0)).verdict
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
+    assert verdict.reason == "the call 'callpay' of 0.17.0/0 was cut short, and is not made a second time"
 
 
 def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Callable[..., Bench]) -> None:
