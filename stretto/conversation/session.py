@@ -137,6 +137,7 @@ class Session:
         self._claimed = set[int]()
         self._seeds: dict[int, int] = {}  # of turns, by node
         self._asked: Counter[Tokens] = Counter()
+        self._broken: dict[int, Sampling] = {}  # how turns were asked for that broke off in this process, by node
         self._turns: dict[Tokens, deque[int]] = {}  # recorded ones that have answered nobody, by their prompts
         for node, segment in enumerate(own):
             if segment.sampled or not segment.token_ids:
@@ -149,27 +150,24 @@ class Session:
 
     def again(self) -> Session:
         """The session for a program that begins again; this one must have no turn and no call under way."""
-        return Session(
-            self.id,
-            self.forest.prompt,
-            self._seed,
-            self._sampler,
-            self._record,
-            self.forest.segments,
-            self._calls,
-        )
+        forest = self.forest
+        found = Session(self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls)
+        found._broken.update(self._broken)
+        return found
 
     async def turn(self, prompt: Tokens, sampling: Sampling, cause: str = "") -> Turn:
         """What the model says behind `prompt`, all of the tokens before it. `cause` says why a branch begins here, if
         the prompt makes one.
 
-        A turn that breaks off stays on record, and the next one behind an equal prompt goes on with it.
+        A turn that breaks off stays on record, and the next one behind an equal prompt goes on with it, unless that may
+        have fewer tokens, or ends at other stop texts.
 
         Raises:
             EngineLost, RefusedRequest, DeadlineExceeded: as its sampler.
         """
-        waiting = self._turns.get(prompt)
-        node = waiting.popleft() if waiting else self._begin(prompt, cause)
+        node = self._recorded(prompt, sampling)
+        if node is None:
+            node = self._begin(prompt, cause)
         self._claimed.add(node)
         prefix = self.forest.segments[node]
         if prefix.stop_reason is None:
@@ -178,6 +176,7 @@ class Session:
                 whole = await self._sampler(TurnRequest(node, prompt, sampling, self._seeds[node], prefix, least))
             except BaseException:
                 self._claimed.discard(node)
+                self._broken[node] = sampling
                 self._turns.setdefault(prompt, deque()).appendleft(node)
                 raise
             self.forest.segments[node] = msgspec.structs.replace(whole, parent=prefix.parent, cause=prefix.cause)
@@ -268,6 +267,19 @@ class Session:
     def sampled_tokens(self) -> int:
         """Of turns that have ended, whether or not they are part of the trajectory."""
         return sum(len(one.token_ids) for one in self.forest.segments if one.stop_reason is not None)
+
+    def _recorded(self, prompt: Tokens, sampling: Sampling) -> int | None:
+        """The first recorded turn behind `prompt` that may answer; it answers nobody else."""
+        waiting = self._turns.get(prompt, deque())
+        for node in waiting:
+            segment, before = self.forest.segments[node], self._broken.get(node)
+            # The sampler alone knows the tokens of a turn that broke off in this process: fewer than it might have had.
+            least = before.max_tokens if before else len(segment.token_ids) + 1
+            alike = before is None or before.stop == sampling.stop
+            if segment.stop_reason is not None or (least <= sampling.max_tokens and alike):
+                waiting.remove(node)
+                return node
+        return None
 
     def _before(self, node: int) -> Tokens:
         parent = parent_of(self.forest.segments, node)

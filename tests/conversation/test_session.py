@@ -192,6 +192,36 @@ def test_a_turn_that_breaks_off_is_no_part_of_the_trajectory_until_the_next_one_
     assert session.segments()[0].token_ids == turn.segment.token_ids == joined_pieces(world.record.pieces)[0].token_ids
 
 
+def test_a_turn_that_breaks_off_is_not_gone_on_with_by_one_that_may_have_fewer_tokens_or_ends_otherwise() -> None:
+    world = World()
+    asked: list[tuple[int, int]] = []
+
+    async def sample(request: TurnRequest) -> Segment:
+        """Breaks off behind three tokens."""
+        asked.append((request.node, request.sampling.max_tokens))
+        if len(asked) == 1:
+            world.journal(request.node, Segment((1, 1, 1), (-0.5,) * 3, (0,) * 3))
+            raise Crash
+        return Segment((2,), (-0.5,), (0,), stop_reason=StopReason.STOP)
+
+    def opened() -> Session:
+        return Session("0.17.0/3", PROMPT_TOKENS, 11, sample, world, world.record.segments, world.record.calls)
+
+    def nodes(session: Session, *wanted: Sampling) -> list[int]:
+        return [asyncio.run(session.turn(PROMPT_TOKENS, one)).node for one in wanted]
+
+    first = opened()
+    with pytest.raises(Crash):
+        nodes(first, SAMPLING)
+    after_the_crash = opened()
+    again = first.again()
+    shorter, stopped = Sampling(max_tokens=3), Sampling(max_tokens=4, stop=("!",))
+    assert nodes(first, shorter, stopped, SAMPLING) == [1, 2, 0]
+    assert nodes(again, shorter, stopped, SAMPLING) == [1, 2, 0]
+    assert nodes(after_the_crash, shorter, SAMPLING) == [1, 0]  # which stop texts it had is not on record
+    assert first.returned == [0, 1, 2]
+
+
 def test_a_call_that_was_cut_short_is_made_again_only_if_it_may_be() -> None:
     world = World(steps=1)  # it begins
     with pytest.raises(Crash):
