@@ -89,7 +89,12 @@ class Exchange:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
         self._turns += 1
         self._tokens += sampling.max_tokens
-        turn = await self.session.turn(prompt, sampling, order.cause or cause)
+        try:
+            turn = await self.session.turn(prompt, sampling, order.cause or cause)
+        except BaseException:  # nothing was sampled for the workflow
+            self._turns -= 1
+            self._tokens -= sampling.max_tokens
+            raise
         segment = turn.segment
         self._tokens += len(segment.token_ids) - sampling.max_tokens
         text = services.detokenize(segment.token_ids)
