@@ -113,12 +113,23 @@ async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_pa
         ({"function": "missing"}, "has no attribute 'missing'"),
         ({"command": ["/no/such/program"]}, "exit code 127: /no/such/program: No such file or directory"),
         ({"function": "hangs", "deadline": 3.0}, "waited 3 s for the end of its agent"),
+        ({"function": "two_turns", "path": "/no/such/folder"}, "could not be started: No such file or directory"),
     ],
 )
 def test_what_goes_wrong_is_undecided_with_its_reason(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     trajectory = asyncio.run(run_of(tmp_path).one(**settings))
     assert trajectory.verdict.outcome is Outcome.UNDECIDED
     assert reason in trajectory.verdict.reason
+
+
+@in_a_loop
+async def test_a_task_that_no_environment_holds_is_undecided_with_both_sizes(tmp_path: Path) -> None:
+    long = Prompt("17", (), "3" * 131_072, "11")
+    async with run_of(tmp_path).groups("two_turns") as groups:
+        trajectory = await groups.member("0.17.0/3", long, 3, 5)
+    assert trajectory.verdict.outcome is Outcome.UNDECIDED
+    assert "could not be started: its task has 131,1" in trajectory.verdict.reason
+    assert "environment holds 130,000" in trajectory.verdict.reason
 
 
 @pytest.mark.parametrize("function", ["floods", "forks"])

@@ -38,6 +38,8 @@ from stretto.rollout.controller import Ticket
 _COUNTED = 64  # trajectories of which `max_failed` is a share
 _LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
 _CREATED = b"created"
+_NOT_STARTED = "the agent could not be started"
+_TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its name
 
 
 class ScoreText(Protocol):
@@ -143,10 +145,14 @@ class AgentGroups:
                 return await self._program(session)
         except DeadlineExceeded as late:
             return str(late)
+        except OSError as error:
+            return f"{_NOT_STARTED}: {error.strerror or error}"
 
     async def _program(self, session: AgentSession) -> str:
         config, services = self.config, self.services
         task = json.dumps(dict(session.about))
+        if len(task) > _TASK_BYTES:
+            return f"{_NOT_STARTED}: its task has {len(task):,} bytes, and its environment holds {_TASK_BYTES:,}"
         environment = environment_of(
             os.environ, services.address, session.id, session.key, services.speaker.model, task
         )
