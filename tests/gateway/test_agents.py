@@ -174,6 +174,21 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(tmp_pa
 
 
 @in_a_loop
+async def test_the_session_of_a_trajectory_that_is_given_up_ends_before_its_program(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups("hangs") as groups:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while not run.model.asked:
+            await asyncio.sleep(0.01)
+        [session] = groups.services.table._by_id.values()
+        member.cancel()
+        while session.state == "open":
+            await asyncio.sleep(0)
+        assert not member.done()  # its program has still to be ended
+        await asyncio.gather(member, return_exceptions=True)
+
+
+@in_a_loop
 async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:

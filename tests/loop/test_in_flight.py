@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from stretto.conversation.session import TurnRequest
-from stretto.core.errors import EngineLeft, EngineLost
+from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
 
@@ -124,6 +124,7 @@ def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journale
     async def main() -> Segment:
         engines = LostAfterFour()
         in_flight = InFlight(engines, Pieces(), {})
+        in_flight.begin("0.17.0/3")
         asked = TurnRequest(4, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment(parent=3, cause="fork"))
         turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
         for told in (4, 7):
@@ -141,6 +142,31 @@ def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journale
     whole = asyncio.run(main())
     assert whole.engines == (("a", 4), ("b", 6))
     assert sum((piece for _, piece, _ in pieces), start=Segment()) == whole
+
+
+@pytest.mark.parametrize("late", ["before", "during"])
+def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late: str) -> None:
+    journal = Journal()
+
+    async def main() -> None:
+        engines = LostAfterFour()
+        in_flight = InFlight(engines, journal, {})
+        in_flight.begin("0.17.0/3")
+        prefix = msgspec.structs.replace(written(0, 4), parent=0)
+        asked = TurnRequest(1, (1, 2), Sampling(max_tokens=20), seed=0, prefix=prefix)
+        if late == "before":
+            in_flight.forget("0.17.0")
+        turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+        if late == "during":
+            await engines.begun.wait()
+            in_flight.forget("0.17.0")
+            engines.go_on.set()
+        with pytest.raises(RefusedRequest, match="0.17.0/3 was given up"):
+            await turn
+        await in_flight.keep()
+
+    asyncio.run(main())
+    assert journal.tokens == []
 
 
 def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:

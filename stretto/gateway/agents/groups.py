@@ -121,7 +121,6 @@ class AgentGroups:
             try:
                 failure = await self._end_of(session)
             finally:
-                session.end()
                 self.services.table.retire(session)
         trajectory = await self._trajectory(session, prompt, failure)
         self._count(trajectory)
@@ -147,6 +146,8 @@ class AgentGroups:
             return str(late)
         except OSError as error:
             return f"{_NOT_STARTED}: {error.strerror or error}"
+        finally:
+            session.end()
 
     async def _program(self, session: AgentSession) -> str:
         config, services = self.config, self.services
@@ -169,6 +170,7 @@ class AgentGroups:
                 await asyncio.wait([running], timeout=_LINGER_SECONDS)
             return running.result().failure if running.done() else ""
         finally:
+            session.end()  # first: what its program still asks for finds no group that is in flight
             await cancel_and_wait([running, sealed])
 
     async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from stretto.conversation.session import TurnRequest
-from stretto.core.errors import EngineLeft, EngineLost
+from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.store.ledger.reading import UnfinishedGroup
@@ -161,23 +161,31 @@ class InFlight:
         for _, completion in sorted(group.ended.items()):
             yield completion
 
+    def begin(self, session: str) -> None:
+        """Turns of the trajectory `session` may be asked for until its group is forgotten."""
+        self._turns.setdefault(session.rpartition("/")[0], [])
+
     async def turn(self, session: str, request: TurnRequest) -> Segment:
         """One turn of the trajectory `session`, whole (with the id a `conversation.session.Sampler`). It is journaled
         when this returns, so that what follows it never stands in the ledger without it.
 
         Raises:
-            EngineLost, RefusedRequest: as `generate`.
+            EngineLost, RefusedRequest: as `generate`; or the trajectory's group was given up.
         """
-        id = f"{session}:{request.node}"
-        if id not in self._groups:
+        id, of = f"{session}:{request.node}", session.rpartition("/")[0]
+        if of not in self._turns:
+            raise _given_up(session)
+        if (turn := self._groups.get(id)) is None:
             prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
             known = {0: prefix} if prefix.token_ids else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
-            self._turns.setdefault(session.rpartition("/")[0], []).append(id)
+            self._turns[of].append(id)
         asked = GenerateRequest(id, request.prompt, (request.seed,), request.sampling)
         async for completion in self.generate(asked):
-            self._journal_ended(id, self._groups[id])
+            if self._groups.get(id) is not turn:
+                raise _given_up(session)
+            self._journal_ended(id, turn)
             return completion.segment
         raise AssertionError("a request is one completion, or an error")
 
@@ -219,6 +227,10 @@ class InFlight:
         if self._journal is not None:
             for piece in group.pieces(id):
                 self._journal.journal(*piece)
+
+
+def _given_up(session: str) -> RefusedRequest:
+    return RefusedRequest("session", f"{session} was given up", "another one")
 
 
 def restore(
