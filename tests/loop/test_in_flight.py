@@ -169,6 +169,47 @@ def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late:
     assert journal.tokens == []
 
 
+def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_request_of_its_own() -> None:
+    class SlowToLetGo(LostAfterFour):
+        """Has four tokens of the first request, of which it hears late that nobody waits."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.open = set[str]()
+
+        async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+            if request.id in self.open:
+                raise RefusedRequest("id", request.id, "an id that no open request has")
+            self.open.add(request.id)
+            self.begun.set()
+            if len(self.open) == 1:
+                await asyncio.get_running_loop().create_future()
+            segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+            yield Completion.of(request.id, 0, segment).written_by("a", request.prefixes[0])
+
+        async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+            assert known.keys() == self.open
+            return {id: {0: written(count, 4).written_by("a")} for id, (count,) in known.items()}
+
+    journal = Journal()
+
+    async def main() -> Segment:
+        engines = SlowToLetGo()
+        in_flight = InFlight(engines, journal, {})
+        in_flight.begin("0.17.0/3")
+        asked = TurnRequest(0, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment())
+        first = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+        await engines.begun.wait()
+        await in_flight.keep()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        return await in_flight.turn("0.17.0/3", asked)
+
+    whole = asyncio.run(main())
+    assert whole.token_ids == ANSWER
+    assert journal.whole == whole
+
+
 def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:
     tries = 0
     for attempt in attempts():

@@ -84,15 +84,18 @@ class GroupInFlight:
     session: str = ""  # the trajectory whose segment `node` this is, if it is one turn of it
     node: int = 0
     least: int = 0  # the version that samples it, or a newer one
+    asked: str = ""  # the id of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """What is missing of the group's request."""
         self.turn += 1
+        # A turn that its client has left may be asked for again before the engine has given the first request up.
+        self.asked = f"{of.id}.{self.turn}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
         seeds = tuple(of.seeds[member] for member in self.members)
         resumed = any(prefix.token_ids for prefix in prefixes)
-        return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
+        return msgspec.structs.replace(of, id=self.asked, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
         """Add new tokens to what the open request has, by its order; gives those of each member."""
@@ -214,14 +217,13 @@ class InFlight:
         async with self._keeping:
             for id, group in self._groups.items():
                 self._journal_ended(id, group)
-            open_groups = {id: group for id, group in self._groups.items() if not group.judging}
-            turns = {id: group.turn for id, group in open_groups.items()}
-            known = {id: [group.known(member) for member in group.members] for id, group in open_groups.items()}
-            for id, pieces in (await self._engines.partials(known, patience)).items():
-                group_now = self._groups.get(id)
-                if group_now is not None and group_now.turn == turns.get(id):
-                    for member, piece in group_now.extend(pieces):
-                        journal.journal(*group_now.place(id, member, piece))
+            asked = {one.asked: (id, one, one.turn) for id, one in self._groups.items() if one.turn and not one.judging}
+            known = {name: [one.known(member) for member in one.members] for name, (_, one, _) in asked.items()}
+            for name, pieces in (await self._engines.partials(known, patience)).items():
+                id, group, turn = asked[name]
+                if self._groups.get(id) is group and group.turn == turn:
+                    for member, piece in group.extend(pieces):
+                        journal.journal(*group.place(id, member, piece))
 
     def _journal_ended(self, id: str, group: GroupInFlight) -> None:
         if self._journal is not None:
