@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -174,7 +173,7 @@ class RecordedSessions:
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
         """See `Host`."""
-        opened = Opened(secrets.token_hex(_SECRET_BYTES), secrets.token_hex(_SECRET_BYTES), int(time.time()), {**about})
+        opened = Opened(new_key(), new_key(), int(time.time()), {**about})
         path = self._folder / f"{opened.id}.jsonl"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds the key
         FolderRecord(path).write(opened)
@@ -224,9 +223,6 @@ def _read(path: Path) -> list[Line]:
     return found
 
 
-def known_key(secret: bytes, name: str, purpose: str) -> str:
-    """A capability that follows from a secret: the same after a restart, and unknown to everyone else.
-
-    Example: ``known_key(secret, "0.17.0/3", "key")``
-    """
-    return blake2b(f"{purpose}\0{name}".encode(), key=secret, digest_size=_SECRET_BYTES).hexdigest()
+def new_key() -> str:
+    """A capability, or a name, that nobody can guess."""
+    return secrets.token_hex(_SECRET_BYTES)

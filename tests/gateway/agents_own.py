@@ -39,6 +39,12 @@ def raises(task: dict[str, Any]) -> None:
     raise ValueError("no such luck")
 
 
+def prints_its_address(task: dict[str, Any]) -> None:
+    ask(task["prompt"])
+    base = os.environ["OPENAI_BASE_URL"]
+    sys.exit(f"no answer at http://127.0.0.1{base[base.index('/s/') :]}")
+
+
 def hangs(task: dict[str, Any]) -> None:
     ask(task["prompt"])
     time.sleep(600)

@@ -61,7 +61,6 @@ class Run:
                 table=table,
                 speaker=speaker,
                 address=address,
-                secret=b"secret",
                 score=self.score,
                 verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
                 decode=self.model.tokenizer.decode,
@@ -109,6 +108,7 @@ async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_pa
     ("settings", "reason"),
     [
         ({"function": "raises"}, "the agent ended with exit code 1: ValueError: no such luck"),
+        ({"function": "prints_its_address"}, "exit code 1: no answer at http://127.0.0.1/s/KEY/v1"),
         ({"function": "says_nothing"}, "the agent has ended without a completion"),
         ({"function": "missing"}, "has no attribute 'missing'"),
         ({"command": ["/no/such/program"]}, "exit code 127: /no/such/program: No such file or directory"),
@@ -208,6 +208,31 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
         assert (trajectory.verdict.reward, trajectory.session) == (0.5, session["id"])
         late = await client.post(f"{session['base_url']}/chat/completions", json=body)
         assert late.status_code == 409
+
+
+@in_a_loop
+async def test_who_had_a_trajectory_has_no_part_in_it_when_it_is_made_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
+        opened = []
+        for _ in range(2):  # as evaluations do
+            run.records.clear()
+            member = asyncio.create_task(groups.member("evaluation..h1/0", PROMPT, 0, 5))
+            while (reply := await client.post("/sessions", json={})).status_code != 200:
+                await asyncio.sleep(0.01)
+            opened.append(reply.json())
+            if len(opened) == 2:  # the first service is late
+                await client.post(f"/sessions/{opened[0]['id']}/reward", json={"reward": 0.0})
+                await client.post(f"/sessions/{opened[0]['id']}/end")
+                late = await client.post(f"{opened[0]['base_url']}/chat/completions", json=body)
+                assert late.status_code == 409
+            await client.post(f"{opened[-1]['base_url']}/chat/completions", json=body)
+            await client.post(f"/sessions/{opened[-1]['id']}/reward", json={"reward": 0.5})
+            await client.post(f"/sessions/{opened[-1]['id']}/end")
+            trajectory = await member
+            assert trajectory.verdict.reward == 0.5
+            assert sum(segment.sampled for segment in trajectory.segments) == 1
 
 
 @in_a_loop

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from stretto.gateway.agent_session import AgentSession, Speaker
 from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.programs import run_program
 from stretto.gateway.config import AgentConfig
-from stretto.gateway.sessions import SessionTable, known_key
+from stretto.gateway.sessions import SessionTable, new_key
 from stretto.rollout.controller import Ticket
 
 _COUNTED = 64  # trajectories of which `max_failed` is a share
@@ -53,7 +53,6 @@ class AgentServices:
     """What agents of a run work with.
 
     Attributes:
-        secret: what the names and the keys of sessions are made of; the same after a restart.
         verdict: of a number that was given over HTTP.
         task: what an agent is told of a prompt, its member and its seed.
     """
@@ -61,7 +60,6 @@ class AgentServices:
     table: SessionTable
     speaker: Speaker
     address: str
-    secret: bytes
     score: ScoreText
     verdict: Callable[[float], Verdict]
     decode: Callable[[Tokens], str]
@@ -130,7 +128,8 @@ class AgentGroups:
         services = self.services
         session = self.open_session(id, prompt.token_ids, seed)
         created = int(await session.call(_CREATED, _now, repeatable=True))
-        name, key = (known_key(services.secret, id, purpose) for purpose in ("name", "key"))
+        # New ones at each opening: evaluations have the same trajectories again, and who had one of them is no heir.
+        name, key = new_key(), new_key()
         return AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
 
     async def _end_of(self, session: AgentSession) -> str:
@@ -168,7 +167,10 @@ class AgentGroups:
             await first_of(running, sealed)
             if not running.done():  # it has ended its session itself
                 await asyncio.wait([running], timeout=_LINGER_SECONDS)
-            return running.result().failure if running.done() else ""
+            if not running.done():
+                return ""
+            ended = running.result()  # clients print addresses, which have the key in them
+            return replace(ended, said=ended.said.replace(session.key, "KEY")).failure
         finally:
             session.end()  # first: what its program still asks for finds no group that is in flight
             await cancel_and_wait([running, sealed])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -30,8 +29,6 @@ from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
-
-_SECRET_BYTES = 32
 
 
 class RunGateway:
@@ -84,7 +81,6 @@ class RunGateway:
             table=self._table,
             speaker=self._speaker,
             address=self._address,
-            secret=self._secret(),
             score=score,
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
@@ -93,13 +89,3 @@ class RunGateway:
         groups = AgentGroups(self._config, services, open_session, self._host)
         self._groups.append(groups)
         return groups
-
-    def _secret(self) -> bytes:
-        """What keys of sessions are made of; the same in every process of the run."""
-        if self._folder is None:
-            return secrets.token_bytes(_SECRET_BYTES)
-        path = self._folder.gateway_secret
-        if not path.exists():
-            self._folder.write(path.name, secrets.token_hex(_SECRET_BYTES))
-            path.chmod(0o600)
-        return bytes.fromhex(path.read_text())
