@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +64,15 @@ def forks(task: dict[str, Any]) -> float:
     Path(task["seen"]).write_text(str(child.pid))
     ask(task["prompt"])
     return 1.0
+
+
+def kills_its_guard(task: dict[str, Any]) -> None:
+    """And leaves a process behind as `forks` does, which holds what it prints to."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(task["seen"]).write_text(f"{child.pid} {os.getpid()}")
+    ask(task["prompt"])
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
 
 
 def without_reward(task: dict[str, Any]) -> None:

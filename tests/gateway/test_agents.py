@@ -140,6 +140,14 @@ def test_floods_and_forks_end_with_the_agent(tmp_path: Path, function: str) -> N
         assert not Path(f"/proc/{int(run.seen.read_text())}").exists()
 
 
+def test_a_program_that_kills_its_guard_ends_with_all_that_it_has_started(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    trajectory = asyncio.run(run.one("kills_its_guard"))
+    assert trajectory.verdict == Verdict(Outcome.UNDECIDED, None, "the agent was ended by signal 9")
+    for pid in run.seen.read_text().split():
+        assert not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
 @in_a_loop
 async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Path) -> None:
     run = run_of(tmp_path)
