@@ -94,6 +94,8 @@ class AgentSession:
         created: seconds since 1970.
         reward: what was given by HTTP, or None.
         ended: set when it has ended.
+        broken: the error by which the last turn that ended gave no reply, unless the request was refused; else "". It
+            is no doing of the agent, so that a reward that follows it decides nothing.
     """
 
     id: str
@@ -107,6 +109,7 @@ class AgentSession:
     stragglers: int = 0  # requests after the end
     retries: int = 0  # requests that were answered by the reply to an earlier one
     as_json: int = 0  # turns whose history came back with arguments written otherwise
+    broken: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _answers: dict[bytes | str, _Answering] = field(default_factory=dict)
 
@@ -162,12 +165,23 @@ class AgentSession:
         if len(self._answers) >= self.speaker.config.turns:
             allowed = f"at most {self.speaker.config.turns:,} turns of one session"
             raise RefusedRequest("messages", "another turn", allowed)
-        task = asyncio.create_task(self._turn(asked, digest), name=f"a turn of {self.id}")
+        task = asyncio.create_task(self._watched(asked, digest), name=f"a turn of {self.id}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to those who wait, if any
         if known is not None and not known.task.done():
             name = f"{how.attempt} {len(self._answers)}"  # of two equal turns under way, retries get the first
         self._answers[name] = _Answering(digest, task)
         return self._answers[name]
+
+    async def _watched(self, asked: AskedTurn, digest: bytes) -> SaidTurn:
+        try:
+            said = await self._turn(asked, digest)
+        except RefusedRequest:
+            raise
+        except Exception as error:  # of an engine, of the record, or a bug: the agent may go on as if nothing had been
+            self.broken = f"a turn gave no reply: {type(error).__name__}: {error}"
+            raise
+        self.broken = ""
+        return said
 
     async def _turn(self, asked: AskedTurn, digest: bytes) -> SaidTurn:
         owner, seconds = f"session {self.id}", self.speaker.config.turn_seconds

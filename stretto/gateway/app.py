@@ -103,8 +103,12 @@ class GatewayApp:
             if why.status == 409:  # which clients would try again
                 headers.append((b"x-should-retry", b"false"))
             await reply(send, why.status, _JSON, dialect.refuse(why), headers)
-        except Exception:  # a bug: its traceback goes to the log, the client gets a 500
+        except (
+            Exception
+        ) as error:  # a bug: its traceback goes to the log, the session knows of it, the client gets a 500
             traceback.print_exc(file=sys.stderr)
+            if (session := self.sessions.of_key(key)) is not None:
+                session.broken = f"the gateway failed: {type(error).__name__}: {error}"
             if not started:
                 why = NotServed(500, "internal error of the gateway; its log has the traceback")
                 await reply(send, 500, _JSON, dialect.refuse(why))
