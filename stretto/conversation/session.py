@@ -227,13 +227,17 @@ class Session:
             self._record.end_call(call.number, call.reply)
         return call.reply
 
+    @property
+    def returned(self) -> list[int]:
+        """The nodes of the turns that were returned, in their order."""
+        return sorted(node for node in self._claimed if self.forest.segments[node].stop_reason is not None)
+
     def segments(self, rewards: Mapping[int, float] | None = None) -> tuple[Segment, ...]:
         """The forest of the trajectory: the turns that were returned, and what they stand behind; `rewards` are those
         of turns, by node. Turns that broke off, or that only an earlier process asked for, are left out."""
         kept = set[int]()
-        for node in self._claimed:
-            if self.forest.segments[node].stop_reason is not None:
-                kept.update(way_to(self.forest.segments, node)[1])
+        for node in self.returned:
+            kept.update(way_to(self.forest.segments, node)[1])
         places = {node: place for place, node in enumerate(sorted(kept))}
         found = []
         for node, place in places.items():

@@ -160,12 +160,12 @@ class Exchange:
     def trajectory(self, ended: MemberEnded) -> Trajectory:
         """What the workflow has made; one that failed is undecided, with the reason."""
         session = self.session
-        nodes = [place for place, one in enumerate(session.forest.segments) if one.stop_reason is not None]
+        nodes = session.returned  # what only an earlier process asked for has no place in the order, and no reward
         failure, rewards = ended.failure, dict[int, float]()
         for key, reward in ended.by_turn.items():
             node = key if key >= 0 else nodes[-1 - key] if -1 - key < len(nodes) else None
             if node not in nodes:
-                failure = failure or f"the workflow gives a reward to turn {node}, which no engine has sampled"
+                failure = failure or f"the workflow gives a reward to turn {node}, which was not returned to it"
             else:
                 rewards[node] = reward
         segments = session.segments(rewards)

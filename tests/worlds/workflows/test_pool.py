@@ -18,6 +18,7 @@ import pytest
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
 from stretto.core.errors import WorkflowError
 from stretto.core.records import (
+    NOTHING,
     Outcome,
     Prompt,
     Sampling,
@@ -31,6 +32,7 @@ from stretto.worlds.workflows.exchange import Exchange, Services
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering
 from stretto.worlds.workflows.task import WorkflowTask
+from stretto.worlds.workflows.wire import MemberEnded, TurnOrder
 
 ALPHABET = "0123456789+-="
 PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
@@ -72,6 +74,10 @@ async def score(prompt: str, completions: Any, answer: str) -> list[Verdict]:
 
 def verdict(value: float) -> Verdict:
     return Verdict(Outcome.RIGHT if value > 0.5 else Outcome.WRONG, value)
+
+
+def asks(text: str, **sampling: Any) -> TurnOrder:
+    return TurnOrder(0, 0, (), 0, NOTHING, encode(text), (), sampling, "")
 
 
 @dataclass
@@ -161,7 +167,7 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
         ("Returns", {"what": "text"}, "the workflow returned str, not"),
         ("Returns", {"what": "nan"}, "the workflow returned nan, not"),
         ("Returns", {"what": "no turn"}, "the workflow has returned without a completion"),
-        ("Returns", {"what": "foreign turn"}, "a reward to turn 7, which no engine has sampled"),
+        ("Returns", {"what": "foreign turn"}, "a reward to turn 7, which was not returned to it"),
         ("Mistakes", {"kind": "text"}, "TypeError .*: messages is str, not a list"),
         ("Mistakes", {"kind": "number"}, "TypeError .*: messages holds 3, which is no Mapping"),
         ("Mistakes", {"kind": "no role"}, "RefusedRequest .*: messages: .*role"),
@@ -172,7 +178,7 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
         ("Mistakes", {"kind": "score"}, "TypeError .*: texts that are scored holds 7, which is no str"),
         ("Mistakes", {"kind": "object"}, "TypeError .*: Encoding objects of type object is unsupported"),
         ("Mistakes", {"kind": "turn"}, "TypeError: 'str' object cannot be interpreted as an integer"),
-        ("Returns", {"what": "too many"}, "a reward to turn None, which no engine has sampled"),
+        ("Returns", {"what": "too many"}, "a reward to turn None, which was not returned to it"),
     ],
 )
 def test_what_goes_wrong_is_the_reason_and_never_a_reward(
@@ -224,6 +230,25 @@ def test_after_the_process_is_killed_its_trajectories_go_on_and_call_nothing_twi
     assert sorted(lines) == sorted((tmp_path / "other").read_text().splitlines())
     assert len(set(lines)) == len(lines) == 4
     assert len(made.said) == 1
+
+
+def test_rewards_by_turn_are_those_of_the_turns_that_this_process_was_given(bench: Callable[..., Bench]) -> None:
+    made = bench("Asks")
+    before = made.exchange(0)
+    asyncio.run(before.turn(asks("1+1=")))  # an orphan: the workflow does not ask for it again
+    after = made.exchange(0)
+    first, second = (asyncio.run(after.turn(asks(text))).reply for text in ("2+2=", "3+3="))
+    assert first is not None
+    assert second is not None
+    made_of = after.trajectory(MemberEnded(0, 1.0, {-1: 0.25, -2: 0.5}))
+    assert [(one.token_ids, one.reward) for one in made_of.segments if one.sampled] == [
+        (first.token_ids, 0.25),
+        (second.token_ids, 0.5),
+    ]
+    for strange in ({-3: 0.75}, {1: 0.75}):
+        verdict = after.trajectory(MemberEnded(0, 1.0, strange)).verdict
+        assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
+        assert "which was not returned to it" in verdict.reason
 
 
 def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Callable[..., Bench]) -> None:
