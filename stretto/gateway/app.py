@@ -161,8 +161,8 @@ class GatewayApp:
             session.reward = body.reward + 0.0
             self._host.rewarded(session)
         elif what == "/end" and session.state == "open":
+            await self._host.ended(session)
             session.end()
-            self._host.ended(session)
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
 
     async def _turn(self, session: AgentSession, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:

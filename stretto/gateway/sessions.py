@@ -49,8 +49,8 @@ class Host(Protocol):
         """It has been given a reward."""
         ...
 
-    def ended(self, session: AgentSession) -> None:
-        """It has been sealed."""
+    async def ended(self, session: AgentSession) -> None:
+        """It is to be sealed."""
         ...
 
 
@@ -184,7 +184,7 @@ class RecordedSessions:
         assert session.reward is not None
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(session.reward))
 
-    def ended(self, session: AgentSession) -> None:
+    async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended())
 

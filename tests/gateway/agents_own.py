@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def prints_its_address(task: dict[str, Any]) -> None:
     ask(task["prompt"])
     base = os.environ["OPENAI_BASE_URL"]
     sys.exit(f"no answer at http://127.0.0.1{base[base.index('/s/') :]}")
+
+
+def gives_up(task: dict[str, Any]) -> float:
+    """Takes an error of the gateway for a failure of its own."""
+    try:
+        ask(task["prompt"])
+    except urllib.error.HTTPError as error:
+        with Path(task["seen"]).open("a") as file:
+            file.write(f"{error.code}\n")
+    return 0.0
 
 
 def hangs(task: dict[str, Any]) -> None:

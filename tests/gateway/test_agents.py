@@ -16,7 +16,7 @@ import pytest
 
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import MemoryRecord, Session
-from stretto.core.errors import UserError
+from stretto.core.errors import EngineLost, UserError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto.gateway.app import GatewayApp
@@ -216,6 +216,50 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
         assert (trajectory.verdict.reward, trajectory.session) == (0.5, session["id"])
         late = await client.post(f"{session['base_url']}/chat/completions", json=body)
         assert late.status_code == 409
+
+
+@in_a_loop
+async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while (reply := await client.post("/sessions", json={})).status_code != 200:
+            await asyncio.sleep(0.01)
+        session = reply.json()
+        await client.post(f"{session['base_url']}/chat/completions", json=body)
+        await client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
+        await client.post(f"/sessions/{session['id']}/end")
+        before = await member
+    async with run.groups() as groups:  # the conductor was killed: no service comes, and none is needed
+        after = await groups.member("0.17.0/3", PROMPT, 3, 5)
+    assert len(run.model.asked) == 1
+    assert (after.segments, after.verdict, after.text) == (before.segments, before.verdict, before.text)
+    assert after.verdict.reward == 0.5
+
+
+@in_a_loop
+async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    before = await run.one("two_turns")
+    after = await run.one("two_turns")
+    assert run.seen.read_text().count("\n") == 1
+    assert (after.segments, after.verdict) == (before.segments, before.verdict)
+
+
+@in_a_loop
+async def test_a_reward_that_follows_a_broken_turn_decides_nothing(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+
+    def breaks(prompt: str) -> str:
+        raise EngineLost("engine-0", "was killed")
+
+    run.model.script = breaks
+    for _ in range(2):  # nor after a restart
+        trajectory = await run.one("gives_up")
+        assert trajectory.verdict.outcome is Outcome.UNDECIDED
+        assert "EngineLost" in trajectory.verdict.reason
+    assert run.seen.read_text() == "503\n"
 
 
 @in_a_loop

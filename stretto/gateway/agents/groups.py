@@ -2,8 +2,8 @@
 
     ticket ─► session ─► program started, or a service that asks for it ─► end ─► reward ─► trajectory
 
-After a crash of the conductor the agent is started again, and its recorded turns answer it until it does something
-else. An agent that fails in any way makes an undecided trajectory with its reason, never a zero.
+After a crash of the conductor an agent that had not ended is started again, and its recorded turns answer it until it
+does something else. An agent that fails in any way makes an undecided trajectory with its reason, never a zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, WorkflowError
-from stretto.core.records import Outcome, Prompt, Trajectory, Verdict, trajectory_id
+from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
 from stretto.gateway.agent_session import AgentSession, Speaker
 from stretto.gateway.agents.environment import environment_of
@@ -37,7 +37,7 @@ from stretto.rollout.controller import Ticket
 
 _COUNTED = 64  # trajectories of which `max_failed` is a share
 _LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
-_CREATED = b"created"
+_CREATED, _ENDED = b"created", b"ended"
 _NOT_STARTED = "the agent could not be started"
 _TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its name
 
@@ -66,6 +66,23 @@ class AgentServices:
     task: Callable[[Prompt, int, int], Mapping[str, Any]]
 
 
+class Sealed(Record, frozen=True):
+    """What a session has come to, as it is on record from its end: the nodes of its turns, and the rest as in
+    `AgentSession`."""
+
+    nodes: tuple[int, ...]
+    last_text: str
+    reward: float | None
+    broken: str
+
+    def restore(self, session: AgentSession) -> None:
+        """End a session that an earlier process of the run had ended."""
+        for node in self.nodes:
+            session.session.claim(node)
+        session.last_text, session.reward, session.broken = self.last_text, self.reward, self.broken
+        session.end()
+
+
 @dataclass
 class WaitingSessions:
     """Sessions that wait for a service (a `gateway.sessions.Host`)."""
@@ -81,10 +98,16 @@ class WaitingSessions:
         raise RefusedRequest("task", "no trajectory of the run waits for a service", "try again later")
 
     def rewarded(self, session: AgentSession) -> None:
-        """See `Host`; the ledger gets the reward with the trajectory."""
+        """See `Host`; the ledger gets the reward with the end: without one the trajectory is made again."""
 
-    def ended(self, session: AgentSession) -> None:
+    async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
+
+        async def run() -> bytes:
+            nodes = tuple(session.session.returned)
+            return msgspec.json.encode(Sealed(nodes, session.last_text, session.reward, session.broken))
+
+        await session.session.call(_ENDED, run, repeatable=True, durable=True)
 
 
 @dataclass
@@ -130,10 +153,16 @@ class AgentGroups:
         created = int(await session.call(_CREATED, _now, repeatable=True))
         # New ones at each opening: evaluations have the same trajectories again, and who had one of them is no heir.
         name, key = new_key(), new_key()
-        return AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
+        found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
+        for call in session.calls:
+            if call.asked == _ENDED and call.reply is not None:
+                msgspec.json.decode(call.reply, type=Sealed).restore(found)
+        return found
 
     async def _end_of(self, session: AgentSession) -> str:
         """Why the agent failed, once it has ended; "" if it did not."""
+        if session.state == "ended":
+            return ""
         try:
             async with deadline(f"session {session.session.id}", "the end of its agent", self.config.deadline):
                 if not (self.config.command or self.config.function):
@@ -170,13 +199,17 @@ class AgentGroups:
             if not running.done():
                 return ""
             ended = running.result()  # clients print addresses, which have the key in them
-            return replace(ended, said=ended.said.replace(session.key, "KEY")).failure
+            failure = replace(ended, said=ended.said.replace(session.key, "KEY")).failure
+            if not failure and session.state == "open":
+                await self.host.ended(session)
+            return failure
         finally:
             session.end()  # first: what its program still asks for finds no group that is in flight
             await cancel_and_wait([running, sealed])
 
     async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:
         services, segments = self.services, session.session.segments()
+        failure = failure or session.broken
         if not failure and not segments:
             failure = "the agent has ended without a completion"
         if failure:

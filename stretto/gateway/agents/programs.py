@@ -112,4 +112,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
         except TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            while process.returncode is None:  # `wait` waits for the pipe too, which others may hold
+                await asyncio.sleep(_PAUSE)
