@@ -61,6 +61,7 @@ class Run:
                 table=table,
                 speaker=speaker,
                 address=address,
+                room=asyncio.Semaphore(config.parallel),
                 score=self.score,
                 verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
                 decode=self.model.tokenizer.decode,
@@ -288,11 +289,13 @@ async def test_who_had_a_trajectory_has_no_part_in_it_when_it_is_made_again(tmp_
 
 
 @in_a_loop
-async def test_no_more_agents_run_at_once_than_the_recipe_says(tmp_path: Path) -> None:
+async def test_no_more_agents_run_at_once_than_the_recipe_says_of_evaluations_too(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.model.gate = asyncio.Event()
     async with run.groups("without_reward", parallel=2) as groups:
-        members = [asyncio.create_task(groups.member(f"0.1.0/{k}", PROMPT, k, k)) for k in range(3)]
+        evaluation = AgentGroups(groups.config, groups.services, groups.open_session, groups.host)
+        of_both = [groups, evaluation, evaluation]
+        members = [asyncio.create_task(one.member(f"0.1.0/{k}", PROMPT, k, k)) for k, one in enumerate(of_both)]
         while run.model.running < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)

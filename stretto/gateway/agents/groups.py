@@ -53,6 +53,7 @@ class AgentServices:
     """What agents of a run work with.
 
     Attributes:
+        room: of agents that run at once, those of evaluations beside the training too.
         verdict: of a number that was given over HTTP.
         task: what an agent is told of a prompt, its member and its seed.
     """
@@ -60,6 +61,7 @@ class AgentServices:
     table: SessionTable
     speaker: Speaker
     address: str
+    room: asyncio.Semaphore
     score: ScoreText
     verdict: Callable[[float], Verdict]
     decode: Callable[[Tokens], str]
@@ -120,7 +122,6 @@ class AgentGroups:
     host: WaitingSessions
 
     def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.config.parallel)
         self._failed: deque[bool] = deque(maxlen=_COUNTED)
         self.ended = 0  # trajectories, for who looks whether anything moves
 
@@ -136,7 +137,7 @@ class AgentGroups:
         Raises:
             WorkflowError: most of the last trajectories failed.
         """
-        async with self._room:
+        async with self.services.room:
             session = await self._opened(id, prompt, member, seed)
             self.services.table.add(session)
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class RunGateway:
         """`folder`: of the run, where its address is shown; None for an evaluation without a run."""
         self._plan, self._config, self._folder, self._say = plan, config, folder, say
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
+        self._room = asyncio.Semaphore(config.parallel)
         self._table = SessionTable(most=plan.recipe.gateway.sessions)
         context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
         rule = SamplingRule(plan.sampling, context, fixed=True)
@@ -81,6 +83,7 @@ class RunGateway:
             table=self._table,
             speaker=self._speaker,
             address=self._address,
+            room=self._room,
             score=score,
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
