@@ -18,6 +18,7 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import MemoryRecord, Session
 from stretto.core.errors import EngineLost, UserError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
+from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.beside import serving_beside
@@ -103,6 +104,25 @@ async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) 
 async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_path: Path) -> None:
     trajectory = await run_of(tmp_path).one("without_reward")
     assert trajectory.verdict == Verdict(Outcome.RIGHT, 15.0, "scored by the run")
+
+
+@pytest.mark.parametrize(
+    ("address", "base", "direct"),
+    [
+        ("http://0.0.0.0:8790", "http://127.0.0.1:8790", "a.b,.c,127.0.0.1,localhost,::1"),
+        ("http://[::]:8790", "http://[::1]:8790", "a.b,.c,127.0.0.1,localhost,::1"),
+        ("http://10.0.0.7:8790", "http://10.0.0.7:8790", "a.b,.c,127.0.0.1,localhost,::1,10.0.0.7"),
+    ],
+)
+def test_a_program_reaches_the_gateway_and_the_users_own_hosts_without_a_proxy(
+    address: str, base: str, direct: str
+) -> None:
+    own = {"NO_PROXY": "a.b", "no_proxy": "a.b,.c", "STRETTO_API_KEY": "boss"}
+    found = environment_of(own, address, "name", "key", MODEL, "{}")
+    assert found["OPENAI_BASE_URL"] == f"{base}/s/key/v1"
+    assert found["STRETTO_SESSION"] == f"{base}/sessions/name"
+    assert found["NO_PROXY"] == found["no_proxy"] == direct
+    assert "STRETTO_API_KEY" not in found
 
 
 @pytest.mark.parametrize(

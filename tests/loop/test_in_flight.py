@@ -4,6 +4,7 @@ wrote it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
@@ -13,6 +14,7 @@ from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
+from stretto.loop.engines.sessions import sessions_of_evaluation
 
 ANSWER = tuple(range(100, 110))
 
@@ -208,6 +210,26 @@ def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_
     whole = asyncio.run(main())
     assert whole.token_ids == ANSWER
     assert journal.whole == whole
+
+
+def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own() -> None:
+    asked: list[str] = []
+
+    async def generate(request: GenerateRequest) -> AsyncIterator[Completion]:
+        asked.append(request.id)
+        if len(asked) == 1:
+            await asyncio.get_running_loop().create_future()
+        yield Completion.of(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+
+    async def main() -> Segment:
+        session = sessions_of_evaluation(generate, lambda completion: None)("evaluation..7/0", (1, 2), 0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await session.turn((1, 2), Sampling(max_tokens=20))
+        return (await session.turn((1, 2), Sampling(max_tokens=20))).segment
+
+    assert asyncio.run(main()).token_ids == ANSWER
+    assert len(set(asked)) == 2
 
 
 def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:
