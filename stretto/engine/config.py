@@ -50,7 +50,8 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     batching: Literal["auto", "shared", "rounds"] = Field(
         "auto",
         description="shared: groups start and end independently; rounds: groups start and end together, so that "
-        "batches depend on weights and prompts alone; auto: rounds in synchronous runs (rollout.max_staleness = 0)",
+        "batches depend on weights and prompts alone; auto: rounds in synchronous runs (rollout.max_staleness = 0) "
+        "without a workflow",
     )
     max_prefill_tokens: int = Field(
         4096, ge=1, description="tokens of prompts, or of interrupted completions, computed per step; whole sequences"

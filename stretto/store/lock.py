@@ -33,7 +33,7 @@ def acquire(folder: Path) -> int:
         owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
         os.close(lock)
         found = f"is in use by {owner}"
-        raise RunFolderError([Problem(str(folder), found, "wait for it, or give another --run-dir")]) from error
+        raise RunFolderError([Problem(str(folder), found, "wait for it, or choose another folder")]) from error
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -163,7 +163,7 @@ def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late:
             await engines.begun.wait()
             in_flight.forget("0.17.0")
             engines.go_on.set()
-        with pytest.raises(RefusedRequest, match="0.17.0/3 was given up"):
+        with pytest.raises(RefusedRequest, match=r"0\.17\.0/3 was given up"):
             await turn
         await in_flight.keep()
 
@@ -215,7 +215,8 @@ def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_
 def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own() -> None:
     asked: list[str] = []
 
-    async def generate(request: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(*requests: GenerateRequest) -> AsyncIterator[Completion]:
+        (request,) = requests
         asked.append(request.id)
         if len(asked) == 1:
             await asyncio.get_running_loop().create_future()

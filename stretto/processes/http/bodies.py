@@ -43,9 +43,9 @@ def _named(message: str) -> RefusedRequest:
     path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
     name = _FIELD.match(sentence)
     if name is None:
-        return RefusedRequest(path or "body", sentence, "see docs/serve.md")
+        return RefusedRequest(path or "body", sentence, "see /openapi.json")
     field = f"{path}.{name['name']}".removeprefix(".")
-    return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see docs/serve.md")
+    return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see /openapi.json")
 
 
 def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
