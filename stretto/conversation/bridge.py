@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,7 +41,6 @@ from stretto.conversation.tool_calls import form_of, instructions, result
 from stretto.core.errors import DataError
 
 History = tuple[Message, ...]
-_MARK = "(the answer that is held)"
 
 
 class ChatTemplate(Protocol):
@@ -107,7 +107,9 @@ class Bridge:
     Example::
 
         bridge = Bridge(Renderer(tokenizer))
-        prompt = bridge.next((Message("user", "1+2?"),), tools)
+        history = (Message("user", "1+2?"),)
+        prompt = bridge.next(history, tools)
+        bridge.begin(history, prompt)
         turn = await session.turn(prompt.tokens, sampling, prompt.cause)
         tokens = prompt.tokens + turn.segment.token_ids
         bridge.hold(HeldTurn("0", (*prompt.history, answer), tools, tokens))
@@ -137,8 +139,11 @@ class Bridge:
             cause = cause or ("drift" if tail is None else "")
             history = (*longest.history, *new)
         tokens = self._renderer.whole(history, tools) if longest is None or tail is None else longest.tokens + tail
-        prompt = self._asked[asked] = NextPrompt(tokens, cause, history, tools, longest, how)
-        return prompt
+        return NextPrompt(tokens, cause, history, tools, longest, how)
+
+    def begin(self, history: History, prompt: NextPrompt) -> None:
+        """A turn begins with the prompt of `history`; whatever has the same messages from now on says so."""
+        self._asked.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def hold(self, turn: HeldTurn) -> None:
         """A turn that was answered; it takes the place of the one with its id."""
@@ -201,14 +206,15 @@ class Renderer:
     def tail(self, answer: Message, held: Tokens, new: Sequence[Message], tools: Sequence[Tool]) -> Tokens | None:
         """The tokens of `new` messages behind the `held` ones, which end with the `answer`; None if it cannot be
         proven that they stand there."""
-        marked = msgspec.structs.replace(answer, text=_MARK, reasoning="")
+        mark = f"(the answer that is held, {secrets.token_hex(8)})"  # which no message holds
+        marked = msgspec.structs.replace(answer, text=mark, reasoning="")
         dummy = [Message("user", "?"), marked]
         try:
             alone = self._render(self._told(dummy), tools, opening=False)
             both = self._render(self._told([*dummy, *new]), tools, opening=True)
         except DataError:
             return None
-        alone, both = alone.rpartition(_MARK)[2], both.rpartition(_MARK)[2]
+        alone, both = alone.rpartition(mark)[2], both.rpartition(mark)[2]
         closing = self._closing(alone, held)
         if not both.startswith(alone) or closing is None:
             return None

@@ -25,6 +25,8 @@ from stretto.core.engine import Generate
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.records import PROMPT, GenerateRequest, Sampling, Segment, derive_seed
 
+_ONCE = b"once "  # before what is asked of a call on record that is not repeatable
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -135,6 +137,7 @@ class Session:
         self._claimed = set[int]()
         self._seeds: dict[int, int] = {}  # of turns, by node
         self._asked: Counter[Tokens] = Counter()
+        self._broken: dict[int, Sampling] = {}  # how turns were asked for that broke off in this process, by node
         self._turns: dict[Tokens, deque[int]] = {}  # recorded ones that have answered nobody, by their prompts
         for node, segment in enumerate(own):
             if segment.sampled or not segment.token_ids:
@@ -147,27 +150,24 @@ class Session:
 
     def again(self) -> Session:
         """The session for a program that begins again; this one must have no turn and no call under way."""
-        return Session(
-            self.id,
-            self.forest.prompt,
-            self._seed,
-            self._sampler,
-            self._record,
-            self.forest.segments,
-            self._calls,
-        )
+        forest = self.forest
+        found = Session(self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls)
+        found._broken.update(self._broken)
+        return found
 
     async def turn(self, prompt: Tokens, sampling: Sampling, cause: str = "") -> Turn:
         """What the model says behind `prompt`, all of the tokens before it. `cause` says why a branch begins here, if
         the prompt makes one.
 
-        A turn that breaks off stays on record, and the next one behind an equal prompt goes on with it.
+        A turn that breaks off stays on record, and the next one behind an equal prompt goes on with it, unless that may
+        have fewer tokens, or ends at other stop texts.
 
         Raises:
             EngineLost, RefusedRequest, DeadlineExceeded: as its sampler.
         """
-        waiting = self._turns.get(prompt)
-        node = waiting.popleft() if waiting else self._begin(prompt, cause)
+        node = self._recorded(prompt, sampling)
+        if node is None:
+            node = self._begin(prompt, cause)
         self._claimed.add(node)
         prefix = self.forest.segments[node]
         if prefix.stop_reason is None:
@@ -176,6 +176,7 @@ class Session:
                 whole = await self._sampler(TurnRequest(node, prompt, sampling, self._seeds[node], prefix, least))
             except BaseException:
                 self._claimed.discard(node)
+                self._broken[node] = sampling
                 self._turns.setdefault(prompt, deque()).appendleft(node)
                 raise
             self.forest.segments[node] = msgspec.structs.replace(whole, parent=prefix.parent, cause=prefix.cause)
@@ -195,11 +196,15 @@ class Session:
         segments = self.forest.segments
         if node >= len(segments) or segments[node].stop_reason is None:
             raise StoreError(f"{self.id}: a reply is on record, and the turn {node} that it tells is not")
+        self.pass_over(node)
+        self._claimed.add(node)
+        return Turn(node, segments[node])
+
+    def pass_over(self, node: int) -> None:
+        """Let no `turn` answer with the recorded turn `node`: a call on record tells it, and may yet be asked for."""
         waiting = self._turns.get(self._before(node))
         if waiting and node in waiting:
             waiting.remove(node)
-        self._claimed.add(node)
-        return Turn(node, segments[node])
 
     async def call(
         self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool, durable: bool = False
@@ -210,22 +215,36 @@ class Session:
         What `run` raises is raised; failures that the program goes on from belong into the reply.
 
         Raises:
-            CallInterrupted: it had begun in an earlier process, may have had its effect, and is not repeatable.
+            CallInterrupted: it had begun in an earlier process, may have had its effect, and is not repeatable; or
+                `check_calls` says so.
         """
-        known = self._replies.get(asked)
+        kept = asked if repeatable else _ONCE + asked
+        known = self._replies.get(kept) or self._replies.get(asked)
         if known:
-            call = known[0]
-            if call.reply is None and not repeatable:
+            if known[0].reply is None and not repeatable:
                 raise CallInterrupted(self.id, _shown(asked))
-            known.popleft()
+            call = known.popleft()
         else:
-            call = CallInMemory(len(self._calls), asked)
+            if not repeatable:
+                self.check_calls()
+            call = CallInMemory(len(self._calls), kept)
             self._calls.append(call)
-            self._record.begin_call(call.number, asked, durable=durable or not repeatable)
+            self._record.begin_call(call.number, kept, durable=durable or not repeatable)
         if call.reply is None:
             call.reply = await run()
             self._record.end_call(call.number, call.reply)
         return call.reply
+
+    def check_calls(self) -> None:
+        """
+        Raises:
+            CallInterrupted: an earlier process had begun a call that is not repeatable, it has no reply, and nobody has
+                asked for it again: what the program does in its place may be the same once more.
+        """
+        for waiting in self._replies.values():
+            for call in waiting:
+                if call.reply is None and call.asked.startswith(_ONCE):
+                    raise CallInterrupted(self.id, _shown(call.asked.removeprefix(_ONCE)))
 
     @property
     def returned(self) -> list[int]:
@@ -252,6 +271,19 @@ class Session:
     def sampled_tokens(self) -> int:
         """Of turns that have ended, whether or not they are part of the trajectory."""
         return sum(len(one.token_ids) for one in self.forest.segments if one.stop_reason is not None)
+
+    def _recorded(self, prompt: Tokens, sampling: Sampling) -> int | None:
+        """The first recorded turn behind `prompt` that may answer; it answers nobody else."""
+        waiting = self._turns.get(prompt, deque())
+        for node in waiting:
+            segment, before = self.forest.segments[node], self._broken.get(node)
+            # The sampler alone knows the tokens of a turn that broke off in this process: fewer than it might have had.
+            least = before.max_tokens if before else len(segment.token_ids) + 1
+            alike = before is None or before.stop == sampling.stop
+            if segment.stop_reason is not None or (least <= sampling.max_tokens and alike):
+                waiting.remove(node)
+                return node
+        return None
 
     def _before(self, node: int) -> Tokens:
         parent = parent_of(self.forest.segments, node)

@@ -23,7 +23,8 @@ from stretto.conversation.messages import Tool, ToolCall
 NameCall = Callable[[int], str]
 """The id of the call with this number in its message."""
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL, _CALLED = "<tool_call>", "</tool_call>"
+_BETWEEN = re.compile(r"[; \n]*")
 _MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
 _THINK, _THOUGHT = "<think>", "</think>"
 
@@ -59,11 +60,18 @@ class HermesForm:
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
-        found = list(_HERMES.finditer(text))
-        outside = _HERMES.sub("", text)
-        if not found or "tool_call>" in outside:
+        written, around, at = list[str](), list[str](), 0
+        while (begin := text.find(_CALL, at)) >= 0:
+            end = text.find(_CALLED, begin)
+            if end < 0:  # no later one has an end either: to look for it each time would be quadratic
+                return Parsed(text)
+            around.append(text[at:begin])
+            written.append(text[begin + len(_CALL) : end])
+            at = end + len(_CALLED)
+        outside = "".join((*around, text[at:]))
+        if not written or "tool_call>" in outside:
             return Parsed(text)
-        calls = _calls((match[1] for match in found), name)
+        calls = _calls(written, name)
         return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -178,8 +186,8 @@ def _objects(text: str) -> Iterator[str]:
             yield text[at:]
             return
         yield text[at:end]
-        rest = text[end:]
-        at = end + len(rest) - len(rest.lstrip("; \n"))
+        between = _BETWEEN.match(text, end)
+        at = between.end() if between else end
         if at == end < len(text):
             yield text[at:]
             return

@@ -8,6 +8,7 @@ a new request ─► bridge ─► prompt ─► Session.turn ─► message
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import msgspec
 from stretto.conversation.bridge import Bridge, HeldTurn, NextPrompt, Renderer
 from stretto.conversation.forest import parent_of, paths
 from stretto.conversation.messages import AskedTurn, Likeness, Message, SaidTurn, Tool
-from stretto.conversation.session import Session
+from stretto.conversation.session import RecordedCall, Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DataError, RefusedRequest
 from stretto.core.records import Record, Segment
@@ -94,6 +95,7 @@ class AgentSession:
         created: seconds since 1970.
         reward: what was given by HTTP, or None.
         ended: set when it has ended.
+        asked_at: when it was last asked for a turn, or made, by the monotonic clock.
         broken: the error by which the last turn that ended gave no reply, unless the request was refused; else "". It
             is no doing of the agent, so that a reward that follows it decides nothing.
     """
@@ -109,6 +111,7 @@ class AgentSession:
     stragglers: int = 0  # requests after the end
     retries: int = 0  # requests that were answered by the reply to an earlier one
     as_json: int = 0  # turns whose history came back with arguments written otherwise
+    asked_at: float = field(default_factory=time.monotonic)
     broken: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _answers: dict[bytes | str, _Answering] = field(default_factory=dict)
@@ -116,9 +119,13 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._bridge = Bridge(self.speaker.renderer)
         self.last_text = ""  # of the last turn that was answered
-        for call in self.session.calls:
-            if call.reply is not None and len(call.asked) == blake2b.MAX_DIGEST_SIZE:
-                self._hold(msgspec.json.decode(call.reply, type=TurnRecord), live=False)
+        turns = self._turn_calls()
+        self._on_record = Counter(call.asked for call in turns)  # which no request has come for in this process
+        for call in turns:
+            if call.reply is not None:
+                record = msgspec.json.decode(call.reply, type=TurnRecord)
+                self.session.pass_over(record.node)
+                self._hold(record, live=False)
 
     async def answer(self, asked: AskedTurn, how: Attempt) -> SaidTurn:
         """The reply to a request. The turn is broken off when every client that waits for it has gone.
@@ -131,6 +138,7 @@ class AgentSession:
         if self.state == "ended":
             self.stragglers += 1
             raise SessionEnded(self.id)
+        self.asked_at = time.monotonic()
         answering = self._answering(asked, how)
         answering.waiting += 1
         try:
@@ -144,12 +152,26 @@ class AgentSession:
             if not answering.waiting and not answering.task.done():
                 answering.task.cancel()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is under way."""
+        return any(not answering.task.done() for answering in self._answers.values())
+
     def end(self) -> None:
         """Seal it; turns under way are broken off."""
         self.state = "ended"
         self.ended.set()
         for answering in self._answers.values():
             answering.task.cancel()
+
+    def _turn_calls(self) -> list[RecordedCall]:
+        return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
+
+    def _turns_counted(self) -> int:
+        """One that gave no reply counts once, however often it was tried."""
+        calls = self._turn_calls()
+        replied = sum(call.reply is not None for call in calls)
+        return replied + len({call.asked for call in calls if call.reply is None})
 
     def _answering(self, asked: AskedTurn, how: Attempt) -> _Answering:
         """The reply to this request, begun if it is a new one. A client that says that it is its first try means a new
@@ -162,9 +184,11 @@ class AgentSession:
         if known is not None and known.usable and (how.key or how.attempt != 0):
             self.retries += 1
             return known
-        if len(self._answers) >= self.speaker.config.turns:
+        recorded = self._on_record[digest] > 0
+        if not recorded and max(len(self._answers), self._turns_counted()) >= self.speaker.config.turns:
             allowed = f"at most {self.speaker.config.turns:,} turns of one session"
             raise RefusedRequest("messages", "another turn", allowed)
+        self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(asked, digest), name=f"a turn of {self.id}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to those who wait, if any
         if known is not None and not known.task.done():
@@ -187,8 +211,10 @@ class AgentSession:
         owner, seconds = f"session {self.id}", self.speaker.config.turn_seconds
 
         async def run() -> bytes:
-            prompt = await self._prompt(asked)
+            history = self._history(asked)
+            prompt = await self._prompt(history, asked.tools)
             sampling = self.speaker.rule.sampling(asked.wanted, len(prompt.tokens))
+            self._bridge.begin(history, prompt)
             turn = await self.session.turn(prompt.tokens, sampling, prompt.cause)
             said = self.speaker.teller.said(asked, turn, len(prompt.tokens), self.id, self.created)
             self.as_json += prompt.likeness is Likeness.EQUAL_AS_JSON
@@ -206,7 +232,8 @@ class AgentSession:
         self.last_text = record.said.message.text
         return record.said
 
-    async def _prompt(self, asked: AskedTurn) -> NextPrompt:
+    def _history(self, asked: AskedTurn) -> tuple[Message, ...]:
+        """The whole of it, also when the request names an earlier reply."""
         history = asked.messages
         if asked.previous:
             before = self._bridge.turn(asked.previous)
@@ -216,11 +243,18 @@ class AgentSession:
             if system and held[0].role == "system":  # instructions are told each time, and are not messages behind
                 held = held[1:]
             history = (*system, *held, *history[len(system) :])
-        long = sum(len(message.text) for message in history) > _LONG_TEXT
+        return history
+
+    async def _prompt(self, history: tuple[Message, ...], tools: tuple[Tool, ...]) -> NextPrompt:
+        size = sum(map(_characters, history)) + len(msgspec.json.encode(tools).decode())
+        most = self.speaker.rule.context * self.speaker.teller.longest_token
+        if size > most:  # more tokens than the context has, however it is encoded
+            allowed = f"at most {most:,}, which no context of {self.speaker.rule.context:,} tokens goes beyond"
+            raise RefusedRequest("messages", f"{size:,} characters", allowed)
         try:
-            if long:
-                return await asyncio.to_thread(self._bridge.next, history, asked.tools)
-            return self._bridge.next(history, asked.tools)
+            if size > _LONG_TEXT:
+                return await asyncio.to_thread(self._bridge.next, history, tools)
+            return self._bridge.next(history, tools)
         except DataError as error:
             problem = error.problems[0]
             raise RefusedRequest("messages", problem.found[:400], problem.remedy[:400] or "see the template") from None
@@ -231,6 +265,11 @@ class AgentSession:
         tokens = self.session.forest.tokens(record.node)
         history = (*before, *record.new, record.said.message)
         self._bridge.hold(HeldTurn(record.said.id, history, record.tools, tokens, live))
+
+
+def _characters(message: Message) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in message.calls)
+    return len(message.text) + len(message.reasoning) + calls
 
 
 def shown(session: AgentSession) -> dict[str, Any]:

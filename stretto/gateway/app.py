@@ -147,7 +147,6 @@ class GatewayApp:
             admit(scope)
         body = await self._record(OpenBody, scope, receive)
         try:
-            self.sessions.check_room()
             session = await self._host.open(body.task)
         except RefusedRequest as refused:
             raise _refused(refused) from None
@@ -158,12 +157,21 @@ class GatewayApp:
     async def _control(self, session: AgentSession, what: str, scope: Scope, receive: Receive, send: Send) -> None:
         if what == "/reward":
             body = await self._record(RewardBody, scope, receive)
-            session.reward = body.reward + 0.0
-            self._host.rewarded(session)
+            if session.state == "ended":
+                raise _over(SessionEnded(session.id))
+            self._reward(session, body.reward + 0.0)
         elif what == "/end" and session.state == "open":
-            await self._host.ended(session)
+            await self._host.ended(session)  # on record before it is so
             session.end()
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
+
+    def _reward(self, session: AgentSession, reward: float) -> None:
+        before, session.reward = session.reward, reward
+        try:
+            self._host.rewarded(session)
+        except BaseException:  # raised again: what is not on record was not given
+            session.reward = before
+            raise
 
     async def _turn(self, session: AgentSession, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await self._asked(dialect, scope, receive)
@@ -179,7 +187,7 @@ class GatewayApp:
                 return  # nobody is there to be told
             said = answering.result()
         except SessionEnded as ended:
-            raise Refusing(NotServed(409, str(ended), "", "session_ended")) from None
+            raise _over(ended) from None
         except RefusedRequest as refused:
             raise _refused(refused) from None
         except (EngineLost, DeadlineExceeded) as lost:
@@ -241,9 +249,11 @@ class GatewayApp:
 
     def _of_key(self, key: str) -> AgentSession:
         session = self.sessions.of_key(key)
-        if session is None:
-            raise self._unknown_key()
-        return session
+        if session is not None:
+            return session
+        if (over := self.sessions.over(key)) is not None:
+            raise _over(SessionEnded(over))
+        raise self._unknown_key()
 
     def _unknown_key(self) -> Refusing:
         self.refused += 1
@@ -272,6 +282,10 @@ async def _tell(send: Send, told: Mapping[str, Any]) -> None:
 def _allow(method: str, scope: Scope) -> None:
     if scope["method"] != method:
         raise Refusing(NotServed(405, f"{scope['path'][:80]} allows {method}, not {scope['method']}"))
+
+
+def _over(ended: SessionEnded) -> Refusing:
+    return Refusing(NotServed(409, str(ended), "", "session_ended"))
 
 
 def _refused(refused: RefusedRequest) -> Refusing:

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,9 @@ from stretto.core.records import Record, Segment, derive_seed
 from stretto.gateway.agent_session import AgentSession, Speaker
 
 _SECRET_BYTES = 18
-_RETIRED = 1024  # sessions of a run that have ended and are still known
+_SHOWN = 64  # sessions that have ended and are kept whole
+_RETIRED = 16_384  # keys of sessions that are not: they are told of the end, and not that the key is wrong
+_IDLE_SECONDS = 3600.0  # without a request: such a session gives way to a new one
 
 
 class TooManySessions(RefusedRequest):
@@ -55,44 +57,45 @@ class Host(Protocol):
 
 
 class SessionTable:
-    """Every session that a gateway knows."""
+    """Every session that a gateway knows, by name and by key."""
 
-    def __init__(self, sessions: Iterable[AgentSession] = (), most: int = 4096) -> None:
-        """`most`: open ones."""
+    def __init__(self) -> None:
         self._by_id: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
-        self._most = most
-        self._retired: deque[AgentSession] = deque()
-        for session in sessions:
-            self.add(session)
+        self._ended: deque[AgentSession] = deque()
+        self._over: dict[str, str] = {}  # keys of sessions that are dropped, with their names
 
     def add(self, session: AgentSession) -> None:
         """A session that may be asked from now on; it takes the place of one with its name."""
         self._by_id[session.id] = self._by_key[session.key] = session
+        self._over.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """It has ended, and answers stragglers for a while; then its key is unknown."""
-        self._retired.append(session)
-        while len(self._retired) > _RETIRED:
-            old = self._retired.popleft()
+        """It has ended. It is shown for a while, and its key is known for longer."""
+        self._ended.append(session)
+        while len(self._ended) > _SHOWN:
+            old = self._ended.popleft()
             if self._by_id.get(old.id) is old:
                 del self._by_id[old.id], self._by_key[old.key]
+                self._over[old.key] = old.id
+        while len(self._over) > _RETIRED:
+            del self._over[next(iter(self._over))]
 
     def of_key(self, key: str) -> AgentSession | None:
         """The session whose key this is."""
         return self._by_key.get(key)
 
+    def over(self, key: str) -> str | None:
+        """The name of the session whose key this was."""
+        return self._over.get(key)
+
     def named(self, id: str) -> AgentSession | None:
         """The session with this name."""
         return self._by_id.get(id)
 
-    def check_room(self) -> None:
-        """
-        Raises:
-            TooManySessions: no further session may be opened.
-        """
-        if sum(session.state == "open" for session in self._by_id.values()) >= self._most:
-            raise TooManySessions(self._most)
+    def open_ones(self) -> list[AgentSession]:
+        """Those that have not ended."""
+        return [session for session in self._by_id.values() if session.state == "open"]
 
 
 class Opened(Record, frozen=True, tag=True):
@@ -138,9 +141,20 @@ class FolderRecord:
         self._path = path
 
     def write(self, line: Line) -> None:
-        """Append a line, which survives the process."""
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        """Append a line, which survives the process; whole, or nothing of it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        left = memoryview(msgspec.json.encode(line) + b"\n")
+        with self._path.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while left:  # a disk that is nearly full takes a part
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(before)
+                raise
 
     def journal(self, node: int, piece: Segment) -> None:
         """See `SessionRecord`."""
@@ -160,19 +174,29 @@ class RecordedSessions:
 
     def __init__(self, folder: Path, speaker: Speaker, sampler: MakeSampler) -> None:
         self._folder, self._speaker, self._sampler = folder, speaker, sampler
+        self._table = SessionTable()
 
-    def load(self) -> Iterator[AgentSession]:
-        """The sessions of earlier processes.
+    def load(self) -> SessionTable:
+        """The sessions of earlier processes, and from now on of this one.
 
         Raises:
             RunFolderError: a file holds something else.
         """
         for path in sorted(self._folder.glob("*.jsonl")):
             if lines := _read(path):
-                yield self._restored(path, lines)
+                session = self._restored(path, lines)
+                self._table.add(session)
+                if session.state == "ended":
+                    self._table.retire(session)
+        return self._table
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """See `Host`."""
+        """See `Host`.
+
+        Raises:
+            TooManySessions: as many as may be are open, and in use.
+        """
+        await self._make_room()
         opened = Opened(new_key(), new_key(), int(time.time()), {**about})
         path = self._folder / f"{opened.id}.jsonl"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds the key
@@ -187,6 +211,18 @@ class RecordedSessions:
     async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended())
+        self._table.retire(session)
+
+    async def _make_room(self) -> None:
+        """End the session that was idle for longest, if there is no room without."""
+        found, most = self._table.open_ones(), self._speaker.config.sessions
+        if len(found) < most:
+            return
+        oldest = min(found, key=lambda session: session.asked_at)
+        if oldest.busy or time.monotonic() - oldest.asked_at < _IDLE_SECONDS:
+            raise TooManySessions(most)
+        await self.ended(oldest)
+        oldest.end()
 
     def _restored(self, path: Path, lines: list[Line]) -> AgentSession:
         opened = lines[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Protocol
 
@@ -20,6 +20,11 @@ _CALL_ID = 9  # letters and digits: what Mistral's templates want
 class SpeakingTemplate(ChatTemplate, Protocol):
     """A tokenizer that also reads back."""
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Its tokens as text."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         ...
@@ -31,6 +36,11 @@ class Teller:
 
     model: str
     template: SpeakingTemplate
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token can stand for."""
+        return max(map(len, self.template.vocabulary))
 
     def said(self, asked: AskedTurn, turn: Turn, prompt_tokens: int, session: str, created: int) -> SaidTurn:
         """What the model said in a turn; a function of its arguments, so that a replay says it again."""

@@ -192,6 +192,36 @@ def test_a_turn_that_breaks_off_is_no_part_of_the_trajectory_until_the_next_one_
     assert session.segments()[0].token_ids == turn.segment.token_ids == joined_pieces(world.record.pieces)[0].token_ids
 
 
+def test_a_turn_that_breaks_off_is_not_gone_on_with_by_one_that_may_have_fewer_tokens_or_ends_otherwise() -> None:
+    world = World()
+    asked: list[tuple[int, int]] = []
+
+    async def sample(request: TurnRequest) -> Segment:
+        """Breaks off behind three tokens."""
+        asked.append((request.node, request.sampling.max_tokens))
+        if len(asked) == 1:
+            world.journal(request.node, Segment((1, 1, 1), (-0.5,) * 3, (0,) * 3))
+            raise Crash
+        return Segment((2,), (-0.5,), (0,), stop_reason=StopReason.STOP)
+
+    def opened() -> Session:
+        return Session("0.17.0/3", PROMPT_TOKENS, 11, sample, world, world.record.segments, world.record.calls)
+
+    def nodes(session: Session, *wanted: Sampling) -> list[int]:
+        return [asyncio.run(session.turn(PROMPT_TOKENS, one)).node for one in wanted]
+
+    first = opened()
+    with pytest.raises(Crash):
+        nodes(first, SAMPLING)
+    after_the_crash = opened()
+    again = first.again()
+    shorter, stopped = Sampling(max_tokens=3), Sampling(max_tokens=4, stop=("!",))
+    assert nodes(first, shorter, stopped, SAMPLING) == [1, 2, 0]
+    assert nodes(again, shorter, stopped, SAMPLING) == [1, 2, 0]
+    assert nodes(after_the_crash, shorter, SAMPLING) == [1, 0]  # which stop texts it had is not on record
+    assert first.returned == [0, 1, 2]
+
+
 def test_a_call_that_was_cut_short_is_made_again_only_if_it_may_be() -> None:
     world = World(steps=1)  # it begins
     with pytest.raises(Crash):
@@ -205,6 +235,44 @@ def test_a_call_that_was_cut_short_is_made_again_only_if_it_may_be() -> None:
         asyncio.run(world.session().call(b"pay", pay, repeatable=False))
     assert asyncio.run(world.call(world.session(), b"pay")) == b"yap"
     assert world.made == {b"pay": 2}
+
+
+def test_a_call_that_was_cut_short_is_not_made_again_in_other_words() -> None:
+    world = World()
+
+    async def pay() -> bytes:
+        world.made[b"pay"] += 1
+        if world.made[b"pay"] == 1:
+            raise Crash
+        return b"paid"
+
+    async def run(session: Session, *asked: bytes) -> list[bytes]:
+        return [await session.call(one, pay, repeatable=False) for one in asked]
+
+    with pytest.raises(Crash):
+        asyncio.run(run(world.session(), b"pay 3 euros"))
+    again = world.session()
+    assert asyncio.run(world.call(again, b"look")) == b"kool"  # what is repeatable does not pay
+    with pytest.raises(CallInterrupted, match=r"the call 'pay 3 euros' of 0\.17\.0/3 was cut short"):
+        asyncio.run(run(again, b"pay 3.00 euros"))
+    with pytest.raises(CallInterrupted, match="pay 3 euros"):
+        again.check_calls()  # nor does a program that does without it know what it has done
+    assert world.made == {b"pay": 1, b"look": 1}
+
+
+def test_a_call_that_has_ended_is_answered_and_does_not_stand_in_the_way() -> None:
+    world = World()
+
+    async def pay() -> bytes:
+        world.made[b"pay"] += 1
+        return b"paid"
+
+    async def run(*asked: bytes) -> list[bytes]:
+        session = world.session()
+        return [await session.call(one, pay, repeatable=False) for one in asked]
+
+    assert asyncio.run(run(b"3", b"4")) == asyncio.run(run(b"4", b"3", b"5"))[:2] == [b"paid"] * 2
+    assert world.made == {b"pay": 3}
 
 
 def test_what_a_changed_program_does_not_ask_for_again_is_left_out() -> None:

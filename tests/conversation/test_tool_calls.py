@@ -91,6 +91,21 @@ def test_malformed_calls_are_text(form: CallForm, text: str) -> None:
     assert form.parse(text, str) == Parsed(text)
 
 
+@pytest.mark.parametrize(
+    ("form", "before", "again_and_again", "behind"),
+    [
+        (HermesForm(), "", "<tool_call>", ""),
+        (HermesForm(), GOOD, "<tool_call>", ""),
+        (LlamaForm(), "", '{"a": 1}; ', "and more"),
+    ],
+)
+def test_a_long_message_of_malformed_calls_is_text(
+    form: CallForm, before: str, again_and_again: str, behind: str
+) -> None:
+    text = before + 200_000 * again_and_again + behind  # to look for the end of each call anew would take hours
+    assert (form.parse(text, str) == Parsed(text)) is True
+
+
 def test_a_template_tells_its_form() -> None:
     assert isinstance(form_of("... <tool_call> ..."), HermesForm)
     assert isinstance(form_of('{"name": "x", "parameters": y}'), LlamaForm)

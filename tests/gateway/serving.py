@@ -29,7 +29,7 @@ from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
-from stretto.gateway.sessions import RecordedSessions, SessionTable
+from stretto.gateway.sessions import RecordedSessions
 from stretto.gateway.telling import Teller
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ async def served_gateway(
     """A gateway that records into `folder`, with what is recorded there."""
     speaker = speaker_of(model.tokenizer, config, context)
     host = RecordedSessions(folder, speaker, model.sampler)
-    sessions = SessionTable(host.load(), speaker.config.sessions)
+    sessions = host.load()
     bound = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
     dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())

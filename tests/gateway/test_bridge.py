@@ -52,6 +52,16 @@ def test_held_tokens_and_their_tail_spell_what_the_template_renders(
     assert tokenizer.spell(held + tail) == tokenizer.spell(renderer.whole((USER, answer, *new), ()))
 
 
+@pytest.mark.parametrize("template", sorted(ENDS))
+def test_a_message_may_hold_the_words_that_stand_for_the_answer(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    renderer, echo = Renderer(tokenizer), Message("user", "No: (the answer that is held) Sure?")
+    held = renderer.whole((USER,), ()) + sampled(template, SAID)
+    tail = renderer.tail(SAID, held, (echo,), ())
+    assert tail is not None
+    assert tokenizer.spell(held + tail) == tokenizer.spell(renderer.whole((USER, SAID, echo), ()))
+
+
 def test_a_template_that_drops_old_reasoning_leaves_what_was_sampled_where_it_is() -> None:
     tokenizer = tokenizer_of("qwen3")
     renderer, thought = Renderer(tokenizer), Message("assistant", "It is 3.", reasoning="hm")
@@ -142,3 +152,13 @@ def test_an_answer_that_was_given_twice_in_other_tokens_is_not_guessed() -> None
     bridge.hold(HeldTurn("1", (USER, said), (), letters))
     third = bridge.next((USER, said, Message("user", "Yes?")), ())
     assert (third.cause, third.tokens[: len(letters)]) == ("", letters)
+
+
+def test_the_same_messages_ask_again_once_a_turn_began_with_them() -> None:
+    bridge = Bridge(Renderer(tokenizer_of("qwen2_5")))
+    refused = bridge.next((USER,), ())
+    prompt = bridge.next((USER,), ())
+    assert (refused.cause, prompt.cause) == ("", "")
+    bridge.begin((USER,), prompt)
+    assert bridge.next((USER,), ()).cause == "again"
+    assert bridge.next((USER,), (ADD,)).cause != "again"

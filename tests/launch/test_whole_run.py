@@ -37,6 +37,8 @@ INSPECTION: dict[str, type | list[str]] = {
     "busy": ["conductor", "engine-0", "rewards", "trainer"],
     "engines": list,
     "weights": ["medium", "bytes", "seconds_pull_median", "seconds_pause_median"],
+    "rewards": dict,
+    "gateway": type(None),  # a run whose agents need one has it while it runs
 }
 TRAJECTORY = [
     "id",
@@ -60,6 +62,9 @@ TRAJECTORY = [
     "answer",
     "row",
     "source",
+    "segments",
+    "rewards",
+    "session",
 ]
 STEPS = 6
 

@@ -39,8 +39,7 @@ class RunGateway:
         """`folder`: of the run, where its address is shown; None for an evaluation without a run."""
         self._plan, self._config, self._folder, self._say = plan, config, folder, say
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
-        self._room = asyncio.Semaphore(config.parallel)
-        self._table = SessionTable(most=plan.recipe.gateway.sessions)
+        self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
         context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
         rule = SamplingRule(plan.sampling, context, fixed=True)
         teller = Teller(config.model, plan.tokenizer)

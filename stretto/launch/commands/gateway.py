@@ -26,7 +26,7 @@ from stretto.gateway.checks import check_chat, check_reach
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
-from stretto.gateway.sessions import RecordedSessions, SessionTable
+from stretto.gateway.sessions import RecordedSessions
 from stretto.gateway.telling import Teller
 from stretto.launch.commands.serve import (
     KEEP_ALIVE_SECONDS,
@@ -134,7 +134,7 @@ def gateway(
         return WholeTurns(generate, record, session)
 
     recorded = RecordedSessions(folder, speaker, sampler)
-    sessions = SessionTable(recorded.load(), speaker.config.sessions)
+    sessions = recorded.load()
     app = GatewayApp(sessions, recorded, speaker, [kind() for kind in DIALECTS], operator_key=api_key or "")
     server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
     allow_many_connections()

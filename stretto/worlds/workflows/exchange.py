@@ -10,7 +10,7 @@ import msgspec
 
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import CallInterrupted, RefusedRequest
 from stretto.core.records import (
     NOTHING,
     PROMPT,
@@ -89,7 +89,12 @@ class Exchange:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
         self._turns += 1
         self._tokens += sampling.max_tokens
-        turn = await self.session.turn(prompt, sampling, order.cause or cause)
+        try:
+            turn = await self.session.turn(prompt, sampling, order.cause or cause)
+        except BaseException:  # nothing was sampled for the workflow
+            self._turns -= 1
+            self._tokens -= sampling.max_tokens
+            raise
         segment = turn.segment
         self._tokens += len(segment.token_ids) - sampling.max_tokens
         text = services.detokenize(segment.token_ids)
@@ -162,6 +167,10 @@ class Exchange:
         session = self.session
         nodes = session.returned  # what only an earlier process asked for has no place in the order, and no reward
         failure, rewards = ended.failure, dict[int, float]()
+        try:
+            session.check_calls()
+        except CallInterrupted as interrupted:
+            failure = failure or str(interrupted)
         for key, reward in ended.by_turn.items():
             node = key if key >= 0 else nodes[-1 - key] if -1 - key < len(nodes) else None
             if node not in nodes:

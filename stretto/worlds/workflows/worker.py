@@ -25,6 +25,7 @@ from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.loading import load_workflow
 from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 from stretto.worlds.workflows.wire import (
+    LARGEST_MESSAGE,
     Begin,
     CallOrder,
     CallRan,
@@ -44,6 +45,7 @@ from stretto.worlds.workflows.wire import (
 )
 
 _REASON_LIMIT = 300  # characters; an exception may carry a whole document
+_MOST_BYTES = LARGEST_MESSAGE - 1024  # of what a tool is asked, and answers: the conductor takes no longer message
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -100,7 +102,11 @@ class MemberThread:
                 waiting.set_exception(RefusedRequest(message.field, message.found, message.allowed))
 
     async def _ran(self, order: int) -> None:
-        self._end.send(CallRan(self._run, order, await self._calls.pop(order)()))
+        answer = await self._calls.pop(order)()
+        if len(answer) <= _MOST_BYTES:
+            self._end.send(CallRan(self._run, order, answer))
+        elif (waiting := self._waiting.pop(order, None)) and not waiting.done():
+            waiting.set_exception(_too_long("the answer", answer))
 
     def _main(self) -> None:
         try:
@@ -168,12 +174,18 @@ class MemberThread:
 
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
         """See `ConversationOrders`."""
+        if len(asked) > _MOST_BYTES:
+            raise _too_long("what is asked", asked)
         order = CallOrder(self._run, self._number(), asked, repeatable)
         self._calls[order.order] = run
         try:
             return (await self._done(order)).answer
         finally:
             self._calls.pop(order.order, None)
+
+
+def _too_long(what: str, text: bytes) -> RefusedRequest:
+    return RefusedRequest("tool", f"{what} has {len(text):,} bytes", f"at most {_MOST_BYTES:,}")
 
 
 def ended_with(run: int, value: object) -> MemberEnded:

@@ -12,11 +12,11 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import (
     CallInterrupted,
+    DataError,
     DeadlineExceeded,
     Problem,
     RefusedRequest,
     RoleDied,
-    UserError,
     WireError,
     WorkflowError,
 )
@@ -280,7 +280,7 @@ class WorkflowProcess:
             reply = await self._served(member, order)
         except RefusedRequest as refusal:
             reply = OrderRefused(order.run, order.order, refusal.field, refusal.found, refusal.allowed)
-        except UserError as mistake:
+        except DataError as mistake:  # of its messages; one of the run, as of its reward function, is not its own
             [problem, *_] = mistake.problems
             reply = OrderRefused(order.run, order.order, problem.place, problem.found, problem.remedy)
         except (CallInterrupted, Forged) as end:

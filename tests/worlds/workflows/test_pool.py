@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest
-from stretto.core.errors import WorkflowError
+from stretto.core.errors import Problem, RefusedRequest, RewardFunctionError, WorkflowError
 from stretto.core.records import (
     NOTHING,
     Outcome,
@@ -27,12 +27,13 @@ from stretto.core.records import (
     Trajectory,
     Verdict,
 )
+from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Services
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering
 from stretto.worlds.workflows.task import WorkflowTask
-from stretto.worlds.workflows.wire import MemberEnded, TurnOrder
+from stretto.worlds.workflows.wire import CallOrder, MemberEnded, TurnOrder
 
 ALPHABET = "0123456789+-="
 PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
@@ -72,6 +73,10 @@ async def score(prompt: str, completions: Any, answer: str) -> list[Verdict]:
     return [verdict(float(text == answer)) for text in completions]
 
 
+async def unusable(prompt: str, completions: Any, answer: str) -> list[Verdict]:
+    raise RewardFunctionError([Problem("rewards.function", "returned None", "a number")])
+
+
 def verdict(value: float) -> Verdict:
     return Verdict(Outcome.RIGHT if value > 0.5 else Outcome.WRONG, value)
 
@@ -87,6 +92,7 @@ class Bench:
     config: WorkflowConfig
     log: Path
     model: Model = field(default_factory=Model)
+    score: Score = score
     members: int = 2
     records: dict[int, MemoryRecord] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
@@ -105,7 +111,7 @@ class Bench:
         )
         task = WorkflowTask("17", PROMPT.text, PROMPT.answer, ({"role": "user", "content": "3+4="},), member=member)
         sampling = Sampling(max_tokens=4)
-        services = Services(score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
+        services = Services(self.score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
         return Exchange(session, PROMPT, task, services)
 
     async def _run(self) -> list[Trajectory]:
@@ -178,6 +184,12 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
         ("Mistakes", {"kind": "score"}, "TypeError .*: texts that are scored holds 7, which is no str"),
         ("Mistakes", {"kind": "object"}, "TypeError .*: Encoding objects of type object is unsupported"),
         ("Mistakes", {"kind": "turn"}, "TypeError: 'str' object cannot be interpreted as an integer"),
+        (
+            "Mistakes",
+            {"kind": "answer"},
+            "RefusedRequest .*: tool: the answer has 67,108,864 bytes; at most 67,107,840",
+        ),
+        ("Mistakes", {"kind": "asked"}, "RefusedRequest .*: tool: what is asked has 67,108,8.. bytes"),
         ("Returns", {"what": "too many"}, "a reward to turn None, which was not returned to it"),
     ],
 )
@@ -249,6 +261,49 @@ def test_rewards_by_turn_are_those_of_the_turns_that_this_process_was_given(benc
         verdict = after.trajectory(MemberEnded(0, 1.0, strange)).verdict
         assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
         assert "which was not returned to it" in verdict.reason
+
+
+def test_a_turn_that_is_refused_costs_nothing_of_the_budget(bench: Callable[..., Bench]) -> None:
+    made = bench("Asks", max_turns=1, max_tokens=4)
+    exchange = made.exchange(0)
+
+    async def refuse(request: TurnRequest) -> None:
+        if len(made.model.asked) == 1:
+            raise RefusedRequest("stop", "a text", "other texts")
+
+    made.model.on_turn = refuse
+    with pytest.raises(RefusedRequest, match="stop"):
+        asyncio.run(exchange.turn(asks("1+1=")))
+    reply = asyncio.run(exchange.turn(asks("1+1="))).reply
+    assert reply is not None
+    assert len(reply.token_ids) == 2
+    with pytest.raises(RefusedRequest, match="max_turns is 1"):
+        asyncio.run(exchange.turn(asks("1+1=")))
+
+
+def test_a_reward_function_that_is_none_ends_the_run_and_is_no_fault_of_the_workflow(
+    bench: Callable[..., Bench],
+) -> None:
+    made = bench("Catches")
+    made.score = unusable
+    with pytest.raises(RewardFunctionError, match="returned None"):
+        made.run()
+
+
+def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench: Callable[..., Bench]) -> None:
+    made = bench("Asks")
+    before = made.exchange(0)
+
+    async def pay() -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(before.call(CallOrder(0, 0, b"pay", repeatable=False), pay))
+    after = made.exchange(0)
+    asyncio.run(after.turn(asks("1+1=")))
+    verdict = after.trajectory(MemberEnded(0, 1.0)).verdict
+    assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
+    assert verdict.reason == "the call 'callpay' of 0.17.0/0 was cut short, and is not made a second time"
 
 
 def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Callable[..., Bench]) -> None:

@@ -41,6 +41,17 @@ class Raises(stretto.Workflow):
         raise KeyError("no such thing")
 
 
+class Catches(stretto.Workflow):
+    """Makes a zero of what it cannot have judged."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        reply = await chat.generate()
+        try:
+            return await chat.score(reply.text)
+        except stretto.RefusedRequest:
+            return 0.0
+
+
 class Exits(stretto.Workflow):
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
         sys.exit(3)
@@ -118,6 +129,8 @@ class Mistakes(stretto.Workflow):
             "score": lambda: chat.score(7),
             "object": lambda: chat.generate([{"role": "user", "content": object()}]),
             "turn": lambda: chat.generate(),
+            "answer": lambda: chat.tool("long", [], lambda: "x" * (64 << 20)),
+            "asked": lambda: chat.tool("long", ["x" * (64 << 20)], len),
         }
         await wrong[self.kind]()
         return stretto.Reward(1.0, by_turn={"first": 1.0})  # type: ignore[dict-item]  # that is what is tried

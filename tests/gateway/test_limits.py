@@ -1,0 +1,186 @@
+"""What keeps a gateway standing: its limits count what they name, what has ended is dropped, what is not on record does
+not hold, and a failure that is not the agent's is noted."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stretto.core.errors import EngineLost
+from stretto.gateway.agents.groups import WaitingSessions
+from stretto.gateway.app import GatewayApp
+from stretto.gateway.chat import ChatDialect
+from stretto.gateway.config import GatewayConfig
+from tests.gateway.serving import ScriptedModel, in_a_loop, served_gateway
+
+ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
+
+
+@in_a_loop
+async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) -> None:
+    said = iter(("first", "second"))
+    model = ScriptedModel(lambda prompt: next(said))
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        first = await gateway.chat(session, ASK)
+    async with served_gateway(model, tmp_path) as gateway:
+        other = await gateway.chat(session, ASK, max_tokens=50)  # another request with the same prompt
+        assert other.json()["choices"][0]["message"]["content"] == "second"
+        assert (await gateway.chat(session, ASK)).content == first.content
+        shown = await gateway.shown(session)
+    assert len(shown["samples"]) == 2
+
+
+@in_a_loop
+async def test_the_limit_of_turns_counts_equal_ones_and_those_before_a_restart_but_no_replay(tmp_path: Path) -> None:
+    model, config = ScriptedModel(lambda prompt: "yes"), GatewayConfig(turns=2)
+    anew = {"x-stainless-retry-count": "0"}
+    async with served_gateway(model, tmp_path, config=config) as gateway:
+        session = await gateway.open()
+        statuses = [(await gateway.chat(session, ASK, headers=anew)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 400]
+    async with served_gateway(model, tmp_path, config=config) as gateway:
+        statuses = [(await gateway.chat(session, ASK, headers=anew)).status_code for _ in range(3)]
+        assert statuses == [200, 200, 400]
+        assert (await gateway.chat(session, ASK[1:])).status_code == 400
+    assert len(model.asked) == 2
+
+
+@pytest.mark.parametrize("part", ["content", "arguments", "tools"])
+@in_a_loop
+async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: Path, part: str) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    encoded: list[int] = []
+    encode = type(model.tokenizer).encode
+
+    class Counting(type(model.tokenizer)):  # type: ignore[misc]
+        """Knows how many texts it has encoded."""
+
+        def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+            encoded.append(len(text))
+            return encode(self, text, special_tokens=special_tokens)
+
+    tokenizer = model.tokenizer
+    model.tokenizer = Counting(tokenizer.place, tokenizer.eos_token_ids, tokenizer._whole, tokenizer._backend)
+    longest = max(map(len, model.tokenizer.vocabulary))
+    text = "x" * (400 * longest)
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": text})}}
+    bodies: dict[str, dict[str, Any]] = {
+        "content": {"messages": [{"role": "user", "content": text + "x"}]},
+        "arguments": {"messages": [ASK[1], {"role": "assistant", "tool_calls": [call]}]},
+        "tools": {"messages": ASK, "tools": [{"type": "function", "function": {"name": "add", "description": text}}]},
+    }
+    async with served_gateway(model, tmp_path, context=400) as gateway:
+        refused = await gateway.chat(await gateway.open(), **bodies[part])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "characters" in refused.json()["error"]["message"]
+    assert encoded == []
+
+
+@in_a_loop
+async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.gateway.sessions._SHOWN", 1)
+    monkeypatch.setattr("stretto.gateway.sessions._RETIRED", 1)
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=1)) as gateway:
+        sessions = []
+        for _ in range(3):  # one at once, and each ends: there is always room
+            sessions.append(await gateway.open())
+            assert (await gateway.chat(sessions[-1], ASK)).status_code == 200
+            await gateway.client.post(f"/sessions/{sessions[-1]['id']}/end")
+        statuses = [(await gateway.chat(session, ASK)).status_code for session in sessions]
+        assert statuses == [401, 409, 409]
+        assert (await gateway.client.get(f"/sessions/{sessions[1]['id']}")).status_code == 404
+        assert (await gateway.shown(sessions[2]))["samples"] == [[0, 1]]
+    async with served_gateway(model, tmp_path) as gateway:
+        statuses = [(await gateway.chat(session, ASK)).status_code for session in sessions]
+    assert sorted(statuses) == [401, 409, 409]
+
+
+@in_a_loop
+async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=2)) as gateway:
+        idle, used = await gateway.open(), await gateway.open()
+        held = [gateway.app.sessions.named(session["id"]) for session in (idle, used)]
+        assert (await gateway.client.post("/sessions", json={})).status_code == 429
+        for session in held:
+            assert session is not None
+            session.asked_at -= 4000  # seconds: longer than the hour that is allowed
+        assert (await gateway.chat(used, ASK)).status_code == 200
+        await gateway.open()
+        assert (await gateway.chat(idle, ASK)).status_code == 409
+        assert (await gateway.client.post("/sessions", json={})).status_code == 429
+    async with served_gateway(model, tmp_path) as gateway:
+        assert (await gateway.shown(idle))["state"] == "ended"
+        assert (await gateway.shown(used))["state"] == "open"
+
+
+@in_a_loop
+async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=1)) as gateway:
+        waiting = gateway.app.sessions.named((await gateway.open())["id"])
+        assert waiting is not None
+        host = WaitingSessions(deque([waiting]))
+        run = GatewayApp(gateway.app.sessions, host, waiting.speaker, [ChatDialect()])
+        transport = httpx.ASGITransport(run)
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as service:
+            assert (await service.post("/sessions", json={})).json()["id"] == waiting.id
+
+
+@in_a_loop
+async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes")
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        path, place = tmp_path / f"{session['id']}.jsonl", f"/sessions/{session['id']}"
+        await gateway.client.post(f"{place}/reward", json={"reward": 0.25})
+        whole = path.read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))  # as on a full disk, a line is cut
+        try:
+            told = [await gateway.client.post(f"{place}/{what}", json={"reward": 1.0}) for what in ("reward", "end")]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [reply.status_code for reply in told] == [500, 500]
+        assert path.read_bytes() == whole
+        shown = await gateway.shown(session)
+        assert (shown["state"], shown["reward"]) == ("open", 0.25)
+        assert (await gateway.client.post(f"{place}/end")).status_code == 200
+        late = await gateway.client.post(f"{place}/reward", json={"reward": 1.0})
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "session_ended")
+    async with served_gateway(model, tmp_path) as gateway:
+        shown = await gateway.shown(session)
+        assert (shown["state"], shown["reward"]) == ("ended", 0.25)
+
+
+@in_a_loop
+async def test_a_turn_that_an_engine_breaks_off_is_noted_until_another_succeeds(tmp_path: Path) -> None:
+    errors: list[Exception] = [EngineLost("engine-0", "is gone"), OSError(28, "no room")]
+
+    def failing(prompt: str) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "yes"
+
+    async with served_gateway(ScriptedModel(failing), tmp_path, context=400) as gateway:
+        session = await gateway.open()
+        held = gateway.app.sessions.named(session["id"])
+        assert held is not None
+        assert (await gateway.chat(session, ASK)).status_code == 503
+        assert held.broken == "a turn gave no reply: EngineLost: engine-0 is gone"
+        assert (await gateway.chat(session, ASK)).status_code == 500
+        assert "no room" in held.broken
+        assert (await gateway.chat(session, ASK)).status_code == 200
+        assert held.broken == ""
+        assert (await gateway.chat(session, [{"role": "user", "content": "x" * 500}])).status_code == 400
+        assert held.broken == ""  # the agent's own mistake
