@@ -13,7 +13,7 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Section ``[gateway]`` of a recipe: where agents find the policy, and what is served at most.
 
-    Example: ``GatewayConfig(sessions=64, turns=200)``
+    Example: ``GatewayConfig(turns=200)``
     """
 
     host: str = Field(
@@ -21,7 +21,6 @@ class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
         description="address to listen on; another than loopback needs a key in the environment, STRETTO_API_KEY",
     )
     port: int = Field(0, ge=0, le=65_535, description="0 takes a free one; `stretto inspect` shows it")
-    sessions: int = Field(4096, ge=1, description="open sessions; further ones are refused until some end")
     turns: int = Field(1024, ge=1, description="turns of one session")
     turn_seconds: float = Field(600.0, gt=0, description="longest wait for one turn")
     body_bytes: int = Field(16 << 20, ge=1024, description="longest body of a request")

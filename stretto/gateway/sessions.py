@@ -172,8 +172,9 @@ class FolderRecord:
 class RecordedSessions:
     """Sessions of a gateway without a run (a `Host`)."""
 
-    def __init__(self, folder: Path, speaker: Speaker, sampler: MakeSampler) -> None:
-        self._folder, self._speaker, self._sampler = folder, speaker, sampler
+    def __init__(self, folder: Path, speaker: Speaker, sampler: MakeSampler, most: int = 4096) -> None:
+        """`most`: open sessions."""
+        self._folder, self._speaker, self._sampler, self._most = folder, speaker, sampler, most
         self._table = SessionTable()
 
     def load(self) -> SessionTable:
@@ -215,12 +216,12 @@ class RecordedSessions:
 
     async def _make_room(self) -> None:
         """End the session that was idle for longest, if there is no room without."""
-        found, most = self._table.open_ones(), self._speaker.config.sessions
-        if len(found) < most:
+        found = self._table.open_ones()
+        if len(found) < self._most:
             return
         oldest = min(found, key=lambda session: session.asked_at)
         if oldest.busy or time.monotonic() - oldest.asked_at < _IDLE_SECONDS:
-            raise TooManySessions(most)
+            raise TooManySessions(self._most)
         await self.ended(oldest)
         oldest.end()
 

@@ -178,15 +178,16 @@ async def served_gateway(
     operator_key: str = "",
     config: GatewayConfig | None = None,
     context: int = CONTEXT,
+    sessions: int = 4096,
 ) -> AsyncIterator[ServedGateway]:
     """A gateway that records into `folder`, with what is recorded there."""
     speaker = speaker_of(model.tokenizer, config, context)
-    host = RecordedSessions(folder, speaker, model.sampler)
-    sessions = host.load()
+    host = RecordedSessions(folder, speaker, model.sampler, sessions)
+    table = host.load()
     bound = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
     dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
-    app = GatewayApp(sessions, host, speaker, dialects, operator_key=operator_key)
+    app = GatewayApp(table, host, speaker, dialects, operator_key=operator_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve([bound]))
     try:

@@ -287,8 +287,10 @@ async def test_the_key_may_stand_in_the_path_or_in_either_header(tmp_path: Path)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @in_a_loop
 async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path: Path, path: str) -> None:
-    config = GatewayConfig(body_bytes=4096, turns=2, sessions=1)
-    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, config=config, context=400) as gateway:
+    config = GatewayConfig(body_bytes=4096, turns=2)
+    async with served_gateway(
+        ScriptedModel(lambda prompt: "yes"), tmp_path, config=config, context=400, sessions=1
+    ) as gateway:
         session = await gateway.open()
         assert (await gateway.client.post("/sessions", json={"task": {}})).status_code == 429
 

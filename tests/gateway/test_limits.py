@@ -90,7 +90,7 @@ async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
     monkeypatch.setattr("stretto.gateway.sessions._SHOWN", 1)
     monkeypatch.setattr("stretto.gateway.sessions._RETIRED", 1)
     model = ScriptedModel(lambda prompt: "yes")
-    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=1)) as gateway:
+    async with served_gateway(model, tmp_path, sessions=1) as gateway:
         sessions = []
         for _ in range(3):  # one at once, and each ends: there is always room
             sessions.append(await gateway.open())
@@ -108,7 +108,7 @@ async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
 @in_a_loop
 async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
-    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=2)) as gateway:
+    async with served_gateway(model, tmp_path, sessions=2) as gateway:
         idle, used = await gateway.open(), await gateway.open()
         held = [gateway.app.sessions.named(session["id"]) for session in (idle, used)]
         assert (await gateway.client.post("/sessions", json={})).status_code == 429
@@ -127,7 +127,7 @@ async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp
 @in_a_loop
 async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
-    async with served_gateway(model, tmp_path, config=GatewayConfig(sessions=1)) as gateway:
+    async with served_gateway(model, tmp_path, sessions=1) as gateway:
         waiting = gateway.app.sessions.named((await gateway.open())["id"])
         assert waiting is not None
         host = WaitingSessions(deque([waiting]))
