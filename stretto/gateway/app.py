@@ -161,7 +161,7 @@ class GatewayApp:
                 raise _over(SessionEnded(session.id))
             self._reward(session, body.reward + 0.0)
         elif what == "/end" and session.state == "open":
-            self._host.ended(session)  # on record before it is so
+            await self._host.ended(session)  # on record before it is so
             session.end()
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
 

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,8 +51,8 @@ class Host(Protocol):
         """It has been given a reward."""
         ...
 
-    def ended(self, session: AgentSession) -> None:
-        """It has been sealed."""
+    async def ended(self, session: AgentSession) -> None:
+        """It is to be sealed."""
         ...
 
 
@@ -198,8 +197,8 @@ class RecordedSessions:
         Raises:
             TooManySessions: as many as may be are open, and in use.
         """
-        self._make_room()
-        opened = Opened(secrets.token_hex(_SECRET_BYTES), secrets.token_hex(_SECRET_BYTES), int(time.time()), {**about})
+        await self._make_room()
+        opened = Opened(new_key(), new_key(), int(time.time()), {**about})
         path = self._folder / f"{opened.id}.jsonl"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds the key
         FolderRecord(path).write(opened)
@@ -210,12 +209,12 @@ class RecordedSessions:
         assert session.reward is not None
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(session.reward))
 
-    def ended(self, session: AgentSession) -> None:
+    async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
         FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended())
         self._table.retire(session)
 
-    def _make_room(self) -> None:
+    async def _make_room(self) -> None:
         """End the session that was idle for longest, if there is no room without."""
         found = self._table.open_ones()
         if len(found) < self._most:
@@ -223,7 +222,7 @@ class RecordedSessions:
         oldest = min(found, key=lambda session: session.asked_at)
         if oldest.busy or time.monotonic() - oldest.asked_at < _IDLE_SECONDS:
             raise TooManySessions(self._most)
-        self.ended(oldest)
+        await self.ended(oldest)
         oldest.end()
 
     def _restored(self, path: Path, lines: list[Line]) -> AgentSession:
@@ -261,9 +260,6 @@ def _read(path: Path) -> list[Line]:
     return found
 
 
-def known_key(secret: bytes, name: str, purpose: str) -> str:
-    """A capability that follows from a secret: the same after a restart, and unknown to everyone else.
-
-    Example: ``known_key(secret, "0.17.0/3", "key")``
-    """
-    return blake2b(f"{purpose}\0{name}".encode(), key=secret, digest_size=_SECRET_BYTES).hexdigest()
+def new_key() -> str:
+    """A capability, or a name, that nobody can guess."""
+    return secrets.token_hex(_SECRET_BYTES)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,22 @@ def raises(task: dict[str, Any]) -> None:
     raise ValueError("no such luck")
 
 
+def prints_its_address(task: dict[str, Any]) -> None:
+    ask(task["prompt"])
+    base = os.environ["OPENAI_BASE_URL"]
+    sys.exit(f"no answer at http://127.0.0.1{base[base.index('/s/') :]}")
+
+
+def gives_up(task: dict[str, Any]) -> float:
+    """Takes an error of the gateway for a failure of its own."""
+    try:
+        ask(task["prompt"])
+    except urllib.error.HTTPError as error:
+        with Path(task["seen"]).open("a") as file:
+            file.write(f"{error.code}\n")
+    return 0.0
+
+
 def hangs(task: dict[str, Any]) -> None:
     ask(task["prompt"])
     time.sleep(600)
@@ -57,6 +75,15 @@ def forks(task: dict[str, Any]) -> float:
     Path(task["seen"]).write_text(str(child.pid))
     ask(task["prompt"])
     return 1.0
+
+
+def kills_its_guard(task: dict[str, Any]) -> None:
+    """And leaves a process behind as `forks` does, which holds what it prints to."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(task["seen"]).write_text(f"{child.pid} {os.getpid()}")
+    ask(task["prompt"])
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
 
 
 def without_reward(task: dict[str, Any]) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import MemoryRecord, Session
-from stretto.core.errors import UserError
+from stretto.core.errors import EngineLost, UserError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
+from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.beside import serving_beside
@@ -61,7 +62,7 @@ class Run:
                 table=table,
                 speaker=speaker,
                 address=address,
-                secret=b"secret",
+                room=asyncio.Semaphore(config.parallel),
                 score=self.score,
                 verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
                 decode=self.model.tokenizer.decode,
@@ -106,13 +107,34 @@ async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("address", "base", "direct"),
+    [
+        ("http://0.0.0.0:8790", "http://127.0.0.1:8790", "a.b,.c,127.0.0.1,localhost,::1"),
+        ("http://[::]:8790", "http://[::1]:8790", "a.b,.c,127.0.0.1,localhost,::1"),
+        ("http://10.0.0.7:8790", "http://10.0.0.7:8790", "a.b,.c,127.0.0.1,localhost,::1,10.0.0.7"),
+    ],
+)
+def test_a_program_reaches_the_gateway_and_the_users_own_hosts_without_a_proxy(
+    address: str, base: str, direct: str
+) -> None:
+    own = {"NO_PROXY": "a.b", "no_proxy": "a.b,.c", "STRETTO_API_KEY": "boss"}
+    found = environment_of(own, address, "name", "key", MODEL, "{}")
+    assert found["OPENAI_BASE_URL"] == f"{base}/s/key/v1"
+    assert found["STRETTO_SESSION"] == f"{base}/sessions/name"
+    assert found["NO_PROXY"] == found["no_proxy"] == direct
+    assert "STRETTO_API_KEY" not in found
+
+
+@pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"function": "raises"}, "the agent ended with exit code 1: ValueError: no such luck"),
+        ({"function": "prints_its_address"}, "exit code 1: no answer at http://127.0.0.1/s/KEY/v1"),
         ({"function": "says_nothing"}, "the agent has ended without a completion"),
         ({"function": "missing"}, "has no attribute 'missing'"),
         ({"command": ["/no/such/program"]}, "exit code 127: /no/such/program: No such file or directory"),
         ({"function": "hangs", "deadline": 3.0}, "waited 3 s for the end of its agent"),
+        ({"function": "two_turns", "path": "/no/such/folder"}, "could not be started: No such file or directory"),
     ],
 )
 def test_what_goes_wrong_is_undecided_with_its_reason(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
@@ -121,12 +143,30 @@ def test_what_goes_wrong_is_undecided_with_its_reason(tmp_path: Path, settings: 
     assert reason in trajectory.verdict.reason
 
 
+@in_a_loop
+async def test_a_task_that_no_environment_holds_is_undecided_with_both_sizes(tmp_path: Path) -> None:
+    long = Prompt("17", (), "3" * 131_072, "11")
+    async with run_of(tmp_path).groups("two_turns") as groups:
+        trajectory = await groups.member("0.17.0/3", long, 3, 5)
+    assert trajectory.verdict.outcome is Outcome.UNDECIDED
+    assert "could not be started: its task has 131,1" in trajectory.verdict.reason
+    assert "environment holds 130,000" in trajectory.verdict.reason
+
+
 @pytest.mark.parametrize("function", ["floods", "forks"])
 def test_floods_and_forks_end_with_the_agent(tmp_path: Path, function: str) -> None:
     run = run_of(tmp_path)
     assert asyncio.run(run.one(function)).verdict.reward == 1.0
     if function == "forks":
         assert not Path(f"/proc/{int(run.seen.read_text())}").exists()
+
+
+def test_a_program_that_kills_its_guard_ends_with_all_that_it_has_started(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    trajectory = asyncio.run(run.one("kills_its_guard"))
+    assert trajectory.verdict == Verdict(Outcome.UNDECIDED, None, "the agent was ended by signal 9")
+    for pid in run.seen.read_text().split():
+        assert not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
 
 
 @in_a_loop
@@ -163,6 +203,21 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(tmp_pa
 
 
 @in_a_loop
+async def test_the_session_of_a_trajectory_that_is_given_up_ends_before_its_program(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups("hangs") as groups:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while not run.model.asked:
+            await asyncio.sleep(0.01)
+        [session] = groups.services.table._by_id.values()
+        member.cancel()
+        while session.state == "open":
+            await asyncio.sleep(0)
+        assert not member.done()  # its program has still to be ended
+        await asyncio.gather(member, return_exceptions=True)
+
+
+@in_a_loop
 async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
@@ -185,11 +240,82 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_no_more_agents_run_at_once_than_the_recipe_says(tmp_path: Path) -> None:
+async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while (reply := await client.post("/sessions", json={})).status_code != 200:
+            await asyncio.sleep(0.01)
+        session = reply.json()
+        await client.post(f"{session['base_url']}/chat/completions", json=body)
+        await client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
+        await client.post(f"/sessions/{session['id']}/end")
+        before = await member
+    async with run.groups() as groups:  # the conductor was killed: no service comes, and none is needed
+        after = await groups.member("0.17.0/3", PROMPT, 3, 5)
+    assert len(run.model.asked) == 1
+    assert (after.segments, after.verdict, after.text) == (before.segments, before.verdict, before.text)
+    assert after.verdict.reward == 0.5
+
+
+@in_a_loop
+async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    before = await run.one("two_turns")
+    after = await run.one("two_turns")
+    assert run.seen.read_text().count("\n") == 1
+    assert (after.segments, after.verdict) == (before.segments, before.verdict)
+
+
+@in_a_loop
+async def test_a_reward_that_follows_a_broken_turn_decides_nothing(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+
+    def breaks(prompt: str) -> str:
+        raise EngineLost("engine-0", "was killed")
+
+    run.model.script = breaks
+    for _ in range(2):  # nor after a restart
+        trajectory = await run.one("gives_up")
+        assert trajectory.verdict.outcome is Outcome.UNDECIDED
+        assert "EngineLost" in trajectory.verdict.reason
+    assert run.seen.read_text() == "503\n"
+
+
+@in_a_loop
+async def test_who_had_a_trajectory_has_no_part_in_it_when_it_is_made_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}
+        opened = []
+        for _ in range(2):  # as evaluations do
+            run.records.clear()
+            member = asyncio.create_task(groups.member("evaluation..h1/0", PROMPT, 0, 5))
+            while (reply := await client.post("/sessions", json={})).status_code != 200:
+                await asyncio.sleep(0.01)
+            opened.append(reply.json())
+            if len(opened) == 2:  # the first service is late
+                await client.post(f"/sessions/{opened[0]['id']}/reward", json={"reward": 0.0})
+                await client.post(f"/sessions/{opened[0]['id']}/end")
+                late = await client.post(f"{opened[0]['base_url']}/chat/completions", json=body)
+                assert late.status_code == 409
+            await client.post(f"{opened[-1]['base_url']}/chat/completions", json=body)
+            await client.post(f"/sessions/{opened[-1]['id']}/reward", json={"reward": 0.5})
+            await client.post(f"/sessions/{opened[-1]['id']}/end")
+            trajectory = await member
+            assert trajectory.verdict.reward == 0.5
+            assert sum(segment.sampled for segment in trajectory.segments) == 1
+
+
+@in_a_loop
+async def test_no_more_agents_run_at_once_than_the_recipe_says_of_evaluations_too(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.model.gate = asyncio.Event()
     async with run.groups("without_reward", parallel=2) as groups:
-        members = [asyncio.create_task(groups.member(f"0.1.0/{k}", PROMPT, k, k)) for k in range(3)]
+        evaluation = AgentGroups(groups.config, groups.services, groups.open_session, groups.host)
+        of_both = [groups, evaluation, evaluation]
+        members = [asyncio.create_task(one.member(f"0.1.0/{k}", PROMPT, k, k)) for k, one in enumerate(of_both)]
         while run.model.running < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stretto.core.errors import EngineLost
 from stretto.gateway.config import GatewayConfig
 from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of
 
@@ -219,6 +220,29 @@ async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it
         assert (await gateway.chat(session, ASK)).status_code == 200
         shown = await gateway.shown(session)
     assert len([node for node in shown["nodes"] if node["sampled"]]) == 1
+
+
+@in_a_loop
+async def test_a_turn_that_an_engine_breaks_off_is_noted_until_another_succeeds(tmp_path: Path) -> None:
+    errors: list[Exception] = [EngineLost("engine-0", "is gone"), OSError(28, "no room")]
+
+    def failing(prompt: str) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "yes"
+
+    async with served_gateway(ScriptedModel(failing), tmp_path, context=400) as gateway:
+        session = await gateway.open()
+        held = gateway.app.sessions.named(session["id"])
+        assert held is not None
+        assert (await gateway.chat(session, ASK)).status_code == 503
+        assert held.broken == "a turn gave no reply: EngineLost: engine-0 is gone"
+        assert (await gateway.chat(session, ASK)).status_code == 500
+        assert "no room" in held.broken
+        assert (await gateway.chat(session, ASK)).status_code == 200
+        assert held.broken == ""
+        assert (await gateway.chat(session, [{"role": "user", "content": "x" * 500}])).status_code == 400
+        assert held.broken == ""  # the agent's own mistake
 
 
 @in_a_loop

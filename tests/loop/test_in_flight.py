@@ -4,15 +4,17 @@ wrote it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 import pytest
 
 from stretto.conversation.session import TurnRequest
-from stretto.core.errors import EngineLeft, EngineLost
+from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
+from stretto.loop.engines.sessions import sessions_of_evaluation
 
 ANSWER = tuple(range(100, 110))
 
@@ -124,6 +126,7 @@ def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journale
     async def main() -> Segment:
         engines = LostAfterFour()
         in_flight = InFlight(engines, Pieces(), {})
+        in_flight.begin("0.17.0/3")
         asked = TurnRequest(4, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment(parent=3, cause="fork"))
         turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
         for told in (4, 7):
@@ -141,6 +144,93 @@ def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journale
     whole = asyncio.run(main())
     assert whole.engines == (("a", 4), ("b", 6))
     assert sum((piece for _, piece, _ in pieces), start=Segment()) == whole
+
+
+@pytest.mark.parametrize("late", ["before", "during"])
+def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late: str) -> None:
+    journal = Journal()
+
+    async def main() -> None:
+        engines = LostAfterFour()
+        in_flight = InFlight(engines, journal, {})
+        in_flight.begin("0.17.0/3")
+        prefix = msgspec.structs.replace(written(0, 4), parent=0)
+        asked = TurnRequest(1, (1, 2), Sampling(max_tokens=20), seed=0, prefix=prefix)
+        if late == "before":
+            in_flight.forget("0.17.0")
+        turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+        if late == "during":
+            await engines.begun.wait()
+            in_flight.forget("0.17.0")
+            engines.go_on.set()
+        with pytest.raises(RefusedRequest, match=r"0\.17\.0/3 was given up"):
+            await turn
+        await in_flight.keep()
+
+    asyncio.run(main())
+    assert journal.tokens == []
+
+
+def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_request_of_its_own() -> None:
+    class SlowToLetGo(LostAfterFour):
+        """Has four tokens of the first request, of which it hears late that nobody waits."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.open = set[str]()
+
+        async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+            if request.id in self.open:
+                raise RefusedRequest("id", request.id, "an id that no open request has")
+            self.open.add(request.id)
+            self.begun.set()
+            if len(self.open) == 1:
+                await asyncio.get_running_loop().create_future()
+            segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+            yield Completion.of(request.id, 0, segment).written_by("a", request.prefixes[0])
+
+        async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+            assert known.keys() == self.open
+            return {id: {0: written(count, 4).written_by("a")} for id, (count,) in known.items()}
+
+    journal = Journal()
+
+    async def main() -> Segment:
+        engines = SlowToLetGo()
+        in_flight = InFlight(engines, journal, {})
+        in_flight.begin("0.17.0/3")
+        asked = TurnRequest(0, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment())
+        first = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
+        await engines.begun.wait()
+        await in_flight.keep()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        return await in_flight.turn("0.17.0/3", asked)
+
+    whole = asyncio.run(main())
+    assert whole.token_ids == ANSWER
+    assert journal.whole == whole
+
+
+def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own() -> None:
+    asked: list[str] = []
+
+    async def generate(*requests: GenerateRequest) -> AsyncIterator[Completion]:
+        (request,) = requests
+        asked.append(request.id)
+        if len(asked) == 1:
+            await asyncio.get_running_loop().create_future()
+        yield Completion.of(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+
+    async def main() -> Segment:
+        session = sessions_of_evaluation(generate, lambda completion: None)("evaluation..7/0", (1, 2), 0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await session.turn((1, 2), Sampling(max_tokens=20))
+        return (await session.turn((1, 2), Sampling(max_tokens=20))).segment
+
+    assert asyncio.run(main()).token_ids == ANSWER
+    assert len(set(asked)) == 2
 
 
 def test_engines_that_leave_the_run_are_no_losses_of_what_they_had() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 TASK = "STRETTO_TASK"  #: the task as JSON
 SESSION = "STRETTO_SESSION"  #: ``http://host:port/sessions/ID``, for the reward and the end
 _OURS = "STRETTO_"
-_LOOPBACK = "127.0.0.1,localhost,::1"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listened on, and no addresses to connect to
+_NO_PROXY = ("NO_PROXY", "no_proxy")
 
 
 def environment_of(
@@ -15,7 +18,11 @@ def environment_of(
 ) -> dict[str, str]:
     """The environment of the conductor without what is stretto's own, and the session under the names that clients
     know."""
+    for everywhere, loopback in _ANYWHERE.items():
+        address = address.replace(f"//{everywhere}:", f"//{loopback}:")
     base = f"{address}/s/{key}"
+    direct = [host for name in _NO_PROXY for host in own.get(name, "").split(",")]
+    direct_hosts = ",".join(dict.fromkeys(filter(None, [*direct, *_LOOPBACK, urlsplit(address).hostname or ""])))
     kept = {name: value for name, value in own.items() if not name.startswith(_OURS)}
     return kept | {
         "OPENAI_BASE_URL": f"{base}/v1",
@@ -25,8 +32,7 @@ def environment_of(
         "ANTHROPIC_BASE_URL": base,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": model,
-        "NO_PROXY": _LOOPBACK,
-        "no_proxy": _LOOPBACK,
+        **dict.fromkeys(_NO_PROXY, direct_hosts),
         SESSION: f"{address}/sessions/{session}",
         TASK: task,
     }

@@ -2,8 +2,8 @@
 
     ticket ─► session ─► program started, or a service that asks for it ─► end ─► reward ─► trajectory
 
-After a crash of the conductor the agent is started again, and its recorded turns answer it until it does something
-else. An agent that fails in any way makes an undecided trajectory with its reason, never a zero.
+After a crash of the conductor an agent that had not ended is started again, and its recorded turns answer it until it
+does something else. An agent that fails in any way makes an undecided trajectory with its reason, never a zero.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,18 +26,20 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, WorkflowError
-from stretto.core.records import Outcome, Prompt, Trajectory, Verdict, trajectory_id
+from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
 from stretto.gateway.agent_session import AgentSession, Speaker
 from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.programs import run_program
 from stretto.gateway.config import AgentConfig
-from stretto.gateway.sessions import SessionTable, known_key
+from stretto.gateway.sessions import SessionTable, new_key
 from stretto.rollout.controller import Ticket
 
 _COUNTED = 64  # trajectories of which `max_failed` is a share
 _LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
-_CREATED = b"created"
+_CREATED, _ENDED = b"created", b"ended"
+_NOT_STARTED = "the agent could not be started"
+_TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its name
 
 
 class ScoreText(Protocol):
@@ -51,7 +53,7 @@ class AgentServices:
     """What agents of a run work with.
 
     Attributes:
-        secret: what the names and the keys of sessions are made of; the same after a restart.
+        room: of agents that run at once, those of evaluations beside the training too.
         verdict: of a number that was given over HTTP.
         task: what an agent is told of a prompt, its member and its seed.
     """
@@ -59,11 +61,28 @@ class AgentServices:
     table: SessionTable
     speaker: Speaker
     address: str
-    secret: bytes
+    room: asyncio.Semaphore
     score: ScoreText
     verdict: Callable[[float], Verdict]
     decode: Callable[[Tokens], str]
     task: Callable[[Prompt, int, int], Mapping[str, Any]]
+
+
+class Sealed(Record, frozen=True):
+    """What a session has come to, as it is on record from its end: the nodes of its turns, and the rest as in
+    `AgentSession`."""
+
+    nodes: tuple[int, ...]
+    last_text: str
+    reward: float | None
+    broken: str
+
+    def restore(self, session: AgentSession) -> None:
+        """End a session that an earlier process of the run had ended."""
+        for node in self.nodes:
+            session.session.claim(node)
+        session.last_text, session.reward, session.broken = self.last_text, self.reward, self.broken
+        session.end()
 
 
 @dataclass
@@ -81,10 +100,16 @@ class WaitingSessions:
         raise RefusedRequest("task", "no trajectory of the run waits for a service", "try again later")
 
     def rewarded(self, session: AgentSession) -> None:
-        """See `Host`; the ledger gets the reward with the trajectory."""
+        """See `Host`; the ledger gets the reward with the end: without one the trajectory is made again."""
 
-    def ended(self, session: AgentSession) -> None:
+    async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
+
+        async def run() -> bytes:
+            nodes = tuple(session.session.returned)
+            return msgspec.json.encode(Sealed(nodes, session.last_text, session.reward, session.broken))
+
+        await session.session.call(_ENDED, run, repeatable=True, durable=True)
 
 
 @dataclass
@@ -97,7 +122,6 @@ class AgentGroups:
     host: WaitingSessions
 
     def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.config.parallel)
         self._failed: deque[bool] = deque(maxlen=_COUNTED)
         self.ended = 0  # trajectories, for who looks whether anything moves
 
@@ -113,13 +137,12 @@ class AgentGroups:
         Raises:
             WorkflowError: most of the last trajectories failed.
         """
-        async with self._room:
+        async with self.services.room:
             session = await self._opened(id, prompt, member, seed)
             self.services.table.add(session)
             try:
                 failure = await self._end_of(session)
             finally:
-                session.end()
                 self.services.table.retire(session)
         trajectory = await self._trajectory(session, prompt, failure)
         self._count(trajectory)
@@ -129,11 +152,18 @@ class AgentGroups:
         services = self.services
         session = self.open_session(id, prompt.token_ids, seed)
         created = int(await session.call(_CREATED, _now, repeatable=True))
-        name, key = (known_key(services.secret, id, purpose) for purpose in ("name", "key"))
-        return AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
+        # New ones at each opening: evaluations have the same trajectories again, and who had one of them is no heir.
+        name, key = new_key(), new_key()
+        found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
+        for call in session.calls:
+            if call.asked == _ENDED and call.reply is not None:
+                msgspec.json.decode(call.reply, type=Sealed).restore(found)
+        return found
 
     async def _end_of(self, session: AgentSession) -> str:
         """Why the agent failed, once it has ended; "" if it did not."""
+        if session.state == "ended":
+            return ""
         try:
             async with deadline(f"session {session.session.id}", "the end of its agent", self.config.deadline):
                 if not (self.config.command or self.config.function):
@@ -143,10 +173,16 @@ class AgentGroups:
                 return await self._program(session)
         except DeadlineExceeded as late:
             return str(late)
+        except OSError as error:
+            return f"{_NOT_STARTED}: {error.strerror or error}"
+        finally:
+            session.end()
 
     async def _program(self, session: AgentSession) -> str:
         config, services = self.config, self.services
         task = json.dumps(dict(session.about))
+        if len(task) > _TASK_BYTES:
+            return f"{_NOT_STARTED}: its task has {len(task):,} bytes, and its environment holds {_TASK_BYTES:,}"
         environment = environment_of(
             os.environ, services.address, session.id, session.key, services.speaker.model, task
         )
@@ -161,12 +197,20 @@ class AgentGroups:
             await first_of(running, sealed)
             if not running.done():  # it has ended its session itself
                 await asyncio.wait([running], timeout=_LINGER_SECONDS)
-            return running.result().failure if running.done() else ""
+            if not running.done():
+                return ""
+            ended = running.result()  # clients print addresses, which have the key in them
+            failure = replace(ended, said=ended.said.replace(session.key, "KEY")).failure
+            if not failure and session.state == "open":
+                await self.host.ended(session)
+            return failure
         finally:
+            session.end()  # first: what its program still asks for finds no group that is in flight
             await cancel_and_wait([running, sealed])
 
     async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:
         services, segments = self.services, session.session.segments()
+        failure = failure or session.broken
         if not failure and not segments:
             failure = "the agent has ended without a completion"
         if failure:

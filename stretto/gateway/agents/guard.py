@@ -1,7 +1,8 @@
 """``python -I guard.py PARENT COMMAND...``: runs an agent's program, and leaves nothing of it behind.
 
 What the program has started ends with it, and all of it ends with the guard, with the run, and with the machine's
-patience: children that hide in sessions of their own come to the guard when their parents end.
+patience: children that hide in sessions of their own come to the guard when their parents end. The program itself ends
+with a guard that it kills; what else it has started `programs.run_program` finds by a mark in the environment.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def main(parent: int, command: list[str]) -> int:
     if os.getppid() != parent:  # it ended before the request took effect
         return 0
     try:
-        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        program = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
         code = program.wait()
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", flush=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,10 @@ _GUARD = str(Path(guard.__file__))
 _LAST_BYTES = 4096  # of what a program prints
 _CHUNK = 1 << 16
 _GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # whether the guard is still there
+_ROUNDS, _PAUSE = 50, 0.01
 _SHOWN = 300
+_MARK = "STRETTO_PROGRAM"
 
 
 @dataclass(frozen=True)
@@ -41,25 +46,62 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], fo
     """Run it to its end; a cancellation ends it, and everything that it has started. The caller has the deadline."""
     # Isolated: the program's own interpreter and modules are in the environment, and not meant for the guard.
     whole = [sys.executable, "-I", _GUARD, str(os.getpid()), *command]
+    mark = secrets.token_hex(16)
     process = await asyncio.create_subprocess_exec(
         *whole,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=dict(environment),
+        env={**environment, _MARK: mark},
         cwd=folder,
         start_new_session=True,
     )
     said = b""
     try:
-        assert process.stdout is not None
-        while chunk := await process.stdout.read(_CHUNK):
+        async for chunk in _printed(process):
             said = (said + chunk)[-_LAST_BYTES:]  # whatever it prints, no more is kept
-        code = await process.wait()
     finally:
         if process.returncode is None:
             await _end(process)
-    return ProgramExit(code, said.decode(errors="replace"))
+        if process.returncode is None or process.returncode < 0:  # the guard was killed, and has left what was below it
+            await asyncio.to_thread(_end_marked, f"{_MARK}={mark}".encode())
+    code = await process.wait()
+    return ProgramExit(code if code >= 0 else 128 - code, said.decode(errors="replace"))
+
+
+async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
+    """Until the program's end; what outlives a guard that was killed may hold the pipe for longer."""
+    assert process.stdout is not None
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                chunk = await process.stdout.read(_CHUNK)
+                if not chunk:
+                    await process.wait()
+                    return
+            yield chunk
+            continue
+        if process.returncode is not None:
+            return
+
+
+def _end_marked(mark: bytes) -> None:
+    """Kill every process that has the mark in its environment, those that they start meanwhile too."""
+    for _ in range(_ROUNDS):
+        found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark)]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_PAUSE)
+
+
+def _has(pid: int, mark: bytes) -> bool:
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is someone else's
+        return False
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -70,4 +112,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
         except TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            while process.returncode is None:  # `wait` waits for the pipe too, which others may hold
+                await asyncio.sleep(_PAUSE)

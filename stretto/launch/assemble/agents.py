@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -31,8 +31,6 @@ from stretto.launch.preflight.plan import Plan
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
 
-_SECRET_BYTES = 32
-
 
 class RunGateway:
     """The gateway of a run. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
@@ -41,7 +39,7 @@ class RunGateway:
         """`folder`: of the run, where its address is shown; None for an evaluation without a run."""
         self._plan, self._config, self._folder, self._say = plan, config, folder, say
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
-        self._table = SessionTable()
+        self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
         context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
         rule = SamplingRule(plan.sampling, context, fixed=True)
         teller = Teller(config.model, plan.tokenizer)
@@ -84,7 +82,7 @@ class RunGateway:
             table=self._table,
             speaker=self._speaker,
             address=self._address,
-            secret=self._secret(),
+            room=self._room,
             score=score,
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
@@ -93,13 +91,3 @@ class RunGateway:
         groups = AgentGroups(self._config, services, open_session, self._host)
         self._groups.append(groups)
         return groups
-
-    def _secret(self) -> bytes:
-        """What keys of sessions are made of; the same in every process of the run."""
-        if self._folder is None:
-            return secrets.token_bytes(_SECRET_BYTES)
-        path = self._folder.gateway_secret
-        if not path.exists():
-            self._folder.write(path.name, secrets.token_hex(_SECRET_BYTES))
-            path.chmod(0o600)
-        return bytes.fromhex(path.read_text())

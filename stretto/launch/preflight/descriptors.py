@@ -10,12 +10,16 @@ from stretto.core.errors import Problem, RecipeError
 
 _CONDUCTOR = 32  # its libraries, ledger, logs, locks and event loop
 _ENGINE, _RANK, _REWARD_WORKER, _GROUP = 6, 4, 2, 1  # wires, logs, heartbeats; the connection of a group in flight
+_AGENT = 3  # its program's output, and its connection; a service's connections
 _GUEST = 4  # an engine that joins: its machine's wire, log, counters and tokens; groups in flight count beside it
 
 
-def descriptors_needed(*, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1) -> int:
+def descriptors_needed(
+    *, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1, agents: int = 0
+) -> int:
     """What the conductor may have open at once, the process of a run that has the most: `groups` are in flight."""
-    return _CONDUCTOR + _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers + _GROUP * groups
+    roles = _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers
+    return _CONDUCTOR + roles + _GROUP * groups + _AGENT * agents
 
 
 def no_room_for(guests: int) -> str:

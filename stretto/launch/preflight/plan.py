@@ -158,6 +158,7 @@ def _check_descriptors(recipe: Recipe) -> None:
             ranks=recipe.trainer.ranks,
             reward_workers=recipe.rewards.workers + of_workflows,
             groups=recipe.rollout.max_in_flight,
+            agents=recipe.workflow.parallel if isinstance(recipe.workflow, AgentConfig) else 0,
         )
     )
 

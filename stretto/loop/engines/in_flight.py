@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from stretto.conversation.session import TurnRequest
-from stretto.core.errors import EngineLeft, EngineLost
+from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.store.ledger.reading import UnfinishedGroup
@@ -84,15 +84,18 @@ class GroupInFlight:
     session: str = ""  # the trajectory whose segment `node` this is, if it is one turn of it
     node: int = 0
     least: int = 0  # the version that samples it, or a newer one
+    asked: str = ""  # the id of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """What is missing of the group's request."""
         self.turn += 1
+        # A turn that its client has left may be asked for again before the engine has given the first request up.
+        self.asked = f"{of.id}.{self.turn}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
         seeds = tuple(of.seeds[member] for member in self.members)
         resumed = any(prefix.token_ids for prefix in prefixes)
-        return msgspec.structs.replace(of, seeds=seeds, prefixes=prefixes if resumed else ())
+        return msgspec.structs.replace(of, id=self.asked, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
         """Add new tokens to what the open request has, by its order; gives those of each member."""
@@ -161,23 +164,31 @@ class InFlight:
         for _, completion in sorted(group.ended.items()):
             yield completion
 
+    def begin(self, session: str) -> None:
+        """Turns of the trajectory `session` may be asked for until its group is forgotten."""
+        self._turns.setdefault(session.rpartition("/")[0], [])
+
     async def turn(self, session: str, request: TurnRequest) -> Segment:
         """One turn of the trajectory `session`, whole (with the id a `conversation.session.Sampler`). It is journaled
         when this returns, so that what follows it never stands in the ledger without it.
 
         Raises:
-            EngineLost, RefusedRequest: as `generate`.
+            EngineLost, RefusedRequest: as `generate`; or the trajectory's group was given up.
         """
-        id = f"{session}:{request.node}"
-        if id not in self._groups:
+        id, of = f"{session}:{request.node}", session.rpartition("/")[0]
+        if of not in self._turns:
+            raise _given_up(session)
+        if (turn := self._groups.get(id)) is None:
             prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
             known = {0: prefix} if prefix.token_ids else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
-            self._turns.setdefault(session.rpartition("/")[0], []).append(id)
+            self._turns[of].append(id)
         asked = GenerateRequest(id, request.prompt, (request.seed,), request.sampling)
         async for completion in self.generate(asked):
-            self._journal_ended(id, self._groups[id])
+            if self._groups.get(id) is not turn:
+                raise _given_up(session)
+            self._journal_ended(id, turn)
             return completion.segment
         raise AssertionError("a request is one completion, or an error")
 
@@ -206,19 +217,22 @@ class InFlight:
         async with self._keeping:
             for id, group in self._groups.items():
                 self._journal_ended(id, group)
-            open_groups = {id: group for id, group in self._groups.items() if not group.judging}
-            turns = {id: group.turn for id, group in open_groups.items()}
-            known = {id: [group.known(member) for member in group.members] for id, group in open_groups.items()}
-            for id, pieces in (await self._engines.partials(known, patience)).items():
-                group_now = self._groups.get(id)
-                if group_now is not None and group_now.turn == turns.get(id):
-                    for member, piece in group_now.extend(pieces):
-                        journal.journal(*group_now.place(id, member, piece))
+            asked = {one.asked: (id, one, one.turn) for id, one in self._groups.items() if one.turn and not one.judging}
+            known = {name: [one.known(member) for member in one.members] for name, (_, one, _) in asked.items()}
+            for name, pieces in (await self._engines.partials(known, patience)).items():
+                id, group, turn = asked[name]
+                if self._groups.get(id) is group and group.turn == turn:
+                    for member, piece in group.extend(pieces):
+                        journal.journal(*group.place(id, member, piece))
 
     def _journal_ended(self, id: str, group: GroupInFlight) -> None:
         if self._journal is not None:
             for piece in group.pieces(id):
                 self._journal.journal(*piece)
+
+
+def _given_up(session: str) -> RefusedRequest:
+    return RefusedRequest("session", f"{session} was given up", "another one")
 
 
 def restore(

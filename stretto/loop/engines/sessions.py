@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count as count_from
 from typing import Protocol
 
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
@@ -58,6 +59,7 @@ class TrajectorySessions:
         """The session of a trajectory, with what is on record of it."""
         known = self._restored.pop(id, UnfinishedMember())
         record = LedgerRecord(self._ledger, id)
+        self._in_flight.begin(id)
         return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
 
 
@@ -68,12 +70,12 @@ def sessions_of_evaluation(
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()
-        whole = WholeTurns(generate, record, id)
+        number = count_from()  # a turn may be asked for again before its engine has given the first request up
 
         async def sample(request: TurnRequest) -> Segment:
             for attempt in attempts():
                 with attempt:
-                    segment = await whole(request)
+                    segment = await WholeTurns(generate, record, f"{id}.{next(number)}")(request)
                     count(Completion.of(id, 0, segment))
                     return segment
             raise AssertionError("the last attempt raises")

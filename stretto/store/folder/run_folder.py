@@ -51,7 +51,7 @@ class RunFolder:
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
         self.held_out = path / "held_out.jsonl"
-        self.gateway, self.gateway_secret = path / "gateway", path / "gateway.key"
+        self.gateway = path / "gateway"
         self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
 
     @classmethod
