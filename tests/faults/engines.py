@@ -97,7 +97,7 @@ class CompanyMatters(Engines):
     """Engines whose tokens tell what was computed together with them, and rewards that depend on the answer alone:
     nothing but its moment is left to chance."""
 
-    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+    async def generate(self, *requests: GenerateRequest, least: int = 0) -> AsyncIterator[Completion]:
         company = xxhash.xxh3_64_intdigest(repr([(request.id, request.seeds) for request in requests]).encode())
         wanted = [(request, member) for request in requests for member in range(len(request.seeds))]
         self.chance.shuffle(wanted)
