@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from ipaddress import ip_address
 
 from stretto.conversation.bridge import ChatTemplate
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, WorkflowError
 from stretto.gateway.config import AgentConfig
 
+_IMPORT_SECONDS = 60.0
 KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens sessions
 
 
@@ -49,9 +52,24 @@ def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> Non
         problems.append(Problem("workflow.command", f"{config.command[0]!r} is no program that can be started"))
     elif config.function is not None and not all(config.function.partition(":")):
         problems.append(Problem("workflow.function", repr(config.function), "'package.module:function' is needed"))
+    elif config.function is not None and (missing := _missing(config.function, config.path)):
+        problems.append(Problem("workflow.function", f"{config.function!r} cannot be called: {missing}"))
     if problems:
         raise WorkflowError(problems)
     check_chat(tokenizer, place)
+
+
+def _missing(function: str, folder: str | None) -> str:
+    """Why the function is not there; empty if it is. Its module is imported in a process of its own."""
+    command = (sys.executable, "-m", "stretto.gateway.agents.call", "--check", function)
+    try:
+        found = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"its module took more than {_IMPORT_SECONDS:g} s to be imported"
+    said = found.stderr.strip().splitlines() or [f"exit code {found.returncode}"]
+    return said[-1] if found.returncode else ""
 
 
 def _searched(config: AgentConfig) -> str:

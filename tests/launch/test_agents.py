@@ -95,6 +95,9 @@ def test_an_agent_that_cannot_be_started_is_refused_before_the_run(laboratory: L
         ("workflow.command=['/no/such/agent']", "is no program that can be started"),
         ("workflow.function='module'", "has a command and a function"),
         ("workflow.parallell=3", "did you mean 'parallel'?"),
+        ("gateway.host='0.0.0.0'", "lets other machines open sessions without a key"),
         ("workflow.kind='agents'", "did you mean 'agent'?"),
     ):
         laboratory.run("train", recipe, override, "--dry-run").refused(message)
+    missing = ("workflow.command=[]", "workflow.function='json:nope'")
+    laboratory.run("train", recipe, *missing, "--dry-run").refused("'json' has no function 'nope'")

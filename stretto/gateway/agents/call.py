@@ -1,7 +1,7 @@
-"""``python -m stretto.gateway.agents.call MODULE:FUNCTION``: an agent that is a Python function.
+"""``python -m stretto.gateway.agents.call [--check] MODULE:FUNCTION``: an agent that is a Python function.
 
 It gets the task, and finds its session where every client looks for it: in OPENAI_BASE_URL, ANTHROPIC_BASE_URL and so
-on. A number that it returns is the reward.
+on. A number that it returns is the reward. With ``--check`` it is found and not called.
 """
 
 from __future__ import annotations
@@ -13,19 +13,33 @@ import json
 import os
 import sys
 import urllib.request
+from collections.abc import Callable
+from typing import Any
 
 from stretto.gateway.agents.environment import SESSION, TASK
 
 _SECONDS = 60.0
 
 
-def main(place: str) -> None:
-    """Call the function once."""
+def function(place: str) -> Callable[[Any], Any]:
+    """That of a module in the working folder, or of an installed one; ends the process with a sentence if it is not
+    there."""
     module, _, name = place.partition(":")
     sys.path.insert(0, os.getcwd())
-    result = getattr(importlib.import_module(module), name)(json.loads(os.environ[TASK]))
+    found = importlib.import_module(module)
+    if not callable(getattr(found, name, None)):
+        there = [known for known, value in vars(found).items() if callable(value) and not known.startswith("_")]
+        sys.exit(f"{module!r} has no function {name!r}; it has {', '.join(there) or 'none'}")
+    return getattr(found, name)  # type: ignore[no-any-return]  # it was asked above
+
+
+def main(place: str) -> None:
+    """Call the function once."""
+    result = function(place)(json.loads(os.environ[TASK]))
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
+    if result is not None and not isinstance(result, int | float):
+        sys.exit(f"{place} returned {type(result).__name__}, not a number")
     if result is not None:
         body = json.dumps({"reward": float(result)}).encode()
         request = urllib.request.Request(f"{os.environ[SESSION]}/reward", body)
@@ -35,4 +49,4 @@ def main(place: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (function if sys.argv[1] == "--check" else main)(sys.argv[-1])

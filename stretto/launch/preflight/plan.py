@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
-from stretto.gateway.checks import check_agent
-from stretto.gateway.config import AgentConfig
+from stretto.engine.http.lifecycle import bind
+from stretto.gateway.checks import KEY, check_agent, check_reach
+from stretto.gateway.config import AgentConfig, GatewayConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
@@ -112,6 +114,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     if isinstance(recipe.workflow, AgentConfig):
         check_agent(recipe.workflow, tokenizer, tokenizer.place)
+        _check_gateway(recipe.gateway)
     sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
@@ -148,6 +151,12 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *try_reward(recipe.rewards, questions.training),
         ),
     )
+
+
+def _check_gateway(config: GatewayConfig) -> None:
+    """Raises RecipeError: its address cannot be had, or is one of the network and there is no key."""
+    with bind(config.host, config.port, "gateway.port") as bound:
+        check_reach(bound, os.environ.get(KEY) or None, "gateway.host")
 
 
 def _check_descriptors(recipe: Recipe) -> None:
