@@ -42,7 +42,7 @@ def test_a_stopped_run_has_a_checkpoint_and_goes_on(laboratory: Laboratory, tmp_
     with laboratory.train(run_dir, ENDLESS, *SLOW) as command:
         wait_for_step(command, 3)
         another = laboratory.run("train", TINY, "--run-dir", run_dir)
-        another.refused(f"{run_dir}: is in use by process {command.process.pid}", "another --run-dir")
+        another.refused(f"{run_dir}: is in use by process {command.process.pid}", "choose another folder")
         ended, seconds = command.stop(signal.SIGINT)
         assert ended.code == 130, ended.err
         assert seconds < 10
