@@ -138,6 +138,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         ],
         "weights": {"medium": "http", "bytes": 20, "seconds_pull_median": 0.3, "seconds_pause_median": 0.03},
         "rewards": {},
+        "gateway": None,
     }
 
 

@@ -54,7 +54,7 @@ def test_the_recipe_chooses() -> None:
 @pytest.mark.parametrize(("aggregation", "longer"), [("sequence_mean", 1), ("fixed_length", 10), ("token_mean", 10)])
 def test_an_answer_of_1000_tokens_weighs_in_a_step_what_its_mean_says(aggregation: Aggregation, longer: int) -> None:
     """Beside ten of 100, from which minibatches of equal tokens part it."""
-    rows = [answer(1000), *[answer(100)] * 10]
+    rows = [answer(1000), *(answer(100, number) for number in range(1, 11))]
     config = AlgorithmConfig(aggregation=aggregation)
     trainer = Trainer(tiny(), TrainerConfig(learning_rate=1.0, minibatches=2), config, Sampling(max_tokens=1000))
     parts = trainer._minibatches(rows)
@@ -64,6 +64,6 @@ def test_an_answer_of_1000_tokens_weighs_in_a_step_what_its_mean_says(aggregatio
     assert others == near([longest / longer] * 10, 1000)
 
 
-def answer(tokens: int) -> Sample:
+def answer(tokens: int, number: int = 0) -> Sample:
     places, numbers = tuple(range(1, tokens + 1)), (0.0,) * tokens
-    return Sample("0", (0,) * (tokens + 1), 1, places, numbers, (0,) * tokens, numbers)
+    return Sample(f"0/{number}", (0,) * (tokens + 1), 1, places, numbers, (0,) * tokens, numbers)

@@ -26,7 +26,7 @@ def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_
     authority(site.there / "theirs")
 
     async def scenario(tls: str) -> str:
-        async with running(site, assembly=2.0, tls=str(site.here / "tls")) as group:
+        async with running(site, assembly=5.0, tls=str(site.here / "tls")) as group:
             await group.start_rank(tls=tls)
             assert await group.rank.ended() == "ended with exit code 1"
             return await lost(group)
