@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,9 @@ class TooLong(BaseException):
 def limited_time(seconds: float = SECONDS) -> Iterator[None]:
     """A limit on the processor time of the main thread, where signals arrive; other threads have none.
 
+    A signal that arrives inside a callback of the garbage collector or of a weak reference cannot end the comparison:
+    Python reports the exception there and drops it. The next signal ends it, so the report is left out.
+
     Raises:
         TooLong: the time is up.
     """
@@ -61,13 +65,21 @@ def limited_time(seconds: float = SECONDS) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TooLong
 
+    report = sys.unraisablehook
+
+    def report_others(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not TooLong:
+            report(dropped)
+
     before = signal.signal(signal.SIGVTALRM, stop)
+    sys.unraisablehook = report_others
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        sys.unraisablehook = report
 
 
 def check_piece(text: str) -> None:
