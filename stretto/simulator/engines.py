@@ -1,8 +1,8 @@
 """Engines on a virtual clock: continuous batching whose steps take as long as their rows and their cache make them.
 
 All running completions of an engine get one token in each step, so that one number, the *tick*, says how far all of
-them are, and a completion ends at a tick that is known when it enters. Between two events the seconds of a step are those
-at the middle of the interval.
+them are, and a completion ends at a tick that is known when it enters. Between two events the seconds of a step are
+those at the middle of the interval.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class Flight:
-    """A group in flight: its prompt's tokens, the final lengths of its completions, the versions of those that ended."""
+    """A group in flight: its prompt's tokens, the final lengths of its completions, the versions of ended ones."""
 
     ticket: Ticket
     prompt: int
@@ -68,7 +68,7 @@ class Flight:
 
 
 @dataclass(eq=False)
-class Row:
+class CompletionRow:
     """A completion in an engine: what is left of it, and the versions of its tokens before it entered the last time."""
 
     flight: Flight
@@ -99,8 +99,8 @@ class SimulatedEngine:
         self._clock, self._durations, self._limits = clock, durations, limits
         self._ended, self._loaded = ended, loaded
         self._tick, self._at, self._step = 0.0, 0.0, 1.0  # at the time `_at`, which is in the future during a pause
-        self._running: list[tuple[float, int, Row]] = []  # by the tick at which they end
-        self._waiting: deque[Row] = deque()
+        self._running: list[tuple[float, int, CompletionRow]] = []  # by the tick at which they end
+        self._waiting: deque[CompletionRow] = deque()
         self._entered = 0
         self._cached = 0.0
         self._switches: list[tuple[float, int]] = []  # ticks at which versions took over
@@ -114,7 +114,7 @@ class SimulatedEngine:
 
     def start(self, flight: Flight) -> None:
         """Queue the completions of a group."""
-        self._waiting.extend(Row(flight, member) for member in range(len(flight.lengths)))
+        self._waiting.extend(CompletionRow(flight, member) for member in range(len(flight.lengths)))
         self._go_on()
 
     def stop(self, flight: Flight) -> list[int]:
@@ -167,10 +167,10 @@ class SimulatedEngine:
 
     # ── ticks ────────────────────────────────────────────────────────────────────────────────────
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[CompletionRow]:
         return (row for _, _, row in self._running)
 
-    def _context(self, row: Row) -> float:
+    def _context(self, row: CompletionRow) -> float:
         """Tokens of the model that a running completion has in the cache."""
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
 
@@ -260,7 +260,7 @@ class SimulatedEngine:
         self._waiting.appendleft(row)
         self.preempted += 1
 
-    def _versions(self, row: Row, tokens: int) -> tuple[int, ...]:
+    def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
         """The versions of the `tokens` that a row has sampled since it entered: token t at the tick ``entered + t``."""
         behind = len(self._switches)
         while behind and self._switches[behind - 1][0] > row.entered:
