@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from stretto.core.machine import cores, processor
@@ -119,15 +120,15 @@ def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
         **fit_training(found.trainings),
         **fit_loads(found.loads),
     }
-    return MachineProfile(
-        name=name,
-        memory_gib=memory / 2**30,
-        weight_bandwidth=bandwidth,
-        transfer_seconds=statistics.median(found.transfers),
-        cores=0.0 if gpu else float(cores()),
-        sources=dict.fromkeys((*fitted, "weight_bandwidth", "transfer_seconds"), "stretto plan --calibrate"),
-        **fitted,
-    )
+    facts: dict[str, object] = {
+        "name": name,
+        "memory_gib": memory / 2**30,
+        "weight_bandwidth": bandwidth,
+        "transfer_seconds": statistics.median(found.transfers),
+        "cores": 0.0 if gpu else float(cores()),
+        "sources": dict.fromkeys((*fitted, "weight_bandwidth", "transfer_seconds"), "stretto plan --calibrate"),
+    }
+    return msgspec.convert(facts | fitted, MachineProfile)
 
 
 def measure_shape(config: BuildConfig, folder: Path, found: Measurements, rows: Sequence[int] = _ROWS) -> None:

@@ -38,13 +38,11 @@ CLOCK = MachineProfile(
 SEVEN = ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)
 
 
-def job(staleness: float = 4, **rollout: int) -> Job:
+def job(staleness: float = 4) -> Job:
     return Job(
         shape=SHAPE,
         lengths=LogNormalLengths(50, 0.0, 64, 10),
-        rollout=RolloutConfig(
-            **{"batch_size": 8, "group_size": 4, "max_in_flight": 24} | rollout, max_staleness=staleness
-        ),
+        rollout=RolloutConfig(batch_size=8, group_size=4, max_in_flight=24, max_staleness=staleness),
         engine=EngineConfig(slots=1024),
         trainer=TrainerConfig(steps=40, minibatches=1, micro_batch_tokens=1 << 20),
         longest=74,
