@@ -2,7 +2,7 @@
 
 - Each start raises the epoch of the ledger; the higher standing stays, and of two alike the name decides.
 - A copy is not gone on with while a conductor of the run lives where the folder says.
-- A conductor that could not be asked then, and comes back, is told; a machine that has served the newer one says so too.
+- A conductor that could not be asked then, and comes back, is told; a machine that has served the newer one says so.
 - One that was told ends with the run's name and the newer one's address, and its own folder knows where that is.
 """
 
