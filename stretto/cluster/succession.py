@@ -24,7 +24,7 @@ from stretto.core.errors import (
     Problem,
     RecipeError,
     RunFolderError,
-    RunSuperseded,
+    StrettoError,
     WireError,
 )
 from stretto.processes.handshake import call
@@ -33,6 +33,24 @@ from stretto.processes.wire import Wire, connect
 
 _SECONDS = 5.0
 _PAUSE_SECONDS = 5.0
+
+
+class RunSuperseded(StrettoError):
+    """A newer conductor goes on with the run, from a copy of its folder: this one ends, so that there is one.
+
+    `epoch` and `address` are those of the newer one; an address is not always known ("").
+    """
+
+    def __init__(self, run: str, epoch: int, address: str) -> None:
+        self.run, self.epoch, self.address = run, epoch, address
+        super().__init__(run, epoch, address)
+
+    def __str__(self) -> str:
+        where = f" at {self.address}" if self.address else ""
+        return (
+            f"a newer conductor goes on with run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
+            "this one ends"
+        )
 
 
 def next_standing(before: Standing | None) -> Standing:

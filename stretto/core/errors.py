@@ -24,7 +24,6 @@
     │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
     │       └── HandshakeBroken  a peer that closed the connection, or speaks something else
     ├── StoreError               the run folder's contents contradict themselves
-    ├── RunSuperseded            a newer conductor goes on with the run, from a copy of its folder
     ├── CallInterrupted          a call that was cut short, and may not be made a second time
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
@@ -329,24 +328,6 @@ class StoreError(StrettoError):
         except stretto.StoreError as error:
             print(error)
     """
-
-
-class RunSuperseded(StrettoError):
-    """A newer conductor goes on with the run, from a copy of its folder: this one ends, so that there is one.
-
-    `epoch` and `address` are those of the newer one; an address is not always known ("").
-    """
-
-    def __init__(self, run: str, epoch: int, address: str) -> None:
-        self.run, self.epoch, self.address = run, epoch, address
-        super().__init__(run, epoch, address)
-
-    def __str__(self) -> str:
-        where = f" at {self.address}" if self.address else ""
-        return (
-            f"a newer conductor goes on with run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
-            "this one ends"
-        )
 
 
 class CallInterrupted(StrettoError):

@@ -23,8 +23,8 @@ from stretto.cluster import succession
 from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto.cluster.messages import Dismissed, RunTerms, Standing
-from stretto.cluster.succession import assert_alone, next_standing, tell
-from stretto.core.errors import RunFolderError, RunSuperseded
+from stretto.cluster.succession import RunSuperseded, assert_alone, next_standing, tell
+from stretto.core.errors import RunFolderError
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
 from tests.faults.test_company import end_well
 from tests.launch.running import Laboratory, said, steps_done, wait_for_step, wait_until

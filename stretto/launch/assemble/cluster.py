@@ -19,8 +19,8 @@ from stretto.cluster.join_file import JOIN, PATIENCE_SECONDS, JoinFile, read_joi
 from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms, Standing
 from stretto.cluster.placing import RayPlacerSpec
-from stretto.cluster.succession import tell
-from stretto.core.errors import Problem, RecipeError, RoleDied, RunSuperseded
+from stretto.cluster.succession import RunSuperseded, tell
+from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents, placing_seconds
