@@ -127,7 +127,7 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
         except (MachineLost, DeadlineExceeded, HandshakeBroken, OSError) as error:
             problem = str(error)
         else:
-            join = msgspec.structs.replace(join, run=session.terms.run, served=session.terms.standing)
+            join = msgspec.structs.replace(join, run=session.terms.run, served=session.terms.tenure)
             end = await session.work(leave)
             if isinstance(end, Dismissed) and not end.again:
                 return end.why

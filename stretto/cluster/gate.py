@@ -2,7 +2,7 @@
 
     agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
     stretto scale ──────handshake──────────► gate ──Answer──►
-    another conductor ──handshake──────────► gate ──Standing──►
+    another conductor ──handshake──────────► gate ──Tenure──►
 
 A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which. A
 crowd of strangers costs a bounded number of connections: the newest takes the place of the one that has said nothing
@@ -36,7 +36,7 @@ from stretto.cluster.messages import (
     Look,
     RunTerms,
     Scale,
-    Standing,
+    Tenure,
 )
 from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
@@ -140,9 +140,9 @@ class Gate:
                     await self._host(join, wire)
                 case Scale(engines):
                     await self._scale(engines, writer)
-                case Look(_, standing, address):
-                    self._gives_way(standing, address)
-                    writer.write(frame(self._doors.terms().standing))
+                case Look(_, tenure, address):
+                    self._gives_way(tenure, address)
+                    writer.write(frame(self._doors.terms().tenure))
                     await _flushed(writer)
         except (HandshakeBroken, DeadlineExceeded, OSError):
             return  # a port scanner, say; it has said nothing
@@ -181,9 +181,9 @@ class Gate:
 
     # ── those who are admitted ───────────────────────────────────────────────────────────────────
 
-    def _gives_way(self, other: Standing | None, address: str = "") -> bool:
+    def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
         """Whether a caller is, or has served, a newer conductor of the run; this one ends then."""
-        if other is None or other <= self._doors.terms().standing:
+        if other is None or other <= self._doors.terms().tenure:
             return False
         self._doors.superseded(other.epoch, address)
         return True

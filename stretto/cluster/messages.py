@@ -5,7 +5,7 @@ gate ──► agent      RunTerms, Echo, NewVersion, StartRole, StopRole, KillR
 command ──► gate    Scale (in the handshake)
 conductor ──► gate  Look (in the handshake)
 gate ──► command    Answer
-gate ──► conductor  Standing
+gate ──► conductor  Tenure
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGEST_WORDS = 1 << 20
 AGENTS_TLS = "(the agent's folder of certificates)"
 
 
-class Standing(Record, frozen=True, order=True):
+class Tenure(Record, frozen=True, order=True):
     """Which conductor of a run this is: each start raises the epoch that the ledger has, and of two that were resumed
     from copies of one folder the name decides. The lower one gives way."""
 
@@ -45,15 +45,15 @@ class Join(Record, frozen=True, tag=True):
     count: int  # places
     release: str  # of stretto
     run: str = ""
-    served: Standing | None = None
+    served: Tenure | None = None
 
 
 class Look(Record, frozen=True, tag=True):
-    """Another conductor of `run`, at `address`, which gets the standing of this one; without a standing of its own it
+    """Another conductor of `run`, at `address`, which gets the tenure of this one; without a tenure of its own it
     has not begun, and only asks."""
 
     run: str
-    standing: Standing | None = None
+    tenure: Tenure | None = None
     address: str = ""
 
 
@@ -83,7 +83,7 @@ class RunTerms(Record, frozen=True, tag=True):
     published: int  # the newest version; -1: none yet
     lease: float
     hung: float
-    standing: Standing
+    tenure: Tenure
 
 
 class RolePlace(Record, frozen=True):
@@ -193,4 +193,4 @@ FROM_CALLER: msgspec.msgpack.Decoder[FromCaller] = msgspec.msgpack.Decoder(FromC
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-STANDING: msgspec.msgpack.Decoder[Standing] = msgspec.msgpack.Decoder(Standing)
+TENURE: msgspec.msgpack.Decoder[Tenure] = msgspec.msgpack.Decoder(Tenure)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
-from stretto.cluster.messages import STANDING, Look, Standing
+from stretto.cluster.messages import TENURE, Look, Tenure
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
     DeadlineExceeded,
@@ -53,9 +53,9 @@ class RunSuperseded(StrettoError):
         )
 
 
-def next_standing(before: Standing | None) -> Standing:
+def next_tenure(before: Tenure | None) -> Tenure:
     """That of a conductor that begins where `before` was the last one."""
-    return Standing(epoch=1 if before is None else before.epoch + 1, conductor=secrets.token_hex(8))
+    return Tenure(epoch=1 if before is None else before.epoch + 1, conductor=secrets.token_hex(8))
 
 
 async def assert_alone(folder: Path, tls: str) -> None:
@@ -69,8 +69,8 @@ async def assert_alone(folder: Path, tls: str) -> None:
     except RecipeError:  # it was killed before it had a gate
         return
     places = [address for address in (known.control, known.address, known.before) if address]
-    standings = await asyncio.gather(*(_asked(known, address, tls, Look(known.run)) for address in places))
-    living = [address for address, standing in zip(places, standings, strict=True) if standing is not None]
+    tenures = await asyncio.gather(*(_asked(known, address, tls, Look(known.run)) for address in places))
+    living = [address for address, tenure in zip(places, tenures, strict=True) if tenure is not None]
     if living:
         where = "on this machine" if living[0] == known.control else f"at {living[0]}"
         found = f"is a copy of the folder of run {known.run}, whose conductor lives {where}"
@@ -78,26 +78,26 @@ async def assert_alone(folder: Path, tls: str) -> None:
         raise RunFolderError([Problem(str(folder), found, remedy)])
 
 
-async def tell(known: JoinFile, standing: Standing, tls: str) -> None:
+async def tell(known: JoinFile, tenure: Tenure, tls: str) -> None:
     """Tell the conductor at `known.before` that a newer one is at `known.address`; returns when it has heard it. It may
     come back at any time, when a network has healed say, so there is no deadline.
 
     Raises:
         RunSuperseded: it is the newer one.
     """
-    while (theirs := await _asked(known, known.before, tls, Look(known.run, standing, known.address))) is None:
+    while (theirs := await _asked(known, known.before, tls, Look(known.run, tenure, known.address))) is None:
         await asyncio.sleep(_PAUSE_SECONDS)
-    if theirs > standing:  # and not this one, at another of its addresses
+    if theirs > tenure:  # and not this one, at another of its addresses
         raise RunSuperseded(known.run, theirs.epoch, known.before)
 
 
-async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Standing | None:
-    """The standing of the run's conductor at `address`; None if there is none."""
+async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
+    """The tenure of the run's conductor at `address`; None if there is none."""
     try:
         reader, writer = await connect(address, None if address.startswith("unix:") else client_context(tls))
     except (MachineLost, HandshakeRefused, DeadlineExceeded):
         return None
-    wire: Wire[Standing] = Wire(address, reader, writer, STANDING)
+    wire: Wire[Tenure] = Wire(address, reader, writer, TENURE)
     try:
         said = msgspec.msgpack.encode(look)
         await call(reader, writer, known.token, said, peer=address, seconds=_SECONDS)

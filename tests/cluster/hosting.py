@@ -16,7 +16,7 @@ import torch
 from stretto import __version__
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import TO_AGENT, Join, RunTerms, Standing, ToAgent
+from stretto.cluster.messages import TO_AGENT, Join, RunTerms, Tenure, ToAgent
 from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
@@ -24,7 +24,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 from tests.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"
-FIRST = Standing(epoch=1, conductor="a")
+FIRST = Tenure(epoch=1, conductor="a")
 _PATIENCE = 20.0
 
 
@@ -62,7 +62,7 @@ async def hosted(
     run: str = RUN,
     published: int = 0,
     hung: float = 10.0,
-    standing: Standing = FIRST,
+    tenure: Tenure = FIRST,
 ) -> AsyncIterator[Host]:
     """A gate, and a server of weights with the version `published` and a model folder."""
     publisher = SharedMemoryPublisher(MAILBOX, folder / "mailbox")
@@ -81,7 +81,7 @@ async def hosted(
             lease=lease,
             hung=hung,
             delta="auto",
-            standing=standing,
+            tenure=tenure,
         )
         host: Host
 

@@ -1,6 +1,6 @@
 """Two conductors for one run, of whose folder there are copies: in the end there is one.
 
-- Each start raises the epoch of the ledger; the higher standing stays, and of two alike the name decides.
+- Each start raises the epoch of the ledger; the higher tenure stays, and of two alike the name decides.
 - A copy is not gone on with while a conductor of the run lives where the folder says.
 - A conductor that could not be asked then, and comes back, is told; a machine that has served the newer one says so.
 - One that was told ends with the run's name and the newer one's address, and its own folder knows where that is.
@@ -22,15 +22,15 @@ import pytest
 from stretto.cluster import succession
 from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
-from stretto.cluster.messages import Dismissed, RunTerms, Standing
-from stretto.cluster.succession import RunSuperseded, assert_alone, next_standing, tell
+from stretto.cluster.messages import Dismissed, RunTerms, Tenure
+from stretto.cluster.succession import RunSuperseded, assert_alone, next_tenure, tell
 from stretto.core.errors import RunFolderError
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
 from tests.faults.test_company import end_well
 from tests.launch.running import Laboratory, said, steps_done, wait_for_step, wait_until
 
 KNOWN = JoinFile(run=RUN, token=TOKEN, address="here:7420")
-SECOND = Standing(epoch=2, conductor="b")
+SECOND = Tenure(epoch=2, conductor="b")
 
 
 def now(work: Coroutine[Any, Any, None]) -> None:
@@ -38,8 +38,8 @@ def now(work: Coroutine[Any, Any, None]) -> None:
 
 
 def test_each_start_raises_the_epoch_and_takes_a_name() -> None:
-    first = next_standing(None)
-    second, sibling = next_standing(first), next_standing(first)
+    first = next_tenure(None)
+    second, sibling = next_tenure(first), next_tenure(first)
     assert (first.epoch, second.epoch, sibling.epoch) == (1, 2, 2)
     assert first < second
     assert (second < sibling) != (sibling < second)  # one of them gives way, whoever asks
@@ -50,14 +50,14 @@ def test_each_start_raises_the_epoch_and_takes_a_name() -> None:
     [
         (None, False),
         (FIRST, False),
-        (Standing(0, "z"), False),
-        (Standing(1, "A"), False),
-        (Standing(1, "b"), True),
+        (Tenure(0, "z"), False),
+        (Tenure(1, "A"), False),
+        (Tenure(1, "b"), True),
         (SECOND, True),
     ],
 )
 def test_a_machine_that_has_served_a_newer_conductor_is_not_taken_and_the_older_one_gives_way(
-    home: Path, served: Standing | None, gives_way: bool
+    home: Path, served: Tenure | None, gives_way: bool
 ) -> None:
     async def work() -> None:
         async with hosted(home) as host:
@@ -75,7 +75,7 @@ def test_an_agent_brings_the_word_from_the_newer_conductor_to_the_older_one(home
 
     async def work() -> None:
         said: list[str] = []
-        async with hosted(home, standing=SECOND) as newer:
+        async with hosted(home, tenure=SECOND) as newer:
             address = newer.address
             offer = Offer(address, TOKEN, patience=30.0)
             task = asyncio.create_task(run_agent(offer, said.append, asyncio.Event()))
@@ -90,7 +90,7 @@ def test_an_agent_brings_the_word_from_the_newer_conductor_to_the_older_one(home
             assert not older.joined
             await until(lambda: len(said) > 1)
             assert "is an older conductor than the one that this machine has served; asking again" in said[-1]
-        async with hosted(home, listen=address, standing=SECOND) as newer:
+        async with hosted(home, listen=address, tenure=SECOND) as newer:
             await newer.machine()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -123,7 +123,7 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
 
 def test_who_tells_a_newer_one_gives_way_itself_and_who_meets_itself_does_not(home: Path) -> None:
     async def work() -> None:
-        async with hosted(home, standing=SECOND) as host:
+        async with hosted(home, tenure=SECOND) as host:
             known = msgspec.structs.replace(KNOWN, before=host.address)
             with pytest.raises(RunSuperseded, match=rf"run {RUN} at {host.address} \(epoch 2\), from a copy"):
                 await tell(known, FIRST, "")

@@ -17,7 +17,7 @@ from stretto.cluster.address import bound
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.join_file import JOIN, PATIENCE_SECONDS, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms, Standing
+from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms, Tenure
 from stretto.cluster.placing import RayPlacerSpec
 from stretto.cluster.succession import RunSuperseded, tell
 from stretto.core.errors import Problem, RecipeError, RoleDied
@@ -61,7 +61,7 @@ class Cluster:
     report: Callable[[str], None]
     spawner: Spawner
     identity: JoinFile
-    standing: Standing
+    tenure: Tenure
     weights_port: int = 0
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
@@ -109,7 +109,7 @@ class Cluster:
         told = msgspec.structs.replace(self.identity, address=address, control=control, tls=tls, patience=patience)
         write_join_file(self.folder, told)
         if told.before not in ("", address):
-            self._tasks.add("succession", tell(told, self.standing, config.tls or ""))
+            self._tasks.add("succession", tell(told, self.tenure, config.tls or ""))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
@@ -221,7 +221,7 @@ class Cluster:
             published=self.engines.published,
             lease=self.plan.recipe.cluster.lease,
             hung=self.plan.recipe.deadlines.hung,
-            standing=self.standing,
+            tenure=self.tenure,
         )
 
     def _joined(self, machine: JoinedMachine) -> None:
