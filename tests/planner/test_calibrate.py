@@ -89,7 +89,7 @@ def test_no_number_is_negative() -> None:
 
 def test_a_measured_shape_makes_a_machine(tmp_path: Path) -> None:
     found = Measurements()
-    measure_shape(ON_A_PROCESSOR[0], tmp_path / "model", found, rows=(2, 8))
+    measure_shape(ON_A_PROCESSOR[0], tmp_path / "model", found, rows=(2,))
     assert found.decodes
     assert found.prefills
     assert found.trainings

@@ -23,6 +23,7 @@ from stretto.planner.machine import MachineProfile, machine_of
 from stretto.planner.predict import GOALS, RunPlan, plan
 from stretto.worlds.data.task import Question
 
+_SHOWN = 4096  # demonstrations whose lengths are taken
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _REACHED = 0.8  # of a network's rate
 _ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # of completions that nothing is known of; the mean of sampling.max_tokens
@@ -92,7 +93,7 @@ def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> L
     if words is not None:
         return lengths_of(words, prompt, most)
     if asked.demonstrations and (asked.base.path / "tokenizer.json").is_file():
-        shown = [one for one in asked.demonstrations if isinstance(one, Question)]
+        shown = [one for one in asked.demonstrations if isinstance(one, Question)][:_SHOWN]
         known = encode_demonstrations(shown, load_tokenizer(asked.base.path), asked.base.context_length)
         say(f"lengths of completions: those of {len(known):,} demonstrations; --lengths gives others")
         return alone((len(one.completion_ids) for one in known), prompt, most)
