@@ -133,7 +133,7 @@ def test_a_program_reaches_the_gateway_and_the_users_own_hosts_without_a_proxy(
         ({"function": "says_nothing"}, "the agent has ended without a completion"),
         ({"function": "missing"}, "has no function 'missing'"),
         ({"command": ["/no/such/program"]}, "exit code 127: /no/such/program: No such file or directory"),
-        ({"function": "hangs", "deadline": 3.0}, "waited 3 s for the end of its agent"),
+        ({"function": "hangs", "deadline": 3.0}, "took more than 3 s (workflow.deadline)"),
         ({"function": "two_turns", "path": "/no/such/folder"}, "could not be started: No such file or directory"),
     ],
 )
@@ -173,7 +173,8 @@ def test_a_program_that_kills_its_guard_ends_with_all_that_it_has_started(tmp_pa
 async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups(command=["false"], parallel=4) as groups:
-        groups._failed.extend([True] * 32 + [False] * 31)
+        for verdict in [Verdict(Outcome.UNDECIDED, None)] * 32 + [Verdict(Outcome.WRONG, 0.0)] * 31:
+            groups._failures.count(Trajectory("0.0.0/0", (), verdict, ""))
         with pytest.raises(UserError, match=r"33 of the last 64 .* exit code 1; mend the agent"):
             await groups.member("0.1.0/0", PROMPT, 0, 5)
 
@@ -222,7 +223,7 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
         refused = await client.post("/sessions", json={})
-        assert refused.status_code == 400
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         waiting = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
         while (opened := await client.post("/sessions", json={})).status_code != 200:
             await asyncio.sleep(0.01)
@@ -257,6 +258,37 @@ async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None
     assert len(run.model.asked) == 1
     assert (after.segments, after.verdict, after.text) == (before.segments, before.verdict, before.text)
     assert after.verdict.reward == 0.5
+
+
+@pytest.mark.parametrize(("question", "reward"), [("3+8=", 0.5), ("and otherwise?", 15.0)])
+@in_a_loop
+async def test_a_reward_is_on_record_at_once_and_holds_for_what_was_said(
+    tmp_path: Path, question: str, reward: float
+) -> None:
+    """The conductor is killed between a reward and the end. The next service asks the same, or something else, which
+    the reward is not for: then the run scores it."""
+    run, trajectory = run_of(tmp_path), None
+    for asked, rewards in (("3+8=", [{"reward": 0.5}, {"reward": 0.75, "node": 1}]), (question, [])):
+        async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+            member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+            while (reply := await client.post("/sessions", json={})).status_code != 200:
+                await asyncio.sleep(0.01)
+            session = reply.json()
+            body = {"model": MODEL, "messages": [{"role": "user", "content": asked}]}
+            assert (await client.post(f"{session['base_url']}/chat/completions", json=body)).status_code == 200
+            for told in rewards:
+                assert (await client.post(f"/sessions/{session['id']}/reward", json=told)).status_code == 200
+            if rewards:
+                member.cancel()
+                await asyncio.gather(member, return_exceptions=True)
+            else:
+                await client.post(f"/sessions/{session['id']}/end")
+                trajectory = await member
+    assert trajectory is not None
+    assert trajectory.verdict.reward == reward
+    [turn] = [segment for segment in trajectory.segments if segment.sampled]
+    assert turn.reward == (0.75 if question == "3+8=" else None)
+    assert len(run.model.asked) == (1 if question == "3+8=" else 2)
 
 
 @in_a_loop
