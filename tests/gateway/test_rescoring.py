@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Policy:
         record = MemoryRecord()
         return Session(id, prompt, seed, WholeTurns(LocalGeneration(self._generation), record, id), record)
 
-    async def _unscored(self, *texts: Any) -> Any:
+    async def _unscored(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
         pytest.fail("the client gives the rewards")
 
     @asynccontextmanager
