@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from stretto import __version__
 from stretto.cli.joining import engine, rank
 from stretto.cli.score import score
+from stretto.cli.studies import study
 from stretto.core.errors import StrettoError, described
 
 _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
@@ -287,6 +288,7 @@ def gateway(
 
 app.command()(engine)
 app.command()(rank)
+app.command()(study)
 
 
 @app.command()
