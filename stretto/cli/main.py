@@ -318,6 +318,35 @@ def inspect(
 
 
 @app.command()
+def watch(
+    folders: Annotated[
+        Optional[list[Path]],  # noqa: UP045 - as above
+        typer.Argument(metavar="[RUNS_DIR|RUN_DIR]...", help="Folders of runs [default: runs]."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond loopback with a password in STRETTO_WATCH_PASSWORD.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8020,
+    token: Annotated[
+        str | None, typer.Option(help="What opens the dashboard [default: a new one for each start].")
+    ] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+) -> None:
+    """Show runs in the browser, live, finished or dead, until Ctrl-C; their folders are only read."""
+    from stretto.watch.serve import PASSWORD, watch
+
+    watch(
+        folders or [Path("runs")],
+        host=host,
+        port=port,
+        token=token,
+        password=os.environ.get(PASSWORD),
+        opens=not no_open,
+        say=lambda text: print(text, flush=True),
+    )
+
+
+@app.command()
 def check(run: RunFolder) -> None:
     """Check the laws of a run against its records alone: nothing lost, nothing trained twice, no bound broken."""
     from stretto.audit.check import check_run, print_findings

@@ -1,0 +1,110 @@
+"""Reading files of a run folder that may be anybody's: no link leads out of it, no pipe holds the reader, no file is
+read without a bound."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from stretto.core.errors import StoreError
+
+Line = TypeVar("Line")
+_BLOCK = 4 << 20  #: bytes of lines that are read at a time
+_LONGEST_LINE = 64 << 20
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a regular file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StoreError: it is a link, a pipe, a folder, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        found = "is a link" if path.is_symlink() else error.strerror or str(error)
+        raise StoreError(f"{path.name}: is not read: {found}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreError(f"{path.name}: is not read: it is no regular file")
+    return descriptor
+
+
+def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
+    """The first bytes of a file, or the last ones, as text; None if there is no file.
+
+    Raises:
+        StoreError: as `open_plain`.
+    """
+    try:
+        descriptor = open_plain(path)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        if end:
+            file.seek(max(0, os.fstat(descriptor).st_size - largest))
+        return file.read(largest).decode("utf-8", errors="replace")
+
+
+class LineFollower(Generic[Line]):
+    """The whole lines of a JSON-lines file as they are appended; a file that was written again is read again.
+
+    `faults` says which lines could not be read; they are left out.
+    """
+
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[Line]) -> None:
+        self._path, self._decoder = path, decoder
+        self.identity: tuple[int, int] = (0, 0)
+        self.offset, self.number = 0, 0  # bytes and lines that have been read
+        self.more = True  # whether there may be more than has been read
+        self.fault: str | None = None
+
+    def read_on(self) -> tuple[list[Line], bool]:
+        """The next lines, a few megabytes at most, and whether they are the first of a file that was written again.
+
+        Raises:
+            StoreError: as `open_plain`.
+        """
+        try:
+            descriptor = open_plain(self._path)
+        except FileNotFoundError:
+            self.more = False
+            return [], self._begin((0, 0))
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            identity, again = (found.st_dev, found.st_ino), False
+            if identity != self.identity or found.st_size < self.offset:
+                again = self._begin(identity)
+            file.seek(self.offset)
+            data = file.read(_BLOCK)
+            while b"\n" not in data and len(data) < _LONGEST_LINE and (block := file.read(_BLOCK)):
+                data += block
+        if len(data) >= _LONGEST_LINE and b"\n" not in data:
+            raise StoreError(f"{self._path.name}: line {self.number + 1} is longer than {_LONGEST_LINE:,} bytes")
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        self.more = bool(whole) and found.st_size > self.offset
+        return self._lines(whole), again
+
+    def _begin(self, identity: tuple[int, int]) -> bool:
+        """Start anew; whether something had been read."""
+        had = self.offset > 0
+        self.identity, self.offset, self.number, self.fault = identity, 0, 0, None
+        return had
+
+    def _lines(self, data: bytes) -> list[Line]:
+        lines: list[Line] = []
+        for row in data.split(b"\n")[:-1]:
+            self.number += 1
+            try:
+                lines.append(self._decoder.decode(row))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self.fault = self.fault or f"{self._path.name}: line {self.number} cannot be read: {error}"
+        return lines
