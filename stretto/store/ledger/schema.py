@@ -122,8 +122,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, read only, also while a run writes. Reading changes nothing of the run; SQLite may add the
-    index of the log, or an empty log, beside the ledger.
+    """The ledger at `path`, read only, also while a run writes. Reading changes nothing of the run; where there is a
+    log, SQLite may add its index beside it.
 
     Raises:
         StoreError: missing, another format, not a ledger, or damaged.
@@ -168,11 +168,12 @@ def check_resting_log(path: Path) -> None:
 
 
 def _address(path: Path) -> str:
-    """SQLite reads a log through an index beside it. Without a log, and where no index can be written, the ledger is
-    opened as immutable."""
+    """SQLite reads a log through an index beside it. Without a log, and where nobody writes or no index can be written,
+    the ledger is opened as immutable: nothing appears beside it."""
     log, index = log_of(path), path.with_name(f"{path.name}-shm")
-    bare = not index.exists() and not (log.exists() and log.stat().st_size)
-    how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
+    bare = not (log.exists() and log.stat().st_size)
+    resting = not lock.is_held(path.parent) or (not index.exists() and not os.access(path.parent, os.W_OK))
+    how = "mode=ro&immutable=1" if bare and resting else "mode=ro"
     return f"{path.absolute().as_uri()}?{how}"
 
 

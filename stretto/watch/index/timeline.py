@@ -21,9 +21,8 @@ _KEPT_FROM = 20_000
 _KINDS = {"start": "f8", "end": "f8", "role": "i4", "name": "i4", "version": "i8"}
 _DECODER = msgspec.json.Decoder(Span)
 
-CATEGORIES = tuple(
-    "generate recompute load map pull proximal update publish checkpoint evaluate score other".split()
-)
+CATEGORIES: tuple[str, ...] = ("generate", "recompute", "load", "map", "pull", "proximal", "update", "publish")
+CATEGORIES += ("checkpoint", "evaluate", "score", "other")
 
 
 class _Facts(Record, frozen=True):

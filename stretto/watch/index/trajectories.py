@@ -31,10 +31,8 @@ _ANCHOR = "SELECT t.seal FROM groups AS t ORDER BY key LIMIT 1"
 _NUMBERS = {"key": "i8", "group_key": "i8", "member": "i4", "step": "i4", "length": "i4", "oldest": "i4"}
 _NUMBERS |= {"newest": "i4", "interrupted": "i4", "admitted": "i4", "members": "i4"}
 _WORDS = {"state": "i1", "verdict": "i1", "stop": "i1", "reason": "i4", "prompt": "i4"}
-_ORDER = tuple(
-    "key group_key member state reason step verdict reward stop length oldest newest interrupted admitted prompt"
-    " members".split()
-)
+_ORDER: tuple[str, ...] = ("key", "group_key", "member", "state", "reason", "step", "verdict", "reward", "stop")
+_ORDER += ("length", "oldest", "newest", "interrupted", "admitted", "prompt", "members")
 
 NONE = -1  #: in place of a number or a word that is not there
 

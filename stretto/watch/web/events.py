@@ -30,6 +30,7 @@ class Follower:
         self._run, self._last = run, last_step
         self._summary: RunSummary | None = None
         self._seen: dict[str, Any] = {}
+        self._alarms: set[tuple[str, str]] = set()
         self._epoch: int | None = None
         self._evaluations: int | None = None
 
@@ -52,6 +53,9 @@ class Follower:
         known, self._evaluations = self._evaluations, len(tables.steps.evaluations)
         if known is not None:
             yield from (("evaluation", None, evaluation_of(line)) for line in tables.steps.evaluations[known:])
+        alarms = {(alarm.name, alarm.title): alarm for alarm in run.alarms()}
+        fresh, self._alarms = alarms.keys() - self._alarms, {*alarms}
+        yield from (("alarm", None, alarm) for key, alarm in alarms.items() if key in fresh)
         table = {"total": tables.trajectories.table.rows, "indexed": tables.trajectories.indexed}
         if self._changed("trajectories", tables.trajectories.changes):
             yield "trajectories", None, table
