@@ -60,7 +60,9 @@ def write_living(path: Path) -> None:
             for step, _ in enumerate(sys.stdin, 1):
                 train(ledger, step, f"p{step}", (completion(f"0.p{step}.0", 0, 1.0, (step - 1,) * 3),))
                 metrics.append(step_line(step, entropy=1.0))
-                spans.append((Span(role="trainer", name="update", start=float(step), end=step + 0.5, version=step - 1),))
+                spans.append(
+                    (Span(role="trainer", name="update", start=float(step), end=step + 0.5, version=step - 1),)
+                )
                 if step == 1:
                     ledger.issue("9.x.0", prompt("x", "1+2="), 1, 0)
                     ledger.journal("9.x.0/0", Segment((3, 4), (-0.5, -1.0), (0, 0)))

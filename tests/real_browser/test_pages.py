@@ -87,9 +87,9 @@ def test_a_curve_has_its_sentence_and_its_zoom_is_in_the_address(page: Page) -> 
 def test_curves_are_drawn_against_another_axis(page: Page) -> None:
     visit(page, "curves")
     page.locator("select[name=axis]").select_option("trained_tokens")
-    expect(page.get_by_test_id("curve").first.get_by_role("img")).to_have_attribute("aria-label", re.compile("trained tokens"))
-
-
+    expect(page.get_by_test_id("curve").first.get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile("trained tokens")
+    )
 
 
 def test_the_timeline_zooms_by_key_and_wheel_and_names_what_a_stretch_holds(page: Page) -> None:

@@ -1,7 +1,7 @@
 """Promises about the pages that are shipped, without a browser.
 
 - The committed build is the one of the committed sources, and its page names files that are there.
-- It has nothing inline, names nothing of another host, and carries the licences of what is bundled.
+- It is less than 200 kB, has nothing inline, names nothing of another host, and carries the licences of what is bundled.
 - The sentences below the curves are those of docs/metrics.md.
 """
 
@@ -53,7 +53,13 @@ def test_the_build_loads_nothing_from_elsewhere() -> None:
     for style in STATIC.rglob("*.css"):
         assert not re.findall(r"url\(|@import", style.read_text(encoding="utf-8")), style
     for script in STATIC.rglob("*.js"):
-        assert not re.findall(r"""(?:fetch|import|EventSource)\(["'`]https?:""", script.read_text(encoding="utf-8")), script
+        assert not re.findall(r"""(?:fetch|import|EventSource)\(["'`]https?:""", script.read_text(encoding="utf-8")), (
+            script
+        )
+
+
+def test_the_pages_are_small() -> None:
+    assert sum(path.stat().st_size for path in STATIC.rglob("*") if path.is_file()) < 200_000
 
 
 def test_the_licences_of_what_is_bundled_are_beside_it() -> None:
@@ -71,5 +77,4 @@ def test_the_sentences_below_the_curves_are_those_of_the_page_of_metrics() -> No
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     sentences = json.loads((WEB / "src" / "data" / "sentences.json").read_text(encoding="utf-8"))
     assert len(sentences) > 40
-    gone = [name for name, one in sentences.items() if f"| {one['sentence']} | {one['unit']} |" not in page.replace("|  |", "| |")]
-    assert [name for name in gone if sentences[name]["unit"] or f"| {sentences[name]['sentence']} |" not in page] == []
+    assert [name for name, one in sentences.items() if f"{one['sentence']} | {one['unit']}".rstrip() not in page] == []
