@@ -1,7 +1,7 @@
-"""The runs that the browser looks at: a synchronous one of six steps, two that part at their second step, and one that a
-program goes on writing for as long as it is told to.
+"""The runs that the browser looks at: a synchronous one of six steps, one of hostile words, two that part at their second
+step, and one that a program goes on writing:
 
-    python -m tests.real_browser.recorded FOLDER        a line on standard input is a step; its end is a death without a word
+    python -m tests.real_browser.recorded FOLDER        a line on standard input is a step
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_runs(folder: Path) -> None:
 
 
 def write_parting(path: Path, rate: float, reward: float) -> None:
-    """A run of two steps whose second step has this reward; a conversation of three turns is in its first step."""
+    """A run of two steps whose second step has this reward."""
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", RECIPE.format(rate=rate))
         folder.write("log.txt", ENDED)

@@ -1,5 +1,5 @@
-"""Promises about watching a run that is being written: its steps appear, its death is seen, and a page goes on by itself
-after the server was started again."""
+"""Promises about watching a run that is being written: its steps appear, its death is seen, and a page goes on by
+itself after the server was started again."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_the_timeline_zooms_by_key_and_wheel_and_names_what_a_stretch_holds(page
     assert half == pytest.approx(whole / 2)
     canvas.hover(position={"x": 400, "y": 40})
     page.mouse.wheel(0, -100)
-    zoomed = "() => {const {from, to} = document.querySelector('canvas[data-testid=timeline]').dataset; return to - from < HALF}"
-    page.wait_for_function(zoomed.replace("HALF", str(half)))
+    width = "(({from, to}) => to - from)(document.querySelector('[data-testid=timeline]').dataset)"
+    page.wait_for_function(f"{width} < {half}")
     page.get_by_role("button", name="Whole run").click()
     canvas.click(position={"x": 200, "y": 100})
     expect(page.locator('[data-table="stretch"]')).to_contain_text("generate")

@@ -1,7 +1,7 @@
 """Promises about the pages that are shipped, without a browser.
 
 - The committed build is the one of the committed sources, and its page names files that are there.
-- It is less than 200 kB, has nothing inline, names nothing of another host, and carries the licences of what is bundled.
+- It is less than 200 kB, has nothing inline, names nothing of another host, has the licences of what is bundled.
 - The sentences below the curves are those of docs/metrics.md.
 """
 
