@@ -1,5 +1,5 @@
-"""The runs that the browser looks at: a synchronous one of six steps, one of hostile words, two that part at their second
-step, and one that a program goes on writing:
+"""The runs that the browser looks at: a synchronous one of six steps, one of hostile words, two that part at their
+second step, and one that a program goes on writing:
 
     python -m tests.real_browser.recorded FOLDER        a line on standard input is a step
 """
