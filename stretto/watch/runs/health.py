@@ -172,9 +172,7 @@ def _reasons(trajectories: Trajectories) -> list[ReasonCount]:
     empty = words["reason"].find("")
     chosen = (table["reason"] != (NONE if empty is None else empty)) & (table["reason"] != NONE)
     chosen &= table["state"] != words["state"].code(State.TRAINED)
-    pairs, counts = np.unique(
-        np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True
-    )
+    pairs, counts = np.unique(np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MOST_REASONS]
     return [
         ReasonCount(words["state"][int(pairs[0, at])] or "", words["reason"][int(pairs[1, at])] or "", int(counts[at]))

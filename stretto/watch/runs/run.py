@@ -298,13 +298,16 @@ class WatchedRun:
         for row in text.split("\n")[:-1]:
             try:
                 found.append(_line(row.encode()))
-            except (msgspec.MsgspecError, RecursionError):  # the first one is cut; damage is named when the run is opened
+            except (
+                msgspec.MsgspecError,
+                RecursionError,
+            ):  # the first one is cut; damage is named when the run is opened
                 continue
         steps = [line for line in found if isinstance(line, StepMetrics)]
         return steps, [line for line in found if type(line) is EvaluationLine]
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state: those of the table if it is whole, or counted, which of a large ledger takes a while."""
+        """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
         if self.is_open and self.tables.trajectories.indexed == 1.0:
             return _balance(self.tables.trajectories.count("state"))
         due, counts = self._counted
