@@ -111,6 +111,8 @@ class Conductor:
         the engines account for every token."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
+        await self._poll(_POLL_SECONDS)
+        self.recorder.gives_up()
         self.in_flight.end()
         at_engines = {id.partition("/")[0] for id in self.engines.open}  # turns are named after their trajectory
         await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])

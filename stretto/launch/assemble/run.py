@@ -124,8 +124,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         for sentence in start.sentences():
             reporter.say(sentence)
         _drop_what_came_later(context)
-        totals = ledger.get(TOTALS, Totals)
-        earlier = EarlierTotals() if totals is None else EarlierTotals.of(totals)
+        earlier = _earlier(folder, ledger)
         ledger.put("seed", plan.recipe.seed)
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
         async with running_roles(
@@ -144,6 +143,15 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 recorder = _recorder(context, roles, earlier, since)
                 await run_beside(roles.supervise(), _train(context, roles, recorder))
         return stop.exit_code
+
+
+def _earlier(folder: RunFolder, ledger: Ledger) -> EarlierTotals:
+    """What earlier processes of the run have done; the tokens in flight of which nothing is journaled are lost."""
+    if (totals := ledger.get(TOTALS, Totals)) is None:
+        return EarlierTotals()
+    members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
+    go_on = sum(len(segment.versions) for member in members for segment in member.segments)
+    return EarlierTotals.of(totals, ledger.on_record.tokens + go_on)
 
 
 def _roles_of(recipe: Recipe) -> str:
