@@ -47,12 +47,22 @@ def _dtypes(results: list[dict[str, Any]]) -> list[Row]:
 def _added(results: dict[str, Any]) -> list[Row]:
     found = []
     for row in results["rows"]:
-        server = median(turn["server"] for turn in row["server_alone"])
-        ours = median(turn["adapter"] + turn["client"] for turn in row["as_engine"])
-        what = (
-            f"{MAKERS[row['kind']]}: µs of processors that stretto adds to a token, {results['concurrent']} at a time"
-        )
-        found.append(Row(what, f"{ours:.1f}", f"the server alone: {server:.0f}", f"+{ours / server:.1%}"))
+        name, at = MAKERS[row["kind"]], f"{results['concurrent']} at a time"
+        alone, engine = row["server_alone"], row["as_engine"]
+        rates = [median(turn["rate"] for turn in turns) for turns in (engine, alone)]
+        server = median(turn["server"] for turn in alone)
+        ours = median(turn["adapter"] + turn["client"] for turn in engine)
+        of_rates = f"{name}: tokens/s as an engine of stretto, {at}, {len(engine)} turns each at a load of"
+        of_processors = f"{name}: µs of processors that stretto adds to a token, {at}"
+        found += [
+            Row(
+                f"{of_rates} {row['load_average']:.1f}",
+                f"{rates[0]:,.0f}",
+                f"the server alone: {rates[1]:,.0f}",
+                f"+{row['added']:.1%} time",
+            ),
+            Row(of_processors, f"{ours:.1f}", f"the server alone: {server:.0f}", f"+{ours / server:.1%}"),
+        ]
     return found
 
 

@@ -96,8 +96,8 @@ class AgentSession:
         reward: what was given by HTTP, or None.
         ended: set when it has ended.
         asked_at: when it was last asked for a turn, or made, by the monotonic clock.
-        broken: the error by which the last turn that ended gave no reply, unless the request was refused; else "". It
-            is no doing of the agent, so that a reward that follows it decides nothing.
+        unanswered: requests that an error of the run left without a reply, and have none since, with the error. It is
+            no doing of the agent, so that a reward that follows it decides nothing; a refusal is its own mistake.
     """
 
     id: str
@@ -112,7 +112,7 @@ class AgentSession:
     retries: int = 0  # requests that were answered by the reply to an earlier one
     as_json: int = 0  # turns whose history came back with arguments written otherwise
     asked_at: float = field(default_factory=time.monotonic)
-    broken: str = ""
+    unanswered: dict[bytes, str] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _answers: dict[bytes | str, _Answering] = field(default_factory=dict)
 
@@ -151,6 +151,11 @@ class AgentSession:
             answering.waiting -= 1
             if not answering.waiting and not answering.task.done():
                 answering.task.cancel()
+
+    @property
+    def broken(self) -> str:
+        """Why the session decides nothing: the first of the errors that `unanswered` has; "" if there is none."""
+        return next(iter(self.unanswered.values()), "")
 
     @property
     def busy(self) -> bool:
@@ -202,9 +207,9 @@ class AgentSession:
         except RefusedRequest:
             raise
         except Exception as error:  # of an engine, of the record, or a bug: the agent may go on as if nothing had been
-            self.broken = f"a turn gave no reply: {type(error).__name__}: {error}"
+            self.unanswered[digest] = f"a turn gave no reply: {type(error).__name__}: {error}"
             raise
-        self.broken = ""
+        self.unanswered.pop(digest, None)
         return said
 
     async def _turn(self, asked: AskedTurn, digest: bytes) -> SaidTurn:

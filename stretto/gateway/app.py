@@ -31,7 +31,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.gateway.agent_session import AgentSession, Attempt, SessionEnded, Speaker, shown
 from stretto.gateway.dialects import Dialect, NotServed, openapi
-from stretto.gateway.sessions import Host, SessionTable, TooManySessions
+from stretto.gateway.sessions import Host, NothingWaits, SessionTable, TooManySessions
 from stretto.processes.http.asgi import header, read_body, reply, when_gone
 from stretto.processes.http.bodies import parse_record
 from stretto.processes.http.server import admit
@@ -103,12 +103,11 @@ class GatewayApp:
             if why.status == 409:  # which clients would try again
                 headers.append((b"x-should-retry", b"false"))
             await reply(send, why.status, _JSON, dialect.refuse(why), headers)
-        except (
-            Exception
-        ) as error:  # a bug: its traceback goes to the log, the session knows of it, the client gets a 500
+        except Exception as error:  # a bug: the log has its traceback, the session notes it, the client gets a 500
             traceback.print_exc(file=sys.stderr)
-            if (session := self.sessions.of_key(key)) is not None:
-                session.broken = f"the gateway failed: {type(error).__name__}: {error}"
+            session = self.sessions.of_key(key)
+            if session is not None and not session.broken:  # else it is the error of a turn, which may be asked again
+                session.unanswered[b""] = f"the gateway failed: {type(error).__name__}: {error}"
             if not started:
                 why = NotServed(500, "internal error of the gateway; its log has the traceback")
                 await reply(send, 500, _JSON, dialect.refuse(why))
@@ -289,6 +288,8 @@ def _over(ended: SessionEnded) -> Refusing:
 
 
 def _refused(refused: RefusedRequest) -> Refusing:
+    if isinstance(refused, NothingWaits):
+        return Refusing(NotServed(503, f"{refused.found}; {refused.allowed}", "", "unavailable"))
     status = 429 if isinstance(refused, TooManySessions) else 400
     code = "context_length_exceeded" if "context" in refused.allowed else ""
     field = "" if refused.field == "body" else refused.field

@@ -36,6 +36,13 @@ class TooManySessions(RefusedRequest):
         super().__init__("sessions", "another one", f"at most {most:,} are open at once")
 
 
+class NothingWaits(RefusedRequest):
+    """No trajectory of the run waits for a service now; another may later."""
+
+    def __init__(self) -> None:
+        super().__init__("", "no trajectory of the run waits for a service", "try again later")
+
+
 class Host(Protocol):
     """Where sessions are opened."""
 

@@ -223,7 +223,7 @@ async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it
 
 
 @in_a_loop
-async def test_a_turn_that_an_engine_breaks_off_is_noted_until_another_succeeds(tmp_path: Path) -> None:
+async def test_a_turn_that_an_engine_breaks_off_is_noted_until_its_request_has_a_reply(tmp_path: Path) -> None:
     errors: list[Exception] = [EngineLost("engine-0", "is gone"), OSError(28, "no room")]
 
     def failing(prompt: str) -> str:
@@ -239,6 +239,9 @@ async def test_a_turn_that_an_engine_breaks_off_is_noted_until_another_succeeds(
         assert held.broken == "a turn gave no reply: EngineLost: engine-0 is gone"
         assert (await gateway.chat(session, ASK)).status_code == 500
         assert "no room" in held.broken
+        other = [{"role": "user", "content": "something else"}]
+        assert (await gateway.chat(session, other)).status_code == 200
+        assert "no room" in held.broken  # going on as if nothing had been mends nothing
         assert (await gateway.chat(session, ASK)).status_code == 200
         assert held.broken == ""
         assert (await gateway.chat(session, [{"role": "user", "content": "x" * 500}])).status_code == 400

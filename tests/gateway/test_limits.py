@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.core.errors import EngineLost
 from stretto.gateway.agents.groups import WaitingSessions
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.chat import ChatDialect
@@ -161,26 +160,3 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
     async with served_gateway(model, tmp_path) as gateway:
         shown = await gateway.shown(session)
         assert (shown["state"], shown["reward"]) == ("ended", 0.25)
-
-
-@in_a_loop
-async def test_a_turn_that_an_engine_breaks_off_is_noted_until_another_succeeds(tmp_path: Path) -> None:
-    errors: list[Exception] = [EngineLost("engine-0", "is gone"), OSError(28, "no room")]
-
-    def failing(prompt: str) -> str:
-        if errors:
-            raise errors.pop(0)
-        return "yes"
-
-    async with served_gateway(ScriptedModel(failing), tmp_path, context=400) as gateway:
-        session = await gateway.open()
-        held = gateway.app.sessions.named(session["id"])
-        assert held is not None
-        assert (await gateway.chat(session, ASK)).status_code == 503
-        assert held.broken == "a turn gave no reply: EngineLost: engine-0 is gone"
-        assert (await gateway.chat(session, ASK)).status_code == 500
-        assert "no room" in held.broken
-        assert (await gateway.chat(session, ASK)).status_code == 200
-        assert held.broken == ""
-        assert (await gateway.chat(session, [{"role": "user", "content": "x" * 500}])).status_code == 400
-        assert held.broken == ""  # the agent's own mistake

@@ -24,18 +24,16 @@ import msgspec
 import stretto
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
-from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, WorkflowError
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
 from stretto.gateway.agent_session import AgentSession, Speaker
 from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.programs import run_program
 from stretto.gateway.config import AgentConfig
-from stretto.gateway.sessions import SessionTable, new_key
+from stretto.gateway.sessions import NothingWaits, SessionTable, new_key
 from stretto.rollout.controller import Ticket
+from stretto.rollout.failures import RecentFailures
 
-_COUNTED = 64  # trajectories of which `max_failed` is a share
 _LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
 _CREATED, _ENDED = b"created", b"ended"
 _NOT_STARTED = "the agent could not be started"
@@ -81,7 +79,9 @@ class Sealed(Record, frozen=True):
         """End a session that an earlier process of the run had ended."""
         for node in self.nodes:
             session.session.claim(node)
-        session.last_text, session.reward, session.broken = self.last_text, self.reward, self.broken
+        session.last_text, session.reward = self.last_text, self.reward
+        if self.broken:
+            session.unanswered[b""] = self.broken
         session.end()
 
 
@@ -97,7 +97,7 @@ class WaitingSessions:
             session = self.waiting.popleft()
             if session.state == "open":
                 return session
-        raise RefusedRequest("task", "no trajectory of the run waits for a service", "try again later")
+        raise NothingWaits
 
     def rewarded(self, session: AgentSession) -> None:
         """See `Host`; the ledger gets the reward with the end: without one the trajectory is made again."""
@@ -122,8 +122,12 @@ class AgentGroups:
     host: WaitingSessions
 
     def __post_init__(self) -> None:
-        self._failed: deque[bool] = deque(maxlen=_COUNTED)
-        self.ended = 0  # trajectories, for who looks whether anything moves
+        self._failures = RecentFailures(self.config.max_failed, "agent")
+
+    @property
+    def ended(self) -> int:
+        """Trajectories, for who looks whether anything moves."""
+        return self._failures.ended
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
         prompt = ticket.draw.prompt
@@ -145,7 +149,7 @@ class AgentGroups:
             finally:
                 self.services.table.retire(session)
         trajectory = await self._trajectory(session, prompt, failure)
-        self._count(trajectory)
+        self._failures.count(trajectory)
         return trajectory
 
     async def _opened(self, id: str, prompt: Prompt, member: int, seed: int) -> AgentSession:
@@ -165,14 +169,14 @@ class AgentGroups:
         if session.state == "ended":
             return ""
         try:
-            async with deadline(f"session {session.session.id}", "the end of its agent", self.config.deadline):
+            async with asyncio.timeout(self.config.deadline):
                 if not (self.config.command or self.config.function):
                     self.host.waiting.append(session)
                     await session.ended.wait()
                     return ""
                 return await self._program(session)
-        except DeadlineExceeded as late:
-            return str(late)
+        except TimeoutError:
+            return f"the agent took more than {self.config.deadline:g} s (workflow.deadline)"
         except OSError as error:
             return f"{_NOT_STARTED}: {error.strerror or error}"
         finally:
@@ -221,15 +225,6 @@ class AgentGroups:
             [verdict] = await services.score(prompt.text, [session.last_text], prompt.answer)
         text = services.decode(tuple(token for segment in segments for token in segment.token_ids))
         return Trajectory(session.session.id, segments, verdict, text, session.id)
-
-    def _count(self, trajectory: Trajectory) -> None:
-        self.ended += 1
-        self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)
-        failed = sum(self._failed)
-        if len(self._failed) == _COUNTED and failed > self.config.max_failed * _COUNTED:
-            found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
-            remedy = "mend the agent, or allow more with workflow.max_failed"
-            raise WorkflowError([Problem("workflow", found, remedy)])
 
 
 async def _now() -> bytes:

@@ -31,6 +31,8 @@ from stretto.launch.preflight.plan import Plan
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
 
+DIALECTS = (ChatDialect, ResponsesDialect, AnthropicDialect)  #: in which a gateway is asked
+
 
 class RunGateway:
     """The gateway of a run. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
@@ -55,8 +57,7 @@ class RunGateway:
         config, key = self._plan.recipe.gateway, os.environ.get(KEY, "")
         bound = bind(config.host, config.port, "gateway.port")
         check_reach(bound, key or None, "gateway.host")
-        dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
-        app = GatewayApp(self._table, self._host, self._speaker, dialects, operator_key=key)
+        app = GatewayApp(self._table, self._host, self._speaker, [kind() for kind in DIALECTS], operator_key=key)
         self._address = await self._open.enter_async_context(serving_beside(app, bound))
         if self._folder is not None:
             self._folder.write(self._folder.gateway.name, self._address)

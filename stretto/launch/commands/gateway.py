@@ -19,15 +19,13 @@ from stretto.engine.native.completions import Progress
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
 from stretto.gateway.agent_session import Speaker
-from stretto.gateway.anthropic import AnthropicDialect
 from stretto.gateway.app import GatewayApp
-from stretto.gateway.chat import ChatDialect
 from stretto.gateway.checks import check_chat, check_reach
 from stretto.gateway.config import GatewayConfig
-from stretto.gateway.responses import ResponsesDialect
 from stretto.gateway.sampling import SamplingRule
 from stretto.gateway.sessions import RecordedSessions
 from stretto.gateway.telling import Teller
+from stretto.launch.assemble.agents import DIALECTS
 from stretto.launch.commands.serve import (
     KEEP_ALIVE_SECONDS,
     PATIENCE_SECONDS,
@@ -40,8 +38,6 @@ from stretto.launch.commands.serve import (
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.store import lock
-
-DIALECTS = (ChatDialect, ResponsesDialect, AnthropicDialect)
 
 
 class LocalGeneration:

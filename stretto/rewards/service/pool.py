@@ -11,8 +11,6 @@ the slot always comes back, and the completion that was the cause is undecided: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -24,6 +22,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
+from stretto.processes.role_log import cut_log
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.facts import Facts
 from stretto.rewards.service.judging import undecided
@@ -37,7 +36,6 @@ TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons in whi
 _DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
 _LOSSES = 2  # workers that one completion may bring down before it is undecided
 _START_TRIES = 3
-_LOG_BYTES = 8 << 20  # of what the rewards print; beyond them the newer half is dropped
 _LOOK_SECONDS = 0.25
 _SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the timeline
 
@@ -195,15 +193,8 @@ class RewardPool:
                     silent = "did not reply" if slot.ready and slot.outstanding else "sent no heartbeat"
                     slot.process.give_up(how := f"{silent} for {still:.0f} s")
                     self._on_change(f"{slot.name} {how}: a new one is started")
-            self._cut_log()
-
-    def _cut_log(self) -> None:
-        """Cut the log of a reward that prints without end, so that it cannot fill the disk."""
-        with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a worker
-            if self._log is not None and self._log.stat().st_size > _LOG_BYTES:
-                os.truncate(self._log, _LOG_BYTES // 2)
-                with self._log.open("a") as log:
-                    log.write(f"\n[output cut after {_LOG_BYTES >> 21} MiB]\n")
+            if self._log is not None:
+                cut_log(self._log)
 
     def _lost(self, slot: _Slot) -> None:
         if slot.ready and self._failure is None:

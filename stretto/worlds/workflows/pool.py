@@ -8,30 +8,26 @@ run(exchange) ─► a worker with room ─► its end
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
 from stretto.core.deadlines import waiting
-from stretto.core.errors import Problem, RoleDied, WorkflowError
-from stretto.core.records import Outcome, Trajectory
+from stretto.core.errors import RoleDied
+from stretto.core.records import Trajectory
 from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
 from stretto.processes.role import RestartBudget
+from stretto.processes.role_log import cut_log
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.rollout.failures import RecentFailures
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange
-from stretto.worlds.workflows.loading import PLACE
 from stretto.worlds.workflows.wire import MemberEnded
 from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
 
 _LOSSES = 2  # workers that one trajectory may lose, and begin again
-_COUNTED = 64  # trajectories of which `max_failed` is a share
 _RESTARTS, _RESTARTS_SECONDS = 64, 600.0
-_LOG_BYTES = 8 << 20  # of what workflows print; beyond them the newer half is dropped
 _LOOK_SECONDS = 1.0
 
 
@@ -62,9 +58,13 @@ class WorkflowPool:
         self._kept = NamedTasks()
         self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self._failed: deque[bool] = deque(maxlen=_COUNTED)
+        self._failures = RecentFailures(config.max_failed, "workflow")
         self._restarts = RestartBudget(_RESTARTS, _RESTARTS_SECONDS)
-        self.ended = 0  # trajectories, for who looks whether anything moves
+
+    @property
+    def ended(self) -> int:
+        """Trajectories, for who looks whether anything moves."""
+        return self._failures.ended
 
     async def start(self) -> None:
         """Start all workers.
@@ -123,18 +123,9 @@ class WorkflowPool:
         else:
             ended = MemberEnded(0, failure=f"its process ended {1 + _LOSSES} times: the last one {how}")
         trajectory = exchange.trajectory(ended)
-        self._count(trajectory)
-        return trajectory
-
-    def _count(self, trajectory: Trajectory) -> None:
-        self.ended += 1
         self._restarts.progressed()
-        self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)
-        failed = sum(self._failed)
-        if len(self._failed) == _COUNTED and failed > self.config.max_failed * _COUNTED:
-            found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
-            remedy = "mend the workflow, or allow more with workflow.max_failed"
-            raise WorkflowError([Problem(PLACE, found, remedy)])
+        self._failures.count(trajectory)
+        return trajectory
 
     async def _free(self) -> WorkflowProcess:
         """The worker with the fewest trajectories that has room; what it waits for has deadlines of its own."""
@@ -172,12 +163,9 @@ class WorkflowPool:
             await self._start(name)
 
     async def _look(self) -> NoReturn:
-        """Cut the log of a workflow that prints without end, so that it cannot fill the disk."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a worker
-                if self._log.stat().st_size > _LOG_BYTES:
-                    os.truncate(self._log, _LOG_BYTES // 2)
+            cut_log(self._log)
 
     async def _until_one_fails(self) -> None:
         try:
