@@ -214,8 +214,8 @@ class Conductor:
         for ticket in self.controller.overdue():
             if (task := self._groups.get(ticket.group_id)) is not None:  # else it has failed, and the run ends
                 task.cancel()
-            self.in_flight.forget(ticket.group_id)
             self.controller.expire(ticket)
+            self.in_flight.forget(ticket.group_id)
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:

@@ -22,6 +22,7 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
+from stretto.measures.selection import SelectionWatch
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
@@ -49,7 +50,9 @@ class SimulatedRun:
         self._workload, self._steps = workload, steps
         self._chance = random.Random(seed)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(997)], seed)
-        self.controller = Controller(config, prompts, self.accounts, seed)
+        self.selection = SelectionWatch(self.accounts, self.clock.now, say=self.report.warnings.append)
+        self.selection.ask(self._sampled)
+        self.controller = Controller(config, prompts, self.selection, seed)
         self._switches: list[float] = []  # times at which version 1, 2, ... became live
         self._flights: dict[str, Flight] = {}
         self._idle_since: float | None = 0.0
@@ -130,11 +133,18 @@ class SimulatedRun:
 
     def _stop_overdue(self) -> None:
         for ticket in self.controller.overdue():
-            flight = self._flights.pop(ticket.group_id)
-            elapsed = int((self.clock.now() - flight.start) / self._workload.seconds_per_token)
-            for length in flight.lengths:
-                self.report.expire(length, sampled=min(length, elapsed))
             self.controller.expire(ticket)
+            flight = self._flights.pop(ticket.group_id)
+            for length, sampled in zip(flight.lengths, self._so_far(flight), strict=True):
+                self.report.expire(length, sampled)
+
+    def _sampled(self, group_id: str) -> int:
+        return sum(self._so_far(self._flights[group_id]))
+
+    def _so_far(self, flight: Flight) -> list[int]:
+        """The tokens that each completion has by now."""
+        elapsed = int((self.clock.now() - flight.start) / self._workload.seconds_per_token)
+        return [min(length, elapsed) for length in flight.lengths]
 
     def _load(self, version: int) -> None:
         self._switches.append(self.clock.now())

@@ -13,6 +13,7 @@ import msgspec
 
 from stretto.core.records import Record
 from stretto.measures.goodput import Category, Clock, Goodput, OnRecord, Produced, goodput
+from stretto.measures.selection import SELECTION, Bias, SelectionBias, report
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import tokens_on_record
@@ -155,6 +156,7 @@ class Inspection(Record, frozen=True):
     goodput: Mapping[str, Category] = {}  # category: seconds of all roles together, and tokens
     goodput_roles: Mapping[str, Mapping[str, float]] = {}  # role: category: seconds
     idle: Mapping[str, Mapping[str, float]] = {}  # role: reason: seconds
+    selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: lost groups against the others
 
 
 def budget(totals: Totals, on_record: OnRecord) -> Goodput:
@@ -230,6 +232,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
         goodput=spent.budget,
         goodput_roles=spent.roles,
         idle=spent.idle,
+        selection_bias=report(_fact(connection, SELECTION, SelectionBias) or SelectionBias()),
     )
 
 

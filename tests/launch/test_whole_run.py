@@ -43,6 +43,7 @@ INSPECTION: dict[str, type | list[str]] = {
     "goodput": list(CATEGORIES),
     "goodput_roles": ["conductor", "engine-0", "rewards", "trainer"],
     "idle": ["conductor", "engine-0", "rewards", "trainer"],
+    "selection_bias": ["length", "difficulty", "latency"],
 }
 TRAJECTORY = [
     "id",

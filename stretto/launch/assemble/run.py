@@ -30,6 +30,7 @@ from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
 from stretto.loop.records.reporter import Reporter
+from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
@@ -140,8 +141,9 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 reporter.say(fact)
             _keep_roster(context, roles)
             if not stop.requested:
-                recorder = _recorder(context, roles, earlier, since)
-                await run_beside(roles.supervise(), _train(context, roles, recorder))
+                selection = _selection(context)
+                recorder = _recorder(context, roles, earlier, since, selection)
+                await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
         return stop.exit_code
 
 
@@ -170,7 +172,17 @@ def _keep_roster(context: RunContext, roles: Roles) -> None:
     ledger.watch(ENGINES, roster.rows)
 
 
-def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: float) -> Recorder:
+def _selection(context: RunContext) -> SelectionWatch:
+    """What sees which groups are lost; the ledger keeps what it knows."""
+    ledger = context.ledger
+    watch = SelectionWatch(ledger, time.monotonic, ledger.get(SELECTION, SelectionBias), context.report)
+    ledger.watch(SELECTION, lambda: watch.known)
+    return watch
+
+
+def _recorder(
+    context: RunContext, roles: Roles, earlier: EarlierTotals, since: float, selection: SelectionWatch
+) -> Recorder:
     recipe = context.plan.recipe
     return Recorder(
         context.folder,
@@ -183,6 +195,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: 
         medium=roles.cluster.medium.medium,
         slow_reward=SlowReward(recipe.rewards.title, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,
+        selection=selection,
     )
 
 
@@ -209,13 +222,13 @@ def _drop_what_came_later(context: RunContext) -> None:
     rewind_samples(folder.held_out, start.version)
 
 
-async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
+async def _train(context: RunContext, roles: Roles, recorder: Recorder, selection: SelectionWatch) -> None:
     recipe, ledger = context.plan.recipe, context.ledger
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
         recipe.rollout,
         _prompts(context.plan, state.position),
-        ledger,
+        selection,
         recipe.seed,
         version=context.start.version,
         pacing=InRounds() if in_rounds(recipe) else Continuous(),
@@ -228,6 +241,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         if roles.workflows is None
         else _conversations(context, roles, roles.workflows, unfinished)
     )
+    selection.ask(in_flight.sampled)
     roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
     conductor = Conductor(
         controller=controller,

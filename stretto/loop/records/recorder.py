@@ -19,6 +19,7 @@ from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.measures.goodput import WORK
+from stretto.measures.selection import SelectionWatch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals, budget
 from stretto.store.ledger.ledger import Ledger
@@ -109,8 +110,10 @@ class Recorder:
         medium: str = "shared_memory",
         slow_reward: SlowReward | None = None,
         sample_seconds: float = 0.0,
+        selection: SelectionWatch | None = None,
     ) -> None:
         self.clock = clock
+        self._selection = selection
         self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
         self.held_out = self._samples.held_out
         self._slow_reward = slow_reward
@@ -234,6 +237,7 @@ class Recorder:
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
             rewards=self._rewards,
             goodput=budget(totals, self._ledger.on_record).budget,
+            selection_bias=self._selection.known.newest if self._selection is not None else {},
         )
 
     def polled(self) -> None:
