@@ -93,8 +93,8 @@ def test_where_no_group_is_lost_nothing_is_warned_of(policy: BeyondBound) -> Non
 
 
 def test_groups_that_are_lost_by_chance_raise_no_alarm_in_many_windows() -> None:
-    """Lengths are over three orders of magnitude. The 5 % level is kept: 10 of 200 windows are expected below it, with a
-    standard deviation of 3."""
+    """Lengths are over three orders of magnitude. The 5 % level is kept: 10 of 200 windows are expected below it, with
+    a standard deviation of 3."""
     found, below = list[float](), 0
     for window, groups in enumerate(lost_by_chance(200), start=1):
         found += [bias.p for bias in biases(groups, window).values()]
@@ -104,8 +104,8 @@ def test_groups_that_are_lost_by_chance_raise_no_alarm_in_many_windows() -> None
 
 
 def test_completions_that_depend_on_each_other_are_no_evidence_of_their_own() -> None:
-    """With each of a group's eight equal completions as one value there would be a false alarm in a third of the windows,
-    at a level of 1 %."""
+    """With each of a group's eight equal completions as one value there would be a false alarm in a third of the
+    windows, at a level of 1 %."""
     alarms = sum(compared(groups, times=8) < 0.01 for groups in lost_by_chance(100))
     assert alarms > 20
 
