@@ -108,8 +108,8 @@ def _stronger(before: Mapping[str, Bias], now: Mapping[str, Bias]) -> dict[str, 
     return {name: min(now[name], before.get(name, Bias()), key=lambda bias: bias.p) for name in MEASURES}
 
 
-class Journal(Protocol):
-    """What a controller reports to (`rollout.controller.Journal`)."""
+class WatchedJournal(Protocol):
+    """What a controller reports to, and what passes the watch on its way there."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
 
@@ -128,7 +128,7 @@ class SelectionWatch:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: WatchedJournal,
         clock: Callable[[], float],
         known: SelectionBias | None = None,
         say: Callable[[str], None] = lambda sentence: None,

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stretto.measures.selection import SIGNIFICANT, Bias
+from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 
 _BAR_WIDTH = 24
@@ -114,16 +114,12 @@ def _goodput(inspection: Inspection) -> Rows:
     tokens, seconds = (max(1e-9, sum(getattr(one, unit) for one in budget.values())) for unit in ("tokens", "seconds"))
     for name, one in budget.items():
         if one.tokens or one.seconds:
-            shares = (
-                f"{one.tokens:,} tokens ({one.tokens / tokens:.1%}), {one.seconds:,.1f} s ({one.seconds / seconds:.1%})"
-            )
-            yield name.replace("_", " "), shares
-    strongest = min(inspection.selection_bias.values(), key=lambda bias: bias.p, default=Bias())
-    if strongest.p < 1:
-        shares = (
-            f"{name} {bias.statistic:+.2f} (p = {bias.p:.1g})" for name, bias in inspection.selection_bias.items()
-        )
-        yield "selection bias", Text(", ".join(shares), style="bold red" if strongest.p < SIGNIFICANT else "")
+            of_tokens = f"{one.tokens:,} tokens ({one.tokens / tokens:.1%})"
+            yield name.replace("_", " "), f"{of_tokens}, {one.seconds:,.1f} s ({one.seconds / seconds:.1%})"
+    for name, bias in inspection.selection_bias.items():
+        if bias.p < 1:
+            found = f"{name} {bias.statistic:+.2f}, p = {bias.p:.1g}"
+            yield "selection bias", Text(found, style="bold red" if bias.p < SIGNIFICANT else "")
     for role, reasons in inspection.idle.items():
         spells = sorted(reasons.items(), key=lambda spell: -spell[1])
         yield f"{role} idle", ", ".join(f"{reason} {spell:,.1f} s" for reason, spell in spells)
