@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from stretto.cluster.address import bound
+from stretto.cluster.placing import NO_RAY, has_ray
 from stretto.core.errors import (
     ModelFolderError,
     Problem,
@@ -148,7 +149,8 @@ def check_ports(config: EngineConfig) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
-    config, problems = recipe.cluster, []
+    config = recipe.cluster
+    problems = [NO_RAY] if config.placer == "ray" and not has_ray() else []
     ranks = recipe.trainer.remote_ranks
     if ranks and not config.listen and config.placer != "ray":
         found, remedy = "and cluster.listen is empty: no machine can join", 'give cluster.listen="HOST:PORT"'
