@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -85,8 +85,10 @@ class ToyFleet:
 
     open = frozenset[str]()
     absence = ""
+    gave_up: Set[str] = frozenset()
 
-    async def give_up(self) -> None: ...
+    async def give_up(self, ids: Set[str]) -> None:
+        self.gave_up = ids
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         """One token of the first completion of each group, once."""

@@ -7,7 +7,7 @@ import contextlib
 import math
 import platform
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -350,14 +350,15 @@ class EngineHandle:
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 
-    async def give_up(self) -> None:
-        """Abort its requests; returns when it has none, or does not reply."""
+    async def give_up(self, ids: Set[str]) -> None:
+        """Abort those of its requests; returns when it has none of them, or does not reply."""
+        ours = self.open & ids
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
-                for id in list(self.open):
+                for id in ours:
                     self.given_up.add(id)
                     await self.client.abort(id)
-                while self.open:
+                while self.open & ours:
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
