@@ -114,7 +114,7 @@ class Conductor:
         self.in_flight.end()
         at_engines = {id.partition("/")[0] for id in self.engines.open}  # turns are named after their trajectory
         await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])
-        await self.engines.give_up({id for id in self.engines.open if not is_evaluation(id)})
+        await self.engines.give_up(spared=is_evaluation)
 
     # ── admission and groups ────────────────────────────────────────────────────────────────────
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -68,7 +68,7 @@ class Engines:
     open = frozenset[str]()
     absence = ""
 
-    async def give_up(self, ids: Set[str]) -> None: ...
+    async def give_up(self, spared: Callable[[str], bool]) -> None: ...
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         await asyncio.sleep(self.chance.random() * 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -85,10 +85,10 @@ class ToyFleet:
 
     open = frozenset[str]()
     absence = ""
-    gave_up: Set[str] = frozenset()
+    gave_up = frozenset[str]()
 
-    async def give_up(self, ids: Set[str]) -> None:
-        self.gave_up = ids
+    async def give_up(self, spared: Callable[[str], bool]) -> None:
+        self.gave_up = frozenset(id for id in self.open if not spared(id))
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         """One token of the first completion of each group, once."""

@@ -7,7 +7,7 @@ import contextlib
 import math
 import platform
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -350,15 +350,14 @@ class EngineHandle:
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 
-    async def give_up(self, ids: Set[str]) -> None:
-        """Abort those of its requests; returns when it has none of them, or does not reply."""
-        ours = self.open & ids
+    async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
+        """Abort its requests, except those that are spared; returns when it has no other, or does not reply."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
-                for id in ours:
+                for id in [id for id in self.open if not spared(id)]:
                     self.given_up.add(id)
                     await self.client.abort(id)
-                while self.open & ours:
+                while not all(map(spared, self.open)):
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:

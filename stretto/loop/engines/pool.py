@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -206,7 +206,7 @@ class EnginePool:
             await gather_to_the_end(*(self._let_go(engine, why) for engine in engines))
 
     async def _let_go(self, engine: EngineHandle, why: str) -> None:
-        await engine.give_up(frozenset(engine.open))
+        await engine.give_up()
         await self.leave(engine.name, why)
 
     async def leave(self, name: str, why: str) -> None:
@@ -301,10 +301,10 @@ class EnginePool:
         """The requests that engines have now."""
         return frozenset(id for engine in self._engines.values() for id in engine.open)
 
-    async def give_up(self, ids: Set[str]) -> None:
-        """Abort these requests; when this returns, no engine has one of them. An engine that does not reply within a
-        second is left alone."""
-        await gather_or_cancel(*(engine.give_up(ids) for engine in self._engines.values()))
+    async def give_up(self, spared: Callable[[str], bool]) -> None:
+        """Abort every request that is not spared; when this returns, no engine has one. An engine that does not reply
+        within a second is left alone."""
+        await gather_or_cancel(*(engine.give_up(spared) for engine in self._engines.values()))
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What the completions in flight have beyond their known tokens; without an engine that does not reply within
