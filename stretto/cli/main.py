@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from stretto import __version__
 from stretto.cli.joining import engine, rank
+from stretto.cli.planning import plan
 from stretto.cli.score import score
 from stretto.cli.studies import study
 from stretto.core.errors import StrettoError, described
@@ -153,6 +154,9 @@ def train(
     for plot in plot_run(prepared.path):
         print(f"plot  {plot}")
     raise typer.Exit(code)
+
+
+app.command()(plan)
 
 
 @app.command()
