@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from stretto.core.records import Record, State
+from stretto.store.inspection import Inspection
 from stretto.watch.index.columns import Column
 from stretto.watch.index.trajectories import NONE, Trajectories
 from stretto.watch.runs.questions import PromptTexts
@@ -75,11 +76,11 @@ class Health(Record, frozen=True):
     indexed: float
 
 
-def health_of(trajectories: Trajectories, questions: PromptTexts, goodput: Any, selection_bias: Any) -> Health:
-    """The health of what is indexed."""
+def health_of(trajectories: Trajectories, questions: PromptTexts, inspection: Inspection | None) -> Health:
+    """The health of what is indexed; `inspection` is None if the ledger cannot be read."""
     return Health(
-        goodput=goodput,
-        selection_bias=selection_bias,
+        goodput=inspection.goodput if inspection is not None else None,
+        selection_bias=inspection.selection_bias if inspection is not None else None,
         states=trajectories.count("state"),
         verdicts=trajectories.count("verdict"),
         stop_reasons=trajectories.count("stop"),
