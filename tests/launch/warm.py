@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -38,7 +39,8 @@ _COMMANDS: tuple[str, ...] = (
     "stretto.dashboard.plots.plots",
     "stretto.dashboard.terminal.summary",
 )
-_COMMANDS += ("stretto.dashboard.terminal.progress", "tests.launch.warm")
+_COMMANDS += ("stretto.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
+_COMMANDS += ("stretto.api.run_process",)
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -46,11 +48,13 @@ _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack
 class Surroundings(Record, frozen=True):
     """What a command finds: everything that a new process is given."""
 
+    module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
     folder: str
     out: str
     err: str
+    inherited: tuple[int, ...]
 
 
 @cache
@@ -86,15 +90,24 @@ def children_of(pid: int) -> list[int]:
 class WarmCommand:
     """As `subprocess.Popen`, as far as the tests need it."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        module: str = "stretto.cli.main",
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """``python -m MODULE ARGUMENTS`` in `folder`; `inherited` descriptors keep their numbers."""
         self.returncode: int | None = None
         self._out, self._err = (folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
-        told = Surroundings(tuple(arguments), dict(environment), str(folder), str(self._out), str(self._err))
+        output, kept = (str(self._out), str(self._err)), tuple(inherited)
+        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept)
         spec = msgspec.json.encode(told).decode()
         self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            message = msgspec.msgpack.encode(Spawn("tests.launch.warm", spec, os.devnull))
-            socket.send_fds(session_server()._wire, [message], [far.fileno()])
+            message = msgspec.msgpack.encode(Spawn("tests.launch.warm", spec, os.devnull, inherited=kept))
+            socket.send_fds(session_server()._wire, [message], [far.fileno(), *kept])
         self._wire.settimeout(100)
         spawned = _REPLY.decode(self._wire.recv(LONGEST_MESSAGE))
         assert isinstance(spawned, Spawned), spawned
@@ -108,7 +121,7 @@ class WarmCommand:
             self._wire.close()
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None and not select.select([self._wire], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("stretto", timeout)
         code = self.poll()
@@ -126,6 +139,9 @@ class WarmCommand:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
 class _Forked:
@@ -149,6 +165,8 @@ def main(arguments: list[str]) -> int:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         near.close()
+        for descriptor in told.inherited:
+            os.close(descriptor)
         return _become_fork_server(far, command)
     far.close()
     near.setblocking(False)
@@ -160,10 +178,8 @@ def main(arguments: list[str]) -> int:
         return server
 
     product.__dict__["ForkServer"] = opened
-    from stretto.cli.main import main as command_line
-
     sys.argv = ["stretto", *told.arguments]
-    command_line()
+    importlib.import_module(told.module).main()
     return 0
 
 
@@ -178,7 +194,7 @@ def _put_into(told: Surroundings) -> None:
     os.chdir(told.folder)
     sys.path[0] = told.folder
     tempfile.tempdir = None
-    fork_server_role.show_as([sys.executable, "-m", "stretto.cli.main", *told.arguments])
+    fork_server_role.show_as([sys.executable, "-m", told.module, *told.arguments])
 
 
 def _mark(mark: bytes) -> None:
