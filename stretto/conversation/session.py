@@ -14,8 +14,9 @@ prompts of parallel turns take the recorded ones in their order, whichever asks 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 import msgspec
@@ -357,16 +358,19 @@ class WholeTurns:
     """A sampler that keeps a turn on record when it has ended: of an engine without a run.
 
     Attributes:
-        name: of its requests, before the node.
+        name: of its requests, before the node and a number: a turn may be asked for again before the engine has given
+            its first request up.
     """
 
     generate: Generate
     record: SessionRecord
     name: str
+    _number: Iterator[int] = field(default_factory=count)
 
     async def __call__(self, request: TurnRequest) -> Segment:
         """See `Sampler`."""
-        asked = GenerateRequest(f"{self.name}#{request.node}", request.prompt, (request.seed,), request.sampling)
+        id = f"{self.name}#{request.node}.{next(self._number)}"
+        asked = GenerateRequest(id, request.prompt, (request.seed,), request.sampling)
         async for completion in self.generate(asked):
             self.record.journal(request.node, completion.segment)
             return completion.segment

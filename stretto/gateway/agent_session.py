@@ -40,13 +40,24 @@ class SessionEnded(RefusedRequest):
 
 
 class TurnRecord(Record, frozen=True):
-    """A turn as a session keeps it: `new` are the messages behind those of the turn `behind`."""
+    """A turn as a session keeps it: `new` are the messages behind those of the turn `behind`; `key` is the idempotency
+    key of the request."""
 
     said: SaidTurn
     node: int
     behind: str
     new: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    key: str = ""
+
+
+class GivenRewards(Record, frozen=True):
+    """Rewards that came by HTTP: of the trajectory, and of turns by node; `nodes` are those of all turns that had been
+    told when the last reward came."""
+
+    reward: float | None = None
+    by_turn: Mapping[int, float] = {}
+    nodes: tuple[int, ...] = ()
 
 
 class Attempt(Record, frozen=True):
@@ -93,7 +104,7 @@ class AgentSession:
     Attributes:
         key: the capability; who has it asks for turns.
         created: seconds since 1970.
-        reward: what was given by HTTP, or None.
+        given: the rewards that came by HTTP.
         ended: set when it has ended.
         asked_at: when it was last asked for a turn, or made, by the monotonic clock.
         unanswered: requests that an error of the run left without a reply, and have none since, with the error. It is
@@ -107,10 +118,11 @@ class AgentSession:
     session: Session
     speaker: Speaker
     state: State = "open"
-    reward: float | None = None
+    given: GivenRewards = field(default_factory=GivenRewards)
     stragglers: int = 0  # requests after the end
     retries: int = 0  # requests that were answered by the reply to an earlier one
     as_json: int = 0  # turns whose history came back with arguments written otherwise
+    unapplied: Counter[str] = field(default_factory=Counter)  # turns by the wishes that changed nothing
     asked_at: float = field(default_factory=time.monotonic)
     unanswered: dict[bytes, str] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -118,6 +130,7 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._bridge = Bridge(self.speaker.renderer)
+        self._told: dict[str, tuple[bytes, SaidTurn]] = {}  # by idempotency key: the request and its reply
         self.last_text = ""  # of the last turn that was answered
         turns = self._turn_calls()
         self._on_record = Counter(call.asked for call in turns)  # which no request has come for in this process
@@ -126,6 +139,7 @@ class AgentSession:
                 record = msgspec.json.decode(call.reply, type=TurnRecord)
                 self.session.pass_over(record.node)
                 self._hold(record, live=False)
+                self._note(call.asked, record)
 
     async def answer(self, asked: AskedTurn, how: Attempt) -> SaidTurn:
         """The reply to a request. The turn is broken off when every client that waits for it has gone.
@@ -135,10 +149,10 @@ class AgentSession:
             RefusedRequest: names the wrong field.
             EngineLost, DeadlineExceeded: it may be tried again.
         """
-        if self.state == "ended":
-            self.stragglers += 1
-            raise SessionEnded(self.id)
-        self.asked_at = time.monotonic()
+        if self.state == "ended" and (told := self._told.get(how.key)) and told[0] == _digest(asked):
+            self.retries += 1
+            return told[1]
+        self._look_at()
         answering = self._answering(asked, how)
         answering.waiting += 1
         try:
@@ -151,6 +165,36 @@ class AgentSession:
             answering.waiting -= 1
             if not answering.waiting and not answering.task.done():
                 answering.task.cancel()
+
+    async def count(self, asked: AskedTurn) -> int:
+        """Tokens of the prompt that this request would have as a turn. None is made, and nothing is on record.
+
+        Raises:
+            SessionEnded: the session has ended.
+            RefusedRequest: names the wrong field.
+        """
+        self._look_at()
+        return len((await self._prompt(self._history(asked), asked.tools)).tokens)
+
+    def give(self, reward: float, node: int | None) -> None:
+        """Take a reward: of the turn `node`, with which it falls away where a crash makes the agent say something
+        else; or of the trajectory.
+
+        Raises:
+            RefusedRequest: there is no such turn.
+        """
+        turns = [at for at, one in enumerate(self.session.forest.segments) if one.sampled and one.stop_reason]
+        if node is not None and node not in turns:
+            allowed = f"the id of a sampled node that has ended: {', '.join(map(str, turns))[:400] or 'there is none'}"
+            raise RefusedRequest("node", str(node), allowed)
+        by_turn = self.given.by_turn if node is None else {**self.given.by_turn, node: reward}
+        whole = reward if node is None else self.given.reward
+        self.given = GivenRewards(whole, by_turn, tuple(self.session.returned))
+
+    @property
+    def rewards(self) -> GivenRewards:
+        """Those that hold: after a crash, if the agent has come again to every turn for which they were given."""
+        return self.given if set(self.given.nodes) <= set(self.session.returned) else GivenRewards()
 
     @property
     def broken(self) -> str:
@@ -169,6 +213,12 @@ class AgentSession:
         for answering in self._answers.values():
             answering.task.cancel()
 
+    def _look_at(self) -> None:
+        if self.state == "ended":
+            self.stragglers += 1
+            raise SessionEnded(self.id)
+        self.asked_at = time.monotonic()
+
     def _turn_calls(self) -> list[RecordedCall]:
         return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
 
@@ -181,7 +231,7 @@ class AgentSession:
     def _answering(self, asked: AskedTurn, how: Attempt) -> _Answering:
         """The reply to this request, begun if it is a new one. A client that says that it is its first try means a new
         turn, though it may ask the same as before."""
-        digest = blake2b(msgspec.json.encode(asked, order="deterministic")).digest()
+        digest = _digest(asked)
         name = how.key or digest
         known = self._answers.get(name)
         if known is not None and known.digest != digest:
@@ -194,16 +244,16 @@ class AgentSession:
             allowed = f"at most {self.speaker.config.turns:,} turns of one session"
             raise RefusedRequest("messages", "another turn", allowed)
         self._on_record[digest] -= recorded
-        task = asyncio.create_task(self._watched(asked, digest), name=f"a turn of {self.id}")
+        task = asyncio.create_task(self._watched(asked, digest, how.key), name=f"a turn of {self.id}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to those who wait, if any
         if known is not None and not known.task.done():
             name = f"{how.attempt} {len(self._answers)}"  # of two equal turns under way, retries get the first
         self._answers[name] = _Answering(digest, task)
         return self._answers[name]
 
-    async def _watched(self, asked: AskedTurn, digest: bytes) -> SaidTurn:
+    async def _watched(self, asked: AskedTurn, digest: bytes, key: str) -> SaidTurn:
         try:
-            said = await self._turn(asked, digest)
+            said = await self._turn(asked, digest, key)
         except RefusedRequest:
             raise
         except Exception as error:  # of an engine, of the record, or a bug: the agent may go on as if nothing had been
@@ -212,7 +262,7 @@ class AgentSession:
         self.unanswered.pop(digest, None)
         return said
 
-    async def _turn(self, asked: AskedTurn, digest: bytes) -> SaidTurn:
+    async def _turn(self, asked: AskedTurn, digest: bytes, key: str) -> SaidTurn:
         owner, seconds = f"session {self.id}", self.speaker.config.turn_seconds
 
         async def run() -> bytes:
@@ -225,7 +275,8 @@ class AgentSession:
             self.as_json += prompt.likeness is Likeness.EQUAL_AS_JSON
             behind = prompt.behind
             new = prompt.history[len(behind.history) :] if behind else prompt.history
-            record = TurnRecord(said, turn.node, behind.id if behind else "", new, prompt.tools)
+            self.unapplied.update(self.speaker.rule.unapplied(asked))
+            record = TurnRecord(said, turn.node, behind.id if behind else "", new, prompt.tools, key)
             return msgspec.json.encode(record)
 
         async with deadline(owner, "a turn", seconds):
@@ -234,6 +285,7 @@ class AgentSession:
         record = msgspec.json.decode(reply, type=TurnRecord)
         self.session.claim(record.node)
         self._hold(record, live=True)
+        self._note(digest, record)
         self.last_text = record.said.message.text
         return record.said
 
@@ -264,12 +316,20 @@ class AgentSession:
             problem = error.problems[0]
             raise RefusedRequest("messages", problem.found[:400], problem.remedy[:400] or "see the template") from None
 
+    def _note(self, digest: bytes, record: TurnRecord) -> None:
+        if record.key:
+            self._told[record.key] = digest, record.said
+
     def _hold(self, record: TurnRecord, *, live: bool) -> None:
         behind = self._bridge.turn(record.behind) if record.behind else None
         before = behind.history if behind else ()
         tokens = self.session.forest.tokens(record.node)
         history = (*before, *record.new, record.said.message)
         self._bridge.hold(HeldTurn(record.said.id, history, record.tools, tokens, live))
+
+
+def _digest(asked: AskedTurn) -> bytes:
+    return blake2b(msgspec.json.encode(asked, order="deterministic")).digest()
 
 
 def _characters(message: Message) -> int:
@@ -290,17 +350,19 @@ def shown(session: AgentSession) -> dict[str, Any]:
             "versions": segment.versions,
             "branch_cause": segment.cause or None,
             "finish_reason": segment.stop_reason,
+            "reward": session.given.by_turn.get(place),
         }
         for place, segment in enumerate(segments)
     ]
     return {
         "id": session.id,
         "state": session.state,
-        "reward": session.reward,
+        "reward": session.given.reward,
         "nodes": nodes,
         "samples": [path.segments for path in paths(list(map(_whole, segments)))],
         "branches": Counter(segment.cause for segment in segments if segment.cause),
         "equal_as_json": session.as_json,
+        "unapplied": session.unapplied,
         "retries": session.retries,
         "stragglers": session.stragglers,
     }

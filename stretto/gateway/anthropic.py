@@ -106,14 +106,19 @@ class OutputConfig(Record, frozen=True):
     task_budget: dict[str, Any] | None = None
 
 
-class MessagesBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages, the fields that choose something."""
+class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """POST /v1/messages/count_tokens: what a prompt is made of."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """POST /v1/messages, the fields that choose something."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
     tool_choice: ToolChoice | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -125,11 +130,27 @@ class MessagesBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=Fals
     output_config: OutputConfig | None = None
 
 
+class AnthropicTokenCount:
+    """How clients of Anthropic ask for a count (a `dialects.TokenCount`)."""
+
+    path = "/v1/messages/count_tokens"
+    body = CountBody
+
+    def parse(self, body: bytes) -> AskedTurn:
+        asked = parse_record(body, CountBody)
+        return AskedTurn(asked.model, tuple(_messages(asked)), _tools(asked))
+
+    def counted(self, tokens: int) -> bytes:
+        return msgspec.json.encode({"input_tokens": tokens})
+
+
 class AnthropicDialect:
     """The dialect of ``/v1/messages`` (a `dialects.Dialect`)."""
 
     path = "/v1/messages"
     body = MessagesBody
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+    counts = (AnthropicTokenCount(),)
 
     def parse(self, body: bytes) -> AskedTurn:
         asked = parse_record(body, MessagesBody)
@@ -138,9 +159,7 @@ class AnthropicDialect:
         return AskedTurn(
             model=asked.model,
             messages=tuple(_messages(asked)),
-            tools=tuple(
-                Tool(tool.name, tool.description or "", tool.input_schema, tool.strict) for tool in asked.tools or ()
-            ),
+            tools=_tools(asked),
             wanted=Wanted(
                 max_tokens=asked.max_tokens,
                 temperature=asked.temperature,
@@ -169,11 +188,19 @@ class AnthropicDialect:
         told = {"type": _KINDS.get(why.status, "invalid_request_error"), "message": place + why.message}
         return msgspec.json.encode({"type": "error", "error": told})
 
+    def fail(self, why: NotServed) -> bytes:
+        return b"event: error\ndata: " + self.refuse(why) + b"\n\n"
+
     def headers(self, said: SaidTurn) -> Mapping[str, str]:
         return {"request-id": f"req_{said.id}"}
 
 
-def _messages(asked: MessagesBody) -> Iterator[Message]:
+def _tools(asked: CountBody) -> tuple[Tool, ...]:
+    offered = asked.tools or ()
+    return tuple(Tool(tool.name, tool.description or "", tool.input_schema, tool.strict) for tool in offered)
+
+
+def _messages(asked: CountBody) -> Iterator[Message]:
     system = asked.system
     if system is not None:
         blocks = [TextBlock(text=system)] if isinstance(system, str) else system

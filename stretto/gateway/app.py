@@ -1,10 +1,11 @@
 """The gateway over HTTP.
 
     POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
-    POST /sessions/ID/reward           {"reward": 1.0}
+    POST /sessions/ID/reward           {"reward": 1.0}; with "node": N, that of one turn
     POST /sessions/ID/end
     GET  /sessions/ID                  state, nodes, samples
     POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
+    POST /s/KEY/v1/messages/count_tokens
     GET  /s/KEY/v1/models              the model
     GET  /health  /openapi.json
 
@@ -26,23 +27,29 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Message, Receive, Scope, Send
 
-from stretto.conversation.messages import AskedTurn, SaidTurn
+from stretto.conversation.messages import AskedTurn
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.gateway.agent_session import AgentSession, Attempt, SessionEnded, Speaker, shown
-from stretto.gateway.dialects import Dialect, NotServed, openapi
+from stretto.gateway.dialects import Dialect, NotServed, RequestForm, TokenCount, openapi
 from stretto.gateway.sessions import Host, NothingWaits, SessionTable, TooManySessions
-from stretto.processes.http.asgi import header, read_body, reply, when_gone
+from stretto.processes.http.asgi import Header, header, read_body, reply, when_gone
 from stretto.processes.http.bodies import parse_record
 from stretto.processes.http.server import admit
 
 _JSON = "application/json"
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies hand on what keeps the connection open
+]
+_KEEP_ALIVE_SECONDS = 15.0  # the shortest usual idle timeouts, of proxies and of load balancers, are 30 to 60 s
 _IN_PATH = re.compile(r"/s/(?P<key>[^/]+)(?P<rest>/.*)")
 _SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")
 _BODY_SECONDS = 60.0
 _MODELS = "/v1/models"
 _KEYS = (b"x-api-key", b"authorization")
+_UNAPPLIED = b"x-stretto-unapplied"  # wishes of the request that change nothing of what is sampled
 
 
 class Refusing(Exception):
@@ -63,6 +70,7 @@ class RewardBody(msgspec.Struct, frozen=True):
     """POST /sessions/ID/reward."""
 
     reward: Annotated[float, Meta(ge=-1e300, le=1e300)]
+    node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class GatewayApp:
@@ -80,6 +88,7 @@ class GatewayApp:
         """`dialects`: the first refuses what is asked at other paths."""
         self.sessions, self._host, self._speaker = sessions, host, speaker
         self._dialects = {dialect.path: dialect for dialect in dialects}
+        self._counts = {count.path: (count, dialect) for dialect in dialects for count in dialect.counts}
         self._plain = dialects[0]
         self._operator_key = operator_key.encode()
         self.refused = 0  # requests with a key of no session
@@ -94,7 +103,7 @@ class GatewayApp:
 
         found = _IN_PATH.fullmatch(scope["path"])
         key, path = (found["key"], found["rest"]) if found else (_sent_key(scope), scope["path"])
-        dialect = self._dialects.get(path, self._plain)
+        dialect = self._dialects.get(path) or self._counts.get(path, (None, self._plain))[1]
         try:
             await self._dispatch(key, path, scope, receive, watched)
         except Refusing as refused:
@@ -132,6 +141,11 @@ class GatewayApp:
             session = self._of_key(key)
             admit(scope)
             await self._turn(session, dialect, scope, receive, send)
+        elif counting := self._counts.get(path):
+            _allow("POST", scope)
+            session = self._of_key(key)
+            admit(scope)
+            await self._count(session, counting[0], scope, receive, send)
         elif path == _MODELS or path.startswith(f"{_MODELS}/"):
             _allow("GET", scope)
             self._of_key(key)
@@ -158,50 +172,71 @@ class GatewayApp:
             body = await self._record(RewardBody, scope, receive)
             if session.state == "ended":
                 raise _over(SessionEnded(session.id))
-            self._reward(session, body.reward + 0.0)
+            await self._reward(session, body.node, body.reward + 0.0)
         elif what == "/end" and session.state == "open":
             await self._host.ended(session)  # on record before it is so
             session.end()
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
 
-    def _reward(self, session: AgentSession, reward: float) -> None:
-        before, session.reward = session.reward, reward
+    async def _reward(self, session: AgentSession, node: int | None, reward: float) -> None:
+        before = session.given
         try:
-            self._host.rewarded(session)
+            session.give(reward, node)
+            await self._host.rewarded(session)
+        except RefusedRequest as refused:
+            raise _refused(refused) from None
         except BaseException:  # raised again: what is not on record was not given
-            session.reward = before
+            session.given = before
             raise
 
     async def _turn(self, session: AgentSession, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await self._asked(dialect, scope, receive)
-        if asked.model != self._speaker.model:
-            found = f"{asked.model[:80]!r} is not served here; the model is {self._speaker.model!r}"
-            raise Refusing(NotServed(404, found, "model", "model_not_found"))
+        unapplied = self._speaker.rule.unapplied(asked)
+        headers = [(_UNAPPLIED, ", ".join(unapplied).encode())] if unapplied else []
         answering = asyncio.create_task(session.answer(asked, _attempt(scope)))
         gone = asyncio.create_task(when_gone(receive, lambda: None))
+        stream = _Stream(send, headers)
         try:
             # The turn has a deadline of its own.
-            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+            while not await _one_of(answering, gone, _KEEP_ALIVE_SECONDS if asked.stream else None):
+                await stream.write(dialect.keep_alive)
             if not answering.done():
                 return  # nobody is there to be told
             said = answering.result()
-        except SessionEnded as ended:
-            raise _over(ended) from None
-        except RefusedRequest as refused:
-            raise _refused(refused) from None
-        except (EngineLost, DeadlineExceeded) as lost:
-            raise Refusing(NotServed(503, str(lost), "", "unavailable")) from None
+        except (SessionEnded, RefusedRequest, EngineLost, DeadlineExceeded) as error:
+            refusing = _no_turn(error)
+            if not stream.started:
+                raise refusing from None
+            await stream.end(dialect.fail(refusing.why))
+            return
         finally:
             gone.cancel()
             answering.cancel()
-        await _send(dialect, asked, said, send)
+        headers += [(name.encode(), value.encode()) for name, value in dialect.headers(said).items()]
+        if asked.stream:
+            await stream.end(b"".join(dialect.events(asked, said)))
+        else:
+            await reply(send, 200, _JSON, dialect.reply(asked, said), headers)
 
-    async def _asked(self, dialect: Dialect, scope: Scope, receive: Receive) -> AskedTurn:
+    async def _count(self, session: AgentSession, form: TokenCount, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = await self._asked(form, scope, receive)
+        try:
+            tokens = await session.count(asked)
+        except RefusedRequest as refused:  # a session that has ended, too
+            raise _no_turn(refused) from None
+        await reply(send, 200, _JSON, form.counted(tokens))
+
+    async def _asked(self, form: RequestForm, scope: Scope, receive: Receive) -> AskedTurn:
         raw = await self._body(scope, receive)
         try:
-            return dialect.parse(raw)
+            asked = form.parse(raw)
+            if asked.model != self._speaker.model:
+                found = f"{asked.model[:80]!r} is not served here; the model is {self._speaker.model!r}"
+                raise Refusing(NotServed(404, found, "model", "model_not_found"))
+            self._speaker.rule.check(asked)
         except RefusedRequest as refused:
             raise _refused(refused) from None
+        return asked
 
     async def _models(self, path: str, send: Send) -> None:
         speaker = self._speaker
@@ -265,13 +300,35 @@ def opened(session: AgentSession, address: str) -> dict[str, Any]:
     return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
 
 
-async def _send(dialect: Dialect, asked: AskedTurn, said: SaidTurn, send: Send) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in dialect.headers(said).items()]
-    if not asked.stream:
-        await reply(send, 200, _JSON, dialect.reply(asked, said), headers)
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *headers]})
-    await send({"type": "http.response.body", "body": b"".join(dialect.events(asked, said))})
+class _Stream:
+    """A reply of events, which begins with its first one; `headers` may grow until then."""
+
+    def __init__(self, send: Send, headers: list[Header]) -> None:
+        self.started, self._send, self._headers = False, send, headers
+
+    async def write(self, events: bytes, *, more: bool = True) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *self._headers]})
+        await self._send({"type": "http.response.body", "body": events, "more_body": more})
+
+    async def end(self, events: bytes) -> None:
+        await self.write(events, more=False)
+
+
+async def _one_of(one: asyncio.Future[Any], other: asyncio.Future[Any], seconds: float | None) -> bool:
+    """Wait for the first; whether one of them is done in time."""
+    done, _ = await asyncio.wait((one, other), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
+
+
+def _no_turn(error: Exception) -> Refusing:
+    """What a client is told in place of a turn."""
+    if isinstance(error, SessionEnded):
+        return _over(error)
+    if isinstance(error, RefusedRequest):
+        return _refused(error)
+    return Refusing(NotServed(503, str(error), "", "unavailable"))
 
 
 async def _tell(send: Send, told: Mapping[str, Any]) -> None:

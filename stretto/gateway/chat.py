@@ -17,7 +17,7 @@ from stretto.conversation.messages import AskedTurn, Message, SaidTurn, SampledT
 from stretto.core.engine import LONGEST_STOP, MOST_STOPS
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
-from stretto.gateway.dialects import NotServed
+from stretto.gateway.dialects import COMMENT, NotServed
 from stretto.processes.http.bodies import parse_record
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -150,6 +150,8 @@ class ChatDialect:
 
     path = "/v1/chat/completions"
     body = ChatRequestBody
+    keep_alive = COMMENT
+    counts = ()
 
     def parse(self, body: bytes) -> AskedTurn:
         """See `Dialect`."""
@@ -206,6 +208,10 @@ class ChatDialect:
         kind = _KINDS.get(why.status, "invalid_request_error")
         told = {"message": why.message, "type": kind, "param": why.field or None, "code": why.code or None}
         return msgspec.json.encode({"error": told})
+
+    def fail(self, why: NotServed) -> bytes:
+        """See `Dialect`."""
+        return b"data: " + self.refuse(why) + b"\n\n"
 
     def headers(self, said: SaidTurn) -> Mapping[str, str]:
         """See `Dialect`."""

@@ -1,18 +1,21 @@
 """What a dialect is: how one kind of client asks, is answered and is refused.
 
 A dialect is pure: bytes in, a record out; a record in, bytes out. It knows no session, no token and no engine. The
-events of a stream are made from the whole turn, so that a replay tells them byte for byte.
+events of a stream are made from the whole turn, so that a replay tells them byte for byte; what keeps a connection open
+until then stands before the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from stretto.conversation.messages import AskedTurn, SaidTurn
 from stretto.core.records import Record
+
+COMMENT = b": keep-alive\n\n"  #: of a stream of events; clients pass over it
 
 
 class NotServed(Record, frozen=True):
@@ -24,8 +27,8 @@ class NotServed(Record, frozen=True):
     code: str = ""  # "context_length_exceeded", "model_not_found", "session_ended", "invalid_api_key", "unavailable"
 
 
-class Dialect(Protocol):
-    """One way to ask for a turn."""
+class RequestForm(Protocol):
+    """One way to ask about a conversation."""
 
     path: str  #: behind the address of the session, such as ``/v1/chat/completions``
 
@@ -42,6 +45,25 @@ class Dialect(Protocol):
         """
         ...
 
+
+class TokenCount(RequestForm, Protocol):
+    """One way to ask how many tokens the prompt of a turn would have; the turn is not made."""
+
+    def counted(self, tokens: int) -> bytes:
+        """The reply, as JSON."""
+        ...
+
+
+class Dialect(RequestForm, Protocol):
+    """One way to ask for a turn."""
+
+    keep_alive: bytes  #: what a stream tells before its first event, so that no idle timeout ends the connection
+
+    @property
+    def counts(self) -> Sequence[TokenCount]:
+        """How its clients ask for a count, if they do."""
+        ...
+
     def reply(self, asked: AskedTurn, said: SaidTurn) -> bytes:
         """The whole reply, as JSON."""
         ...
@@ -54,6 +76,10 @@ class Dialect(Protocol):
         """The body of an error, as JSON."""
         ...
 
+    def fail(self, why: NotServed) -> bytes:
+        """The last event of a stream that had begun when it became known that there is no turn."""
+        ...
+
     def headers(self, said: SaidTurn) -> Mapping[str, str]:
         """Headers of a reply that clients of the dialect look for, such as a request id."""
         ...
@@ -62,7 +88,7 @@ class Dialect(Protocol):
 def openapi(dialects: Iterable[Dialect]) -> bytes:
     """The OpenAPI 3.1 description of the dialects, made from the records into which requests are decoded. The gateway
     refuses more than it does: what depends on the session and on the model."""
-    served = list(dialects)
+    served: list[RequestForm] = [form for dialect in dialects for form in (dialect, *dialect.counts)]
     template = "#/components/schemas/{name}"
     references, schemas = msgspec.json.schema_components([dialect.body for dialect in served], ref_template=template)
     paths = {

@@ -18,7 +18,7 @@ from stretto.conversation.messages import AskedTurn, Message, SaidTurn, Tool, To
 from stretto.core.engine import MOST_LIKELIEST
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
-from stretto.gateway.dialects import NotServed
+from stretto.gateway.dialects import COMMENT, NotServed
 from stretto.processes.http.bodies import parse_record
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -148,6 +148,8 @@ class ResponsesDialect:
 
     path = "/v1/responses"
     body = ResponsesBody
+    keep_alive = COMMENT
+    counts = ()
 
     def parse(self, body: bytes) -> AskedTurn:
         asked = parse_record(body, ResponsesBody)
@@ -180,16 +182,24 @@ class ResponsesDialect:
             yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     def refuse(self, why: NotServed) -> bytes:
-        told = {
-            "message": why.message,
-            "type": _KINDS.get(why.status, "invalid_request_error"),
-            "param": why.field or None,
-            "code": why.code or None,
-        }
-        return msgspec.json.encode({"error": told})
+        return msgspec.json.encode({"error": _error(why)})
+
+    def fail(self, why: NotServed) -> bytes:
+        # OpenAI's event has the fields of the error beside its type; its clients raise where there is an `error`.
+        told = {**_error(why), "type": "error", "sequence_number": 0, "error": _error(why)}
+        return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
 
     def headers(self, said: SaidTurn) -> Mapping[str, str]:
         return {"x-request-id": f"req_{said.id}"}
+
+
+def _error(why: NotServed) -> dict[str, Any]:
+    return {
+        "message": why.message,
+        "type": _KINDS.get(why.status, "invalid_request_error"),
+        "param": why.field or None,
+        "code": why.code or None,
+    }
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:

@@ -21,7 +21,7 @@ import msgspec
 from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
 from stretto.core.errors import Problem, RefusedRequest, RunFolderError
 from stretto.core.records import Record, Segment, derive_seed
-from stretto.gateway.agent_session import AgentSession, Speaker
+from stretto.gateway.agent_session import AgentSession, GivenRewards, Speaker
 
 _SECRET_BYTES = 18
 _SHOWN = 64  # sessions that have ended and are kept whole
@@ -54,8 +54,8 @@ class Host(Protocol):
         """
         ...
 
-    def rewarded(self, session: AgentSession) -> None:
-        """It has been given a reward."""
+    async def rewarded(self, session: AgentSession) -> None:
+        """It has been given a reward, which is to be on record."""
         ...
 
     async def ended(self, session: AgentSession) -> None:
@@ -129,8 +129,8 @@ class Replied(Record, frozen=True, tag=True):
     reply: bytes
 
 
-class Rewarded(Record, frozen=True, tag=True):
-    reward: float
+class Rewarded(GivenRewards, frozen=True, tag=True):
+    pass
 
 
 class Ended(Record, frozen=True, tag=True):
@@ -211,10 +211,9 @@ class RecordedSessions:
         FolderRecord(path).write(opened)
         return self._restored(path, [opened])
 
-    def rewarded(self, session: AgentSession) -> None:
+    async def rewarded(self, session: AgentSession) -> None:
         """See `Host`."""
-        assert session.reward is not None
-        FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(session.reward))
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(**msgspec.structs.asdict(session.given)))
 
     async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
@@ -245,8 +244,9 @@ class RecordedSessions:
         sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
         session = Session(opened.id, (), seed, sampler, record, segments, calls)
         found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._speaker)
-        rewards = [line.reward for line in lines if isinstance(line, Rewarded)]
-        found.reward = rewards[-1] if rewards else None
+        for line in lines:
+            if isinstance(line, Rewarded):
+                found.given = line
         if any(isinstance(line, Ended) for line in lines):
             found.end()
         return found

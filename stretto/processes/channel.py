@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import RoleDied
-from stretto.core.frames import LARGEST_FRAME, Unframer, frame
+from stretto.core.errors import RoleDied, WireError
+from stretto.core.frames import LARGEST_FRAME, LENGTH, Unframer, frame
 
 _READ_BYTES = 1 << 20
 
@@ -27,9 +27,12 @@ class RoleEnd(Generic[Received]):
     """The role's end: blocking. Its wait for the next order has no deadline, because its owner is the conductor:
     when that ends, the socket closes and `receive` returns None."""
 
-    def __init__(self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received]) -> None:
+    def __init__(
+        self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
+    ) -> None:
+        """`largest`: bytes of a message that the conductor takes; a larger one is not sent."""
         self._socket = socket.socket(fileno=descriptor)
-        self._decoder = decoder
+        self._decoder, self._largest = decoder, largest
         self._unframer = Unframer()
         self._bodies: deque[bytes] = deque()
         self._sending = threading.Lock()
@@ -51,10 +54,14 @@ class RoleEnd(Generic[Received]):
 
         Raises:
             ConductorGone: the conductor has closed its end.
+            WireError: it is too large.
         """
+        whole = frame(message)
+        if (size := len(whole) - LENGTH.size) > self._largest:
+            raise WireError(f"it has {size:,} bytes; at most {self._largest:,} are allowed")
         with self._sending:
             try:
-                self._socket.sendall(frame(message))
+                self._socket.sendall(whole)
             except ConnectionError:
                 raise ConductorGone from None
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.conversation.forest import Tokens
-from stretto.conversation.session import MemoryRecord, Session, Turn, TurnRequest, joined_pieces
-from stretto.core.errors import CallInterrupted
-from stretto.core.records import NOTHING, Sampling, Segment, StopReason
+from stretto.conversation.session import MemoryRecord, Session, Turn, TurnRequest, WholeTurns, joined_pieces
+from stretto.core.errors import CallInterrupted, EngineLost
+from stretto.core.records import NOTHING, Completion, GenerateRequest, Sampling, Segment, StopReason
 
 PROMPT_TOKENS = (7, 8)
 SAMPLING = Sampling(max_tokens=4)
@@ -273,6 +273,24 @@ def test_a_call_that_has_ended_is_answered_and_does_not_stand_in_the_way() -> No
 
     assert asyncio.run(run(b"3", b"4")) == asyncio.run(run(b"4", b"3", b"5"))[:2] == [b"paid"] * 2
     assert world.made == {b"pay": 3}
+
+
+def test_a_turn_that_is_asked_for_again_is_another_request_of_an_engine_without_a_run() -> None:
+    """Which may not have given the first one up yet."""
+    asked: list[str] = []
+
+    async def generate(*requests: GenerateRequest) -> AsyncIterator[Completion]:
+        for request in requests:
+            asked.append(request.id)
+            if len(asked) > 1:
+                yield Completion(request.id, 0, (4, 2), (-0.5, -0.5), (0, 0), StopReason.STOP)
+
+    record = MemoryRecord()
+    session = Session("0.17.0/3", PROMPT_TOKENS, 5, WholeTurns(generate, record, "a"), record)
+    with pytest.raises(EngineLost, match=r"a#0\.0"):
+        asyncio.run(session.turn(PROMPT_TOKENS, SAMPLING))
+    assert asyncio.run(session.turn(PROMPT_TOKENS, SAMPLING)).segment.token_ids == (4, 2)
+    assert asked == ["a#0.0", "a#0.1"]
 
 
 def test_what_a_changed_program_does_not_ask_for_again_is_left_out() -> None:

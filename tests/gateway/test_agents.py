@@ -260,6 +260,37 @@ async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None
     assert after.verdict.reward == 0.5
 
 
+@pytest.mark.parametrize(("question", "reward"), [("3+8=", 0.5), ("and otherwise?", 15.0)])
+@in_a_loop
+async def test_a_reward_is_on_record_at_once_and_holds_for_what_was_said(
+    tmp_path: Path, question: str, reward: float
+) -> None:
+    """The conductor is killed between a reward and the end. The next service asks the same, or something else, which
+    the reward is not for: then the run scores it."""
+    run, trajectory = run_of(tmp_path), None
+    for asked, rewards in (("3+8=", [{"reward": 0.5}, {"reward": 0.75, "node": 1}]), (question, [])):
+        async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+            member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+            while (reply := await client.post("/sessions", json={})).status_code != 200:
+                await asyncio.sleep(0.01)
+            session = reply.json()
+            body = {"model": MODEL, "messages": [{"role": "user", "content": asked}]}
+            assert (await client.post(f"{session['base_url']}/chat/completions", json=body)).status_code == 200
+            for told in rewards:
+                assert (await client.post(f"/sessions/{session['id']}/reward", json=told)).status_code == 200
+            if rewards:
+                member.cancel()
+                await asyncio.gather(member, return_exceptions=True)
+            else:
+                await client.post(f"/sessions/{session['id']}/end")
+                trajectory = await member
+    assert trajectory is not None
+    assert trajectory.verdict.reward == reward
+    [turn] = [segment for segment in trajectory.segments if segment.sampled]
+    assert turn.reward == (0.75 if question == "3+8=" else None)
+    assert len(run.model.asked) == (1 if question == "3+8=" else 2)
+
+
 @in_a_loop
 async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
     run = run_of(tmp_path)

@@ -160,3 +160,41 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
     async with served_gateway(model, tmp_path) as gateway:
         shown = await gateway.shown(session)
         assert (shown["state"], shown["reward"]) == ("ended", 0.25)
+
+
+@in_a_loop
+async def test_after_the_end_a_key_on_record_gets_its_reply_and_no_other_request_does(tmp_path: Path) -> None:
+    model, key = ScriptedModel(lambda prompt: "yes"), {"Idempotency-Key": "k"}
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        first = await gateway.chat(session, ASK, headers=key)
+        await gateway.chat(session, ASK[1:])
+        await gateway.client.post(f"/sessions/{session['id']}/end")
+    for _ in range(2):  # gateways
+        async with served_gateway(model, tmp_path) as gateway:
+            assert (await gateway.chat(session, ASK, headers=key)).content == first.content
+            others = [(ASK, {}), (ASK[1:], {}), (ASK[1:], key), (ASK, {"Idempotency-Key": "other"})]
+            statuses = [(await gateway.chat(session, asked, headers=headers)).status_code for asked, headers in others]
+            assert statuses == [409] * 4
+            shown = await gateway.shown(session)
+            assert (shown["retries"], shown["stragglers"]) == (1, 4)
+    assert len(model.asked) == 2
+
+
+@in_a_loop
+async def test_turns_have_rewards_of_their_own(tmp_path: Path) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
+        session = await gateway.open()
+        place = f"/sessions/{session['id']}/reward"
+        await gateway.chat(session, ASK)
+        assert (await gateway.client.post(place, json={"reward": 0.25, "node": 1})).status_code == 200
+        for node in (0, 2):  # what was given, and what is not there
+            refused = await gateway.client.post(place, json={"reward": 1.0, "node": node})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "node")
+            assert "a sampled node that has ended: 1" in refused.json()["error"]["message"]
+        assert (await gateway.client.post(place, json={"reward": 1.0, "node": -1})).status_code == 400
+        assert (await gateway.shown(session))["reward"] is None
+        await gateway.client.post(place, json={"reward": 0.5})
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
+        shown = await gateway.shown(session)
+    assert (shown["reward"], [node["reward"] for node in shown["nodes"]]) == (0.5, [None, 0.25])

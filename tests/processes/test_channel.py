@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from stretto.core.errors import DeadlineExceeded, RoleDied
+from stretto.core.errors import DeadlineExceeded, RoleDied, WireError
 from stretto.core.frames import frame
 from stretto.processes.channel import ConductorEnd, RoleEnd
 from stretto.trainer.messages import FROM_TRAINER, TO_TRAINER, FromTrainer, Ready, SavePolicy, Stop, ToTrainer
@@ -119,6 +119,17 @@ def test_a_role_that_an_order_did_not_reach_is_dead_to_whoever_awaits_its_answer
 
     with pytest.raises(RoleDied, match="trainer closed its connection"):
         run(conduct())
+
+
+def test_a_message_that_the_conductor_does_not_take_is_not_sent() -> None:
+    near, far = socket.socketpair()
+    end: RoleEnd[ToTrainer] = RoleEnd(far.detach(), TO_TRAINER, len(frame(Stop())) - 4)
+    end.send(Stop())
+    with pytest.raises(WireError, match=r"it has [\d,]+ bytes; at most [\d,]+ are allowed"):
+        end.send(SavePolicy("x" * 80))
+    assert near.recv(4096) == frame(Stop())
+    near.close()
+    end._socket.close()
 
 
 def test_a_role_whose_conductor_is_gone_has_no_more_orders() -> None:

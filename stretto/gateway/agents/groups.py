@@ -26,7 +26,7 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
-from stretto.gateway.agent_session import AgentSession, Speaker
+from stretto.gateway.agent_session import AgentSession, GivenRewards, Speaker
 from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.programs import run_program
 from stretto.gateway.config import AgentConfig
@@ -35,7 +35,7 @@ from stretto.rollout.controller import Ticket
 from stretto.rollout.failures import RecentFailures
 
 _LINGER_SECONDS = 5.0  # for a program whose session it has ended itself
-_CREATED, _ENDED = b"created", b"ended"
+_CREATED, _REWARDED, _ENDED = b"created", b"reward ", b"ended"
 _NOT_STARTED = "the agent could not be started"
 _TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its name
 
@@ -74,12 +74,13 @@ class Sealed(Record, frozen=True):
     last_text: str
     reward: float | None
     broken: str
+    by_turn: Mapping[int, float] = {}
 
     def restore(self, session: AgentSession) -> None:
         """End a session that an earlier process of the run had ended."""
         for node in self.nodes:
             session.session.claim(node)
-        session.last_text, session.reward = self.last_text, self.reward
+        session.last_text, session.given = self.last_text, GivenRewards(self.reward, self.by_turn, self.nodes)
         if self.broken:
             session.unanswered[b""] = self.broken
         session.end()
@@ -99,15 +100,21 @@ class WaitingSessions:
                 return session
         raise NothingWaits
 
-    def rewarded(self, session: AgentSession) -> None:
-        """See `Host`; the ledger gets the reward with the end: without one the trajectory is made again."""
+    async def rewarded(self, session: AgentSession) -> None:
+        """See `Host`."""
+
+        async def run() -> bytes:
+            return msgspec.json.encode(session.given)
+
+        number = len(session.session.calls)  # two rewards are two calls, equal ones too
+        await session.session.call(b"%b%d" % (_REWARDED, number), run, repeatable=True, durable=True)
 
     async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
 
         async def run() -> bytes:
-            nodes = tuple(session.session.returned)
-            return msgspec.json.encode(Sealed(nodes, session.last_text, session.reward, session.broken))
+            nodes, given = tuple(session.session.returned), session.rewards
+            return msgspec.json.encode(Sealed(nodes, session.last_text, given.reward, session.broken, given.by_turn))
 
         await session.session.call(_ENDED, run, repeatable=True, durable=True)
 
@@ -160,7 +167,9 @@ class AgentGroups:
         name, key = new_key(), new_key()
         found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
         for call in session.calls:
-            if call.asked == _ENDED and call.reply is not None:
+            if call.reply is not None and call.asked.startswith(_REWARDED):
+                found.given = msgspec.json.decode(call.reply, type=GivenRewards)
+            elif call.reply is not None and call.asked == _ENDED:
                 msgspec.json.decode(call.reply, type=Sealed).restore(found)
         return found
 
@@ -213,14 +222,15 @@ class AgentGroups:
             await cancel_and_wait([running, sealed])
 
     async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:
-        services, segments = self.services, session.session.segments()
+        services, given = self.services, session.rewards
+        segments = session.session.segments(given.by_turn)
         failure = failure or session.broken
         if not failure and not segments:
             failure = "the agent has ended without a completion"
         if failure:
             verdict = Verdict(Outcome.UNDECIDED, None, failure)
-        elif session.reward is not None:
-            verdict = services.verdict(session.reward)
+        elif given.reward is not None:
+            verdict = services.verdict(given.reward)
         else:
             [verdict] = await services.score(prompt.text, [session.last_text], prompt.answer)
         text = services.decode(tuple(token for segment in segments for token in segment.token_ids))

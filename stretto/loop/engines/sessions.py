@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count as count_from
 from typing import Protocol
 
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
@@ -70,12 +69,12 @@ def sessions_of_evaluation(
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()
-        number = count_from()  # a turn may be asked for again before its engine has given the first request up
+        whole = WholeTurns(generate, record, id)
 
         async def sample(request: TurnRequest) -> Segment:
             for attempt in attempts():
                 with attempt:
-                    segment = await WholeTurns(generate, record, f"{id}.{next(number)}")(request)
+                    segment = await whole(request)
                     count(Completion.of(id, 0, segment))
                     return segment
             raise AssertionError("the last attempt raises")

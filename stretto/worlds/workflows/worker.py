@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, WorkflowError
+from stretto.core.errors import RefusedRequest, WireError, WorkflowError
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.worlds.workflows.conversation import Conversation, Workflow
@@ -45,8 +45,8 @@ from stretto.worlds.workflows.wire import (
 )
 
 _REASON_LIMIT = 300  # characters; an exception may carry a whole document
-_MOST_BYTES = LARGEST_MESSAGE - 1024  # of what a tool is asked, and answers: the conductor takes no longer message
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+_ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # methods of a conversation
 
 
 class MemberThread:
@@ -103,16 +103,20 @@ class MemberThread:
 
     async def _ran(self, order: int) -> None:
         answer = await self._calls.pop(order)()
-        if len(answer) <= _MOST_BYTES:
+        try:
             self._end.send(CallRan(self._run, order, answer))
-        elif (waiting := self._waiting.pop(order, None)) and not waiting.done():
-            waiting.set_exception(_too_long("the answer", answer))
+        except WireError as error:
+            if (waiting := self._waiting.pop(order, None)) and not waiting.done():
+                waiting.set_exception(RefusedRequest("tool", "the answer is too long", str(error)))
 
     def _main(self) -> None:
         try:
             ended = self._until_ended()
             self._over(self._run)
-            self._end.send(MemberGone(self._run) if self._given_up else ended)
+            try:
+                self._end.send(MemberGone(self._run) if self._given_up else ended)
+            except WireError as error:
+                self._end.send(MemberEnded(self._run, failure=f"the workflow returned too long a reward: {error}"))
         except ConductorGone:
             return
 
@@ -141,7 +145,11 @@ class MemberThread:
     async def _done(self, order: Order) -> OrderDone:
         waiting: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
         self._waiting[order.order] = waiting
-        self._end.send(order)
+        try:
+            self._end.send(order)
+        except WireError as error:
+            del self._waiting[order.order]
+            raise RefusedRequest(_ASKED[type(order)], "what is asked is too long", str(error)) from None
         return await waiting
 
     def _number(self) -> int:
@@ -174,18 +182,12 @@ class MemberThread:
 
     async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
         """See `ConversationOrders`."""
-        if len(asked) > _MOST_BYTES:
-            raise _too_long("what is asked", asked)
         order = CallOrder(self._run, self._number(), asked, repeatable)
         self._calls[order.order] = run
         try:
             return (await self._done(order)).answer
         finally:
             self._calls.pop(order.order, None)
-
-
-def _too_long(what: str, text: bytes) -> RefusedRequest:
-    return RefusedRequest("tool", f"{what} has {len(text):,} bytes", f"at most {_MOST_BYTES:,}")
 
 
 def ended_with(run: int, value: object) -> MemberEnded:
@@ -251,7 +253,7 @@ def main(arguments: list[str]) -> int:
     _bound_memory(spec.memory)
     if spec.path is not None:
         sys.path.insert(0, spec.path)
-    end = RoleEnd(spec.descriptor, _TO_WORKER)
+    end = RoleEnd(spec.descriptor, _TO_WORKER, LARGEST_MESSAGE)
     try:
         try:
             workflow = load_workflow(spec.function, spec.settings)

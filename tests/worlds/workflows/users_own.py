@@ -100,6 +100,8 @@ class Returns(stretto.Workflow):
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
         if self.what != "no turn":
             await chat.generate()
+        if self.what == "long name":
+            return stretto.Reward(1.0, named={"x" * (64 << 20): 1.0})  # type: ignore[return-value]
         found = {
             "nothing": None,
             "text": "1.0",
@@ -131,6 +133,7 @@ class Mistakes(stretto.Workflow):
             "turn": lambda: chat.generate(),
             "answer": lambda: chat.tool("long", [], lambda: "x" * (64 << 20)),
             "asked": lambda: chat.tool("long", ["x" * (64 << 20)], len),
+            "long message": lambda: chat.generate([{"role": "user", "content": "x" * (64 << 20)}]),
         }
         await wrong[self.kind]()
         return stretto.Reward(1.0, by_turn={"first": 1.0})  # type: ignore[dict-item]  # that is what is tried

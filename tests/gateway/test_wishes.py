@@ -1,0 +1,76 @@
+"""Promise: what a client wishes and the gateway does not do is never passed over in silence: it is named in a header of
+the reply and counted in the session, or refused where no model could do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.conversation.messages import AskedTurn, Tool, Wanted
+from stretto.core.records import Sampling
+from stretto.gateway.sampling import SamplingRule
+from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
+
+CHAT_TOOL = {"type": "function", "function": {"name": "add"}}
+SCHEMA = {"type": "object"}
+ASK = [{"role": "user", "content": "1+2?"}]
+FORCED = "tool_choice, response_format"
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": ASK,
+        "tools": [CHAT_TOOL],
+        "tool_choice": "required",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}},
+    },
+    "responses": {
+        "input": ASK,
+        "tools": [{"type": "function", "name": "add"}],
+        "tool_choice": {"type": "function", "name": "add"},
+        "text": {"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA}},
+    },
+    "messages": {
+        "messages": ASK,
+        "max_tokens": 20,
+        "tools": [{"name": "add", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "any"},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+@in_a_loop
+async def test_what_does_not_constrain_sampling_is_named_and_counted(tmp_path: Path, path: str, stream: bool) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: "It is 3."), tmp_path) as gateway:
+        session = await gateway.open()
+        url, fields = f"{session['base_url']}/{path}", {"model": MODEL, "stream": stream, **BODIES[path]}
+        told = [await gateway.client.post(url, json=fields) for _ in range(2)]
+        assert [(reply.status_code, reply.headers["x-stretto-unapplied"]) for reply in told] == [(200, FORCED)] * 2
+        plain = {name: value for name, value in fields.items() if name in ("model", "messages", "input", "max_tokens")}
+        assert "x-stretto-unapplied" not in (await gateway.client.post(url, json=plain)).headers
+        shown = await gateway.shown(session)
+    assert (shown["unapplied"], shown["retries"]) == ({"tool_choice": 1, "response_format": 1}, 1)  # turns, not replays
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"), [("required", []), ({"type": "function", "function": {"name": "sub"}}, [CHAT_TOOL])]
+)
+@in_a_loop
+async def test_a_call_of_a_tool_that_is_not_offered_is_refused(tmp_path: Path, choice: Any, tools: list[Any]) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
+        refused = await gateway.chat(await gateway.open(), ASK, tools=tools, tool_choice=choice)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    assert f"that the request offers: {'add' if tools else 'none'}" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fixed", "names"), [(False, ("parallel_tool_calls", "seed")), (True, ("parallel_tool_calls", "seed", "top_p"))]
+)
+def test_in_a_run_another_distribution_than_the_recipes_is_not_applied(fixed: bool, names: tuple[str, ...]) -> None:
+    rule = SamplingRule(Sampling(max_tokens=8, temperature=0.7), context=32, fixed=fixed)
+    wanted = Wanted(temperature=0.7, top_p=0.5, seed=3, parallel_calls=False)
+    assert rule.unapplied(AskedTurn(MODEL, (), (Tool("add"),), wanted)) == names
+    assert rule.unapplied(AskedTurn(MODEL, (), wanted=Wanted(tool_choice="none", parallel_calls=False))) == ()
