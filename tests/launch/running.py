@@ -253,6 +253,28 @@ class Laboratory:
         return ended
 
 
+@contextmanager
+def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand, list[str]]]:
+    """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and
+    its lines until then.
+
+    Raises:
+        AssertionError: it has ended before, with what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as folder:
+        marked = os.environ | {"PYTHONPATH": str(ROOT), MARK: uuid.uuid4().hex}
+        with default_dispositions():
+            process = WarmCommand([str(word) for word in arguments], Path(folder), marked)
+        try:
+            wait_until(lambda: f"\n{serving}" in f"\n{process.said()[0]}" or process.poll() is not None, serving)
+            lines = process.said()[0].splitlines(keepends=True)
+            assert any(line.startswith(serving) for line in lines), process.said()[1]
+            yield process, lines
+        finally:
+            process.kill()
+            process.wait(30)
+
+
 def wait_until(condition: Callable[[], bool], awaited: str, command: Command | None = None) -> None:
     """Poll; fails after a while, or as soon as the command has ended."""
     until = time.monotonic() + _PATIENCE

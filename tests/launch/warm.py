@@ -40,7 +40,7 @@ _COMMANDS: tuple[str, ...] = (
     "stretto.dashboard.terminal.summary",
 )
 _COMMANDS += ("stretto.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
-_COMMANDS += ("stretto.api.run_process",)
+_COMMANDS += ("stretto.api.run_process", "stretto.launch.commands.serve", "stretto.launch.commands.gateway")
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -130,6 +130,10 @@ class WarmCommand:
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         self.wait(timeout)
+        return self.said()
+
+    def said(self) -> tuple[str, str]:
+        """What it has written so far to its output and to its errors."""
         out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
         return out, err
 
@@ -151,10 +155,12 @@ class _Forked:
         self.pid = pid
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended, as a test wanted
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        os.waitpid(self.pid, 0)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 def main(arguments: list[str]) -> int:
