@@ -30,7 +30,7 @@ from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
-from tests.launch.warm import MARK, WarmCommand, children_of, session_fork_server, session_server
+from tests.launch.warm import MARK, WarmCommand, children_of, draw_nothing, session_fork_server, session_server
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
@@ -238,6 +238,8 @@ class Laboratory:
             patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
             if self.warm:
                 patch.setattr(fork_server, "fork_server", session_fork_server)
+                if arguments[0] == "train":
+                    draw_nothing(patch)
             try:
                 main()
             except SystemExit as end:

@@ -2,7 +2,8 @@
 takes five seconds of a processor, and each of them is forked from it.
 
 A command is the real one from `stretto.cli.main.main` on, in a process, a session and surroundings of its own, beside a
-fork server of its own. What comes before, the imports, is left to commands that are started without this (``cold``).
+fork server of its own. What comes before, the imports, and the plots at its end are left to commands that are started
+without this (``cold``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
+from stretto.dashboard.plots import plots
 from stretto.processes import fork_server as product
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
@@ -36,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
 _COMMANDS: tuple[str, ...] = (
     "stretto.launch.commands.train",
-    "stretto.dashboard.plots.plots",
     "stretto.dashboard.terminal.summary",
 )
 _COMMANDS += ("stretto.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
@@ -185,8 +186,14 @@ def main(arguments: list[str]) -> int:
 
     product.__dict__["ForkServer"] = opened
     sys.argv = ["stretto", *told.arguments]
+    draw_nothing()
     importlib.import_module(told.module).main()
     return 0
+
+
+def draw_nothing(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Runs of this process end without plots, which take half of the time of a tiny one."""
+    (patch or pytest.MonkeyPatch()).setattr(plots, "plot_run", lambda path: ())
 
 
 def _put_into(told: Surroundings) -> None:
