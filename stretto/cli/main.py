@@ -15,7 +15,9 @@ from typer.core import TyperGroup
 
 from stretto import __version__
 from stretto.cli.joining import engine, rank
+from stretto.cli.planning import plan
 from stretto.cli.score import score
+from stretto.cli.studies import study
 from stretto.core.errors import StrettoError, described
 
 _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
@@ -154,6 +156,9 @@ def train(
     raise typer.Exit(code)
 
 
+app.command()(plan)
+
+
 @app.command()
 def sft(
     recipe: RecipeFile,
@@ -287,6 +292,7 @@ def gateway(
 
 app.command()(engine)
 app.command()(rank)
+app.command()(study)
 
 
 @app.command()
