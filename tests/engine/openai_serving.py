@@ -131,7 +131,7 @@ def serve_process(folder: Path, *arguments: str) -> Iterator[Serving]:
 
 
 @contextmanager
-def serve_interpreter(folder: Path, *arguments: str) -> Iterator[Serving]:
+def serve_cold(folder: Path, *arguments: str) -> Iterator[Serving]:
     """The same, in an interpreter of its own."""
     command = [sys.executable, "-m", "stretto.cli.main", "serve", str(folder), "--port", "0", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

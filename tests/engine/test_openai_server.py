@@ -30,15 +30,7 @@ from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
-from tests.engine.openai_serving import (
-    CONTEXT,
-    NAME,
-    Serving,
-    generated,
-    openai_served,
-    serve_interpreter,
-    serve_process,
-)
+from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_cold, serve_process
 from tests.engine.serving import Mailbox
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -353,7 +345,7 @@ def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
 
 
 def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Path) -> None:
-    with serve_interpreter(byte_folder, "--name", "mine", "engine.slots=1") as running:
+    with serve_cold(byte_folder, "--name", "mine", "engine.slots=1") as running:
         body = asked(model="mine", n=8, max_tokens=100, stream=True)
         with httpx.stream("POST", running.url + COMPLETIONS, json=body, timeout=30, trust_env=False) as response:
             lines = response.iter_lines()

@@ -124,7 +124,7 @@ class WarmCommand:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None and not select.select([self._wire], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("stretto", timeout)
+            raise subprocess.TimeoutExpired("stretto", timeout or 0.0)
         code = self.poll()
         assert code is not None
         return code

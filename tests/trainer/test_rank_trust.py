@@ -31,7 +31,7 @@ def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_
             assert await group.rank.ended() == "ended with exit code 1"
             return await lost(group)
 
-    async def both() -> list[str]:
+    async def both() -> tuple[str, str]:
         return await asyncio.gather(scenario(""), scenario(str(site.there / "theirs")))
 
     without, with_another = run(both())
