@@ -282,15 +282,11 @@ def undrawn(package: Path, house: House) -> list[str]:
             f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
             for folder, floors in house.inside.items()
             if (package / folder).is_dir()
-            for inner in [{path.stem for path in (package / folder).iterdir() if _is_code(path)}]
+            for modules in [[path.relative_to(package / folder).parts[0] for path in sources(package / folder)]]
+            for inner in [{name.removesuffix(".py") for name in modules} - {"__init__"}]
             for name in sorted(inner ^ floors.keys())
         ]
     )
-
-
-def _is_code(path: Path) -> bool:
-    """A module, or a folder of modules; others hold data."""
-    return path.stem.strip("_") == path.stem and (path.suffix == ".py" or any(path.glob("*.py")))
 
 
 def nameless(package: Path) -> list[str]:
