@@ -4,7 +4,7 @@
     python -m benchmarks.predictions predict        every setting, into benchmarks/data/predictions.json
     python -m benchmarks.predictions run            every setting, and the comparison into benchmarks/results/
 
-The recipe is `recipes/arithmetic.toml` with a short warm start; its demonstrations are as long as its questions ask for,
+The recipe is `recipes/arithmetic.toml` with a short warm start; its demonstrations are as long as its questions ask,
 and the learning rate is so small that lengths stay as they are. The load is the machine's average of the last minute
 before each run: what else works there slows a run down, and no prediction knows of it.
 """
@@ -117,7 +117,7 @@ def run_all(names: Sequence[str]) -> None:
         times = (f"{predictions[name]['step_seconds']:.4f}", f"{found['step_seconds']:.4f}", f"{errors['step']:+.1%}")
         table.add(name, f"{load:.1f}", *times, f"{errors['busy']:.2f}", f"{errors['staleness']:+.2f}")
         table.show_last()
-    save("predictions", {"machine": json.loads(MACHINE.read_text()), "summary": summary(rows), "rows": rows})
+        save("predictions", {"machine": json.loads(MACHINE.read_text()), "summary": summary(rows), "rows": rows})
 
 
 def summary(rows: Mapping[str, Any]) -> dict[str, float]:
