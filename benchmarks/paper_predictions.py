@@ -3,11 +3,11 @@
     python -m benchmarks.paper_predictions
 
 Hours of table 1, the split of section 7.1, throughput against staleness (table 2, figure 5c) and against devices
-(figure 4). The machine is the profile `h100`: an H800 has its arithmetic and memory. Of the paper, figures 6a and 6b were
-used to fit the profile. Lengths are not in the paper: the mean of 9,700 tokens is that of its figure 5c times table 1 at
-1.5B (371,700 tokens/s for 213 s, over 8,192 completions), so the row of 1.5B is not independent; the others have the same
-lengths. verl's rows (its page of the fully asynchronous trainer: Qwen2.5-Math-7B, H20, 512 prompts of 16 answers) have a
-mean length fitted to the first row; the other two are predicted.
+(figure 4). The machine is the profile `h100`: an H800 has its arithmetic and memory. Of the paper, figures 6a and 6b
+were used to fit the profile. Lengths are not in the paper: the mean of 9,700 tokens is that of its figure 5c times
+table 1 at 1.5B (371,700 tokens/s for 213 s, over 8,192 completions), so the row of 1.5B is not independent; the
+others have the same lengths. verl's rows (its page of the fully asynchronous trainer: Qwen2.5-Math-7B, H20, 512
+prompts of 16 answers) have a mean length fitted to the first row; the other two are predicted.
 """
 
 from __future__ import annotations
