@@ -26,10 +26,14 @@ GIVEN = ("cluster.placer=given", "cluster.listen=127.0.0.1:0", "trainer.steps=10
 
 
 @contextmanager
-def machine(laboratory: Laboratory, run_dir: Path, *more: str | Path) -> Iterator[Command]:
-    """An agent that joins the run."""
+def machine(
+    laboratory: Laboratory, run_dir: Path, *more: str | Path, sees_the_folder: bool = True
+) -> Iterator[Command]:
+    """An agent that joins the run, by its folder or by address and token."""
     wait_until(lambda: bool(joining(run_dir)), "the gate")
-    with laboratory.start("engine", "--join", run_dir, "--patience", "60", *more) as agent:
+    token = json.loads((run_dir / "join.json").read_text())["token"]
+    where = (run_dir,) if sees_the_folder else (joining(run_dir), "--token", token)
+    with laboratory.start("engine", "--join", *where, "--patience", "60", *more) as agent:
         yield agent
         agent.kill_all()
         agent.assert_nothing_is_left()
@@ -65,6 +69,7 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
         with machine(laboratory, run_dir) as first, machine(laboratory, run_dir, "--tls", theirs) as second:
             wait_until(lambda: said(run_dir).count("has joined, at version") == 2, "two engines", command)
             mirrors = [weights_of(first), weights_of(second)]
+            wait_until(lambda: {"engine-0", "engine-1"} <= at_work(run_dir), "the work of both", command)
             goes_on(command, run_dir)
             first.process.send_signal(signal.SIGKILL)
             wait_until(lambda: "has left: " in said(run_dir), "the loss of one", command)
@@ -73,6 +78,7 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
             os.kill(server, signal.SIGKILL)
             with machine(laboratory, run_dir) as third:
                 wait_until(lambda: said(run_dir).count("has joined, at version") == 3, "a third engine", command)
+                wait_until(lambda: "engine-2" in at_work(run_dir), "the work of the third", command)
                 ended, _ = second.stop(signal.SIGTERM)
                 assert (ended.code, ended.err) == (0, "")
                 assert "its agent was asked to end" in said(run_dir)
@@ -90,6 +96,11 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
     assert_told(run_dir)
 
 
+def at_work(run_dir: Path) -> set[str]:
+    """The roles of which the timeline shows work, and not only what they have fetched."""
+    return {span.role for span in read_spans(run_dir / "spans.jsonl") if span.name != "pull"}
+
+
 def assert_told(run_dir: Path) -> None:
     """Logs of engines elsewhere have come, and spans of engines and of mirrors, in the time of the run's machine."""
     spans = read_spans(run_dir / "spans.jsonl")
@@ -105,7 +116,7 @@ def test_a_run_that_was_killed_and_goes_on_at_its_address_gets_its_machines_back
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, *GIVEN) as command, machine(laboratory, run_dir) as agent:
+    with laboratory.train(run_dir, *GIVEN) as command, machine(laboratory, run_dir, sees_the_folder=False) as agent:
         wait_for_step(command, 3)
         address = joining(run_dir)
         command.kill_all()
