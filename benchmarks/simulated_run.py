@@ -22,6 +22,7 @@ import msgspec
 
 from benchmarks.fleet import FleetReport, FleetSpec
 from benchmarks.runs import RECIPE
+from stretto.cluster.succession import next_tenure
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Sampling, Update, Verdict
 from stretto.core.tasks import cancel_and_wait
@@ -256,7 +257,7 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
         ledger = Ledger(folder.ledger, recipe.store)
         pool = EnginePool([], folder.logs, recipe.deadlines, lag=recipe.cluster.lag)
         plan, endpoints = cast(Plan, _Plan(recipe)), Endpoints("simulated", Path(scratch), Path(scratch))
-        cluster = Cluster(plan, folder, endpoints, pool, said.append, FRESH, identity_of(folder))
+        cluster = Cluster(plan, folder, endpoints, pool, said.append, FRESH, identity_of(folder), next_tenure(None))
         roles = Roles(pool, cast(TrainerLink, _Trainer()), cast(RewardPool, _Rewards()), cluster)
         pool.report_to(said.append)
         await pool.start(0)

@@ -15,7 +15,10 @@ from typer.core import TyperGroup
 
 from stretto import __version__
 from stretto.cli.joining import engine, rank
+from stretto.cli.planning import plan
 from stretto.cli.score import score
+from stretto.cli.studies import study
+from stretto.cli.watching import watch
 from stretto.core.errors import StrettoError, described
 
 _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
@@ -154,6 +157,9 @@ def train(
     raise typer.Exit(code)
 
 
+app.command()(plan)
+
+
 @app.command()
 def sft(
     recipe: RecipeFile,
@@ -287,6 +293,8 @@ def gateway(
 
 app.command()(engine)
 app.command()(rank)
+app.command()(watch)
+app.command()(study)
 
 
 @app.command()
@@ -319,35 +327,6 @@ def inspect(
     print_inspection(run, as_json=json, also={"alarms": alarms})
     for alarm in () if json else alarms:
         print(f"alarm  {alarm.title} since step {alarm.first_step}: {alarm.message}; see {alarm.look}")
-
-
-@app.command()
-def watch(
-    folders: Annotated[
-        Optional[list[Path]],  # noqa: UP045 - as above
-        typer.Argument(metavar="[RUNS_DIR|RUN_DIR]...", help="Folders of runs [default: runs]."),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; beyond loopback with a password in STRETTO_WATCH_PASSWORD.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8020,
-    token: Annotated[
-        str | None, typer.Option(help="What opens the dashboard [default: a new one for each start].")
-    ] = None,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
-) -> None:
-    """Show runs in the browser, live, finished or dead, until Ctrl-C; their folders are only read."""
-    from stretto.watch.serve import PASSWORD, watch
-
-    watch(
-        folders or [Path("runs")],
-        host=host,
-        port=port,
-        token=token,
-        password=os.environ.get(PASSWORD),
-        opens=not no_open,
-        say=lambda text: print(text, flush=True),
-    )
 
 
 @app.command()

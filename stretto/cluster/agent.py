@@ -118,15 +118,16 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
         MachineLost: no gate was found for `offer.patience` seconds.
         RecipeError: an address or a certificate is not what it should be.
     """
-    run, since, told = "", time.monotonic(), ""
+    join = Join(kind=offer.kind, host=socket.gethostname(), count=offer.count, release=__version__)
+    since, told = time.monotonic(), ""
     while not leave.is_set():
         problem = ""
         try:
-            session = await _Session.open(offer, run, say)
+            session = await _Session.open(offer, join, say)
         except (MachineLost, DeadlineExceeded, HandshakeBroken, OSError) as error:
             problem = str(error)
         else:
-            run = session.terms.run
+            join = msgspec.structs.replace(join, run=session.terms.run, served=session.terms.tenure)
             end = await session.work(leave)
             if isinstance(end, Dismissed) and not end.again:
                 return end.why
@@ -167,10 +168,9 @@ class _Session:
     _tasks: NamedTasks = field(default_factory=NamedTasks)
 
     @classmethod
-    async def open(cls, offer: Offer, run: str, say: Callable[[str], None]) -> _Session:
+    async def open(cls, offer: Offer, join: Join, say: Callable[[str], None]) -> _Session:
         reader, writer = await connect(offer.address, client_context(offer.tls))
         gate = f"the run at {offer.address}"
-        join = Join(kind=offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, run=run)
         with contextlib.ExitStack() as undo:
             undo.callback(writer.transport.abort)
             ours = msgspec.msgpack.encode(join)
@@ -184,7 +184,7 @@ class _Session:
             async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
                 terms = await wire.receive()
             if not isinstance(terms, RunTerms):
-                raise MachineLost(gate, "closed the connection")
+                raise MachineLost(gate, terms.why if isinstance(terms, Dismissed) else "closed the connection")
             folder, lock = own_folder()
             undo.callback(os.close, lock)
             undo.callback(shutil.rmtree, folder, ignore_errors=True)

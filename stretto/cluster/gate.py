@@ -2,6 +2,7 @@
 
     agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
     stretto scale ──────handshake──────────► gate ──Answer──►
+    another conductor ──handshake──────────► gate ──Tenure──►
 
 A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which. A
 crowd of strangers costs a bounded number of connections: the newest takes the place of the one that has said nothing
@@ -24,7 +25,19 @@ import msgspec
 from stretto import __version__
 from stretto.cluster.address import bound
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import FROM_AGENT, FROM_CALLER, LARGEST_WORDS, Answer, FromAgent, Join, RunTerms, Scale
+from stretto.cluster.messages import (
+    FROM_AGENT,
+    FROM_CALLER,
+    LARGEST_WORDS,
+    Answer,
+    Dismissed,
+    FromAgent,
+    Join,
+    Look,
+    RunTerms,
+    Scale,
+    Tenure,
+)
 from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
@@ -48,6 +61,7 @@ class Doors:
         say: takes a sentence for the log.
         logs: the folder for the logs of roles on other machines.
         refuses: why a machine may not join; "" if it may.
+        superseded: a newer conductor of the run is there: takes its epoch, and its address or "".
     """
 
     terms: Callable[[], RunTerms]
@@ -55,6 +69,7 @@ class Doors:
     scale: Callable[[int], Awaitable[str]]
     say: Callable[[str], None]
     logs: Path
+    superseded: Callable[[int, str], None]
     refuses: Callable[[Join], str] = lambda join: ""
 
 
@@ -125,6 +140,10 @@ class Gate:
                     await self._host(join, wire)
                 case Scale(engines):
                     await self._scale(engines, writer)
+                case Look(_, tenure, address):
+                    self._gives_way(tenure, address)
+                    writer.write(frame(self._doors.terms().tenure))
+                    await _flushed(writer)
         except (HandshakeBroken, DeadlineExceeded, OSError):
             return  # a port scanner, say; it has said nothing
         except HandshakeRefused as refused:
@@ -146,6 +165,8 @@ class Gate:
             caller = FROM_CALLER.decode(introduction)
         except msgspec.MsgspecError as error:
             return f"the introduction cannot be read: {error}"
+        if isinstance(caller, Look):
+            return "" if caller.run == self._run else f"this is run {self._run}"
         if caller.release != __version__:
             return (
                 f"you have stretto {caller.release}, and the run has {__version__}: install the same on every machine"
@@ -160,7 +181,18 @@ class Gate:
 
     # ── those who are admitted ───────────────────────────────────────────────────────────────────
 
+    def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
+        """Whether a caller is, or has served, a newer conductor of the run; this one ends then."""
+        if other is None or other <= self._doors.terms().tenure:
+            return False
+        self._doors.superseded(other.epoch, address)
+        return True
+
     async def _host(self, join: Join, wire: Wire[FromAgent]) -> None:
+        if self._gives_way(join.served):
+            wire.send(Dismissed(why="is an older conductor than the one that this machine has served", again=True))
+            await wire.close()
+            return
         name = f"{join.host}-{next(self._numbers)}"
         machine = JoinedMachine(name, join, wire, self._doors.logs)
         terms = self._doors.terms()

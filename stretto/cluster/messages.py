@@ -1,9 +1,11 @@
 """What the conductor's gate and the agents of other machines say to each other, in frames of MessagePack.
 
-agent ──► gate     Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
-gate ──► agent     RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
-command ──► gate   Scale (in the handshake)
-gate ──► command   Answer
+agent ──► gate      Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
+gate ──► agent      RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
+command ──► gate    Scale (in the handshake)
+conductor ──► gate  Look (in the handshake)
+gate ──► command    Answer
+gate ──► conductor  Tenure
 """
 
 from __future__ import annotations
@@ -26,14 +28,33 @@ LARGEST_WORDS = 1 << 20
 AGENTS_TLS = "(the agent's folder of certificates)"
 
 
+class Tenure(Record, frozen=True, order=True):
+    """Which conductor of a run this is: each start raises the epoch that the ledger has, and of two that were resumed
+    from copies of one folder the name decides. The lower one gives way."""
+
+    epoch: int
+    conductor: str
+
+
 class Join(Record, frozen=True, tag=True):
-    """A machine offers places for roles. `run` is the run that it had joined before, "" at first."""
+    """A machine offers places for roles. `run` is the run that it had joined before, "" at first, and `served` the
+    conductor."""
 
     kind: str  # "engine" or "rank"
     host: str  # its name, for people
     count: int  # places
     release: str  # of stretto
     run: str = ""
+    served: Tenure | None = None
+
+
+class Look(Record, frozen=True, tag=True):
+    """Another conductor of `run`, at `address`, which gets the tenure of this one; without a tenure of its own it
+    has not begun, and only asks."""
+
+    run: str
+    tenure: Tenure | None = None
+    address: str = ""
 
 
 class Scale(Record, frozen=True, tag=True):
@@ -62,6 +83,7 @@ class RunTerms(Record, frozen=True, tag=True):
     published: int  # the newest version; -1: none yet
     lease: float
     hung: float
+    tenure: Tenure
 
 
 class RolePlace(Record, frozen=True):
@@ -163,7 +185,7 @@ class Dismissed(Record, frozen=True, tag=True):
     again: bool = False
 
 
-FromCaller = Join | Scale
+FromCaller = Join | Scale | Look
 FromAgent = MachineReady | Beat | Mirrored | RoleStarted | RoleEnded | LogText | Leaving
 ToAgent = RunTerms | Echo | NewVersion | StartRole | StopRole | KillRole | Dismissed
 
@@ -171,3 +193,4 @@ FROM_CALLER: msgspec.msgpack.Decoder[FromCaller] = msgspec.msgpack.Decoder(FromC
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+TENURE: msgspec.msgpack.Decoder[Tenure] = msgspec.msgpack.Decoder(Tenure)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import msgspec
 
+from stretto.core.errors import Problem
 from stretto.core.records import Record
 from stretto.processes.run_role import Failed
 
 RAY_PLACER = "stretto.cluster.ray_placer"
+NO_RAY = Problem(
+    "cluster.placer = 'ray'",
+    "Ray is not installed",
+    "pip install 'stretto[ray]' in this environment, and in that of every node of the cluster",
+)
+
+
+def has_ray() -> bool:
+    """Whether Ray is installed here; it is not imported, which takes seconds."""
+    try:
+        return importlib.util.find_spec("ray") is not None
+    except (ImportError, ValueError):  # something keeps it from being found
+        return False
 
 
 class RayPlacerSpec(Record, frozen=True):

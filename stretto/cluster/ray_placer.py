@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.cluster.placing import NO_RAY, TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.core.errors import Problem, RecipeError, RoleFailed
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
@@ -163,8 +163,7 @@ class RayPlacer:
         self._token = os.environ.pop(TOKEN)  # before a cluster on this machine is started, which would inherit it
         self._engines, self._ranks = Fleet("engine", self), Fleet("rank", self)
         if not _HAS_RAY:
-            remedy = "pip install 'ray>=2.50' in this environment, and on every node of the cluster"
-            raise RecipeError([Problem("cluster.placer = 'ray'", "Ray is not installed", remedy)])
+            raise RecipeError([NO_RAY])
         address = None if spec.address == "local" else spec.address
         try:
             if ":" in spec.address and "://" not in spec.address:

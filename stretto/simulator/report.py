@@ -19,6 +19,12 @@ class SimulationReport:
     steps: int = 0
     seconds: float = 0.0
     waiting: float = 0.0  # seconds in which the trainer was idle
+    training: float = 0.0  # seconds in which it was not
+    generating: float = 0.0  # seconds in which engines worked, summed over them
+    judging: float = 0.0  # seconds of judging, summed over groups
+    sampled: float = 0.0  # tokens of the model, of all completions
+    recomputed: float = 0.0  # tokens of the model whose KV cache was computed again
+    preempted: float = 0.0  # completions that left a full cache
     staleness: Counter[int] = field(default_factory=Counter)
     answers: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
     masked: Counter[int] = field(default_factory=Counter)  # their tokens that were context only, by length
@@ -38,6 +44,15 @@ class SimulationReport:
     @property
     def mean_staleness(self) -> float:
         return sum(age * n for age, n in self.staleness.items()) / max(1, self.staleness.total())
+
+    def staleness_quantile(self, share: float) -> int:
+        """The smallest age that `share` of the loss tokens do not exceed."""
+        left = share * self.staleness.total()
+        for age in sorted(self.staleness):
+            left -= self.staleness[age]
+            if left <= 0:
+                return age
+        return self.worst_staleness
 
     @property
     def masked_share(self) -> float:

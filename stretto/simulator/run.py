@@ -6,10 +6,8 @@ version is the one that was live when it was sampled.
 
 from __future__ import annotations
 
-import bisect
-import math
 import random
-from dataclasses import dataclass
+from functools import partial
 
 from stretto.core.clock import VirtualClock
 from stretto.core.records import (
@@ -23,57 +21,108 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.controller import Controller, Pacing, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.simulator.accounts import Accounts
+from stretto.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine
 from stretto.simulator.report import SimulationReport
-from stretto.simulator.workload import Workload
+from stretto.simulator.workload import GroupLengths, Workload
 
-
-@dataclass(frozen=True)
-class Flight:
-    """A group in flight: when it started, and the final lengths of its completions."""
-
-    ticket: Ticket
-    start: float
-    lengths: tuple[int, ...]
+_PROMPTS = 997
 
 
 class SimulatedRun:
-    """One run of `steps` training steps; the same seed gives the same run."""
+    """One run of `steps` training steps; the same seed gives the same run.
 
-    def __init__(self, config: RolloutConfig, workload: Workload, steps: int, seed: int) -> None:
+    `workload` says how long completions are and which groups fail, `durations` how long everything takes (default: what
+    the workload says), `limits` what engines there are. The report begins after the first `warm` steps.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        workload: GroupLengths,
+        steps: int,
+        seed: int,
+        *,
+        durations: Durations | None = None,
+        limits: EngineLimits | None = None,
+        pacing: Pacing | None = None,
+        warm: int = 0,
+    ) -> None:
+        if durations is None:
+            assert isinstance(workload, Workload), "lengths alone say no durations"
+            durations = workload
         self.clock = VirtualClock()
         self.accounts = Accounts()
         self.report = SimulationReport()
-        self._workload, self._steps = workload, steps
+        self._workload, self._steps, self._warm = workload, steps, warm
+        self._durations = durations
+        self._limits = limits or EngineLimits()
         self._chance = random.Random(seed)
-        prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(997)], seed)
-        self.controller = Controller(config, prompts, self.accounts, seed)
-        self._switches: list[float] = []  # times at which version 1, 2, ... became live
-        self._flights: dict[str, Flight] = {}
+        prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(_PROMPTS)], seed)
+        self.controller = Controller(config, prompts, self.accounts, seed, pacing=pacing)
+        self._engines = [
+            SimulatedEngine(self.clock, self._durations, self._limits, self._completed, self._loaded)
+            for _ in range(self._limits.count)
+        ]
+        self._flights: dict[str, tuple[Flight, SimulatedEngine]] = {}
         self._idle_since: float | None = 0.0
 
     def run(self) -> SimulationReport:
         """Run to the last step. Raises RuntimeError when no event is left before it: the run is stuck."""
         self._admit()
-        while self.report.steps < self._steps:
-            if not self.clock.advance():
-                raise RuntimeError(f"stuck at step {self.report.steps}: {self.accounts.balance}")
-        self.report.seconds = self.clock.now()
+        self._run_steps(self._warm)
+        began, before = self.clock.now(), self._engine_counts()
+        self.report = SimulationReport()
+        self._run_steps(self._steps - self._warm)
+        self.report.seconds = self.clock.now() - began
+        counts = [now - then for now, then in zip(self._engine_counts(), before, strict=True)]
+        self.report.generating, self.report.sampled, self.report.recomputed, self.report.preempted = counts
         for trajectory in self.accounts.expired:
             length = len(trajectory.token_ids)
             self.report.expire(length, sampled=length)
         return self.report
+
+    def _run_steps(self, steps: int) -> None:
+        while self.report.steps < steps:
+            if not self.clock.advance():
+                raise RuntimeError(f"stuck at step {self.report.steps}: {self.accounts.balance}")
+
+    def _engine_counts(self) -> tuple[float, float, float, float]:
+        """Busy seconds, tokens sampled and recomputed, preemptions, of all engines."""
+        engines = self._engines
+        return (
+            sum(engine.busy for engine in engines),
+            sum(engine.sampled for engine in engines),
+            sum(engine.recomputed for engine in engines),
+            sum(engine.preempted for engine in engines),
+        )
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
         while (ticket := self.controller.admit()) is not None:
             self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
-        lengths = tuple(self._workload.answer_tokens(self._chance) for _ in ticket.members)
-        flight = self._flights[ticket.group_id] = Flight(ticket, self.clock.now(), lengths)
-        self.clock.call_after(max(lengths) * self._workload.seconds_per_token, lambda: self._finish(flight))
+        lengths = self._workload.group(self._chance, len(ticket.members))
+        flight = Flight(ticket, self._workload.prompt_tokens, lengths)
+        engine = min(self._engines, key=lambda engine: engine.load)
+        self._flights[ticket.group_id] = flight, engine
+        engine.start(flight)
+
+    def _completed(self, flight: Flight) -> None:
+        """A completion has ended; the group is judged after its last one."""
+        if len(flight.versions) < len(flight.lengths) or flight.judged:
+            return
+        flight.judged = True
+        seconds = self._durations.judge(len(flight.lengths))
+        self.report.judging += seconds
+        if seconds:
+            self.clock.call_after(seconds, lambda: self._finish(flight))
+        else:
+            self._finish(flight)
 
     def _finish(self, flight: Flight) -> None:
         ticket = flight.ticket
@@ -90,53 +139,49 @@ class SimulatedRun:
         self._admit()
 
     def _trajectory(self, flight: Flight, member: int, reward: float) -> Trajectory:
-        ticket, length = flight.ticket, flight.lengths[member]
+        length = flight.lengths[member]
         segment = Segment(
             token_ids=(0,) * length,
             behavior_logprobs=(0.0,) * length,
-            versions=self._versions(flight.start, length),
+            versions=flight.versions[member],
             stop_reason=StopReason.STOP,
         )
         verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
-        return Trajectory(id=trajectory_id(ticket.group_id, member), segments=(segment,), verdict=verdict, text="")
+        return Trajectory(
+            id=trajectory_id(flight.ticket.group_id, member), segments=(segment,), verdict=verdict, text=""
+        )
 
-    def _versions(self, start: float, length: int) -> tuple[int, ...]:
-        """The version that is live at ``start + t * seconds_per_token``, for each token t."""
-        rate = self._workload.seconds_per_token
-        version = bisect.bisect_right(self._switches, start)
-        versions: tuple[int, ...] = ()
-        for switch in self._switches[version:]:
-            sampled = min(length, math.ceil((switch - start) / rate))
-            versions += (version,) * (sampled - len(versions))
-            version += 1
-        return versions + (version,) * (length - len(versions))
+    # ── training ─────────────────────────────────────────────────────────────────────────────────
 
     def _train(self) -> None:
         if self._idle_since is None or (batch := self.controller.take()) is None:
             return
         self.report.waiting += self.clock.now() - self._idle_since
         self._idle_since = None
-        self.clock.call_after(self._workload.train_seconds, lambda: self._publish(batch))
+        prompt, grain = self._workload.prompt_tokens, self._limits.grain
+        lengths = (len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories)
+        seconds = self._durations.train([prompt + length * grain for length in lengths])
+        self.clock.call_after(seconds, lambda: self._publish(batch, seconds))
 
-    def _publish(self, batch: Batch) -> None:
+    def _publish(self, batch: Batch, seconds: float) -> None:
         self.report.train(batch)
+        self.report.training += seconds
         self.report.steps += 1
         self._idle_since = self.clock.now()
         version = batch.version + 1
         self.controller.publish(version)
         self._stop_overdue()
-        self.clock.call_after(self._workload.load_seconds, lambda: self._load(version))
+        for engine in self._engines:
+            self.clock.call_after(self._durations.transfer(), partial(engine.arrives, version))
         self._train()
 
     def _stop_overdue(self) -> None:
         for ticket in self.controller.overdue():
-            flight = self._flights.pop(ticket.group_id)
-            elapsed = int((self.clock.now() - flight.start) / self._workload.seconds_per_token)
-            for length in flight.lengths:
-                self.report.expire(length, sampled=min(length, elapsed))
+            flight, engine = self._flights.pop(ticket.group_id)
+            for length, sampled in zip(flight.lengths, engine.stop(flight), strict=True):
+                self.report.expire(length, sampled=sampled)
             self.controller.expire(ticket)
 
-    def _load(self, version: int) -> None:
-        self._switches.append(self.clock.now())
-        self.controller.load(version)
+    def _loaded(self) -> None:
+        self.controller.load(min(engine.served for engine in self._engines))
         self._admit()

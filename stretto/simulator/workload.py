@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class GroupLengths(Protocol):
+    """What a simulated run is given of the data: lengths, and the shares of groups that fail or are filtered."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def failure_rate(self) -> float: ...
+    @property
+    def filter_rate(self) -> float: ...
+
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        """The lengths of a group's completions, in simulated tokens."""
 
 
 @dataclass(frozen=True)
@@ -11,7 +27,7 @@ class Workload:
     """Completions have log-normal lengths, tokens come at a constant rate, every training step takes the same time.
 
     Times are in any one unit. Completions are cut off at `max_tokens`. `failure_rate` and `filter_rate` are shares of
-    groups.
+    groups. It is the `Durations` of its runs, too: prompts and verdicts cost nothing, a load does not pause generation.
     """
 
     median_tokens: float = 16.0
@@ -22,7 +38,29 @@ class Workload:
     load_seconds: float = 0.0
     failure_rate: float = 0.0
     filter_rate: float = 0.0
+    prompt_tokens: int = 0
 
     def answer_tokens(self, chance: random.Random) -> int:
         """The length of one completion, at least one token."""
         return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))
+
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        return tuple([self.answer_tokens(chance) for _ in range(members)])
+
+    def decode(self, rows: int, cached: float) -> float:
+        return self.seconds_per_token
+
+    def prefill(self, contexts: Sequence[float]) -> float:
+        return 0.0
+
+    def transfer(self) -> float:
+        return self.load_seconds
+
+    def load(self) -> float:
+        return 0.0
+
+    def judge(self, completions: int) -> float:
+        return 0.0
+
+    def train(self, sequences: Sequence[int]) -> float:
+        return self.train_seconds

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from stretto.core.errors import naming
+
+#: What a file system says of an operation that it does not have, as the mount of a bucket of objects says of renames.
+_LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
+
+
+def is_lacking(error: OSError) -> bool:
+    """Whether a file system does not have the operation; false of a disk that is full or failing."""
+    return error.errno in _LACKING
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -37,9 +46,12 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Force the contents of one file to disk."""
+    """Force the contents of one file to disk, where that can be asked for; else `close` has to be enough."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not is_lacking(error):
+            raise
     finally:
         os.close(descriptor)

@@ -16,7 +16,7 @@ import torch
 from stretto import __version__
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import TO_AGENT, Join, RunTerms, ToAgent
+from stretto.cluster.messages import TO_AGENT, Join, RunTerms, Tenure, ToAgent
 from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
@@ -24,6 +24,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 from tests.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"
+FIRST = Tenure(epoch=1, conductor="a")
 _PATIENCE = 20.0
 
 
@@ -38,6 +39,7 @@ class Host:
     joined: list[JoinedMachine] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     scaled: list[int] = field(default_factory=list)
+    superseded: list[tuple[int, str]] = field(default_factory=list)
 
     async def machine(self, number: int = 0) -> JoinedMachine:
         """The machine that is the `number`-th to be ready."""
@@ -60,6 +62,7 @@ async def hosted(
     run: str = RUN,
     published: int = 0,
     hung: float = 10.0,
+    tenure: Tenure = FIRST,
 ) -> AsyncIterator[Host]:
     """A gate, and a server of weights with the version `published` and a model folder."""
     publisher = SharedMemoryPublisher(MAILBOX, folder / "mailbox")
@@ -78,6 +81,7 @@ async def hosted(
             lease=lease,
             hung=hung,
             delta="auto",
+            tenure=tenure,
         )
         host: Host
 
@@ -91,6 +95,7 @@ async def hosted(
             scale=scale,
             say=lambda text: host.said.append(text),
             logs=folder / "logs",
+            superseded=lambda epoch, address: host.superseded.append((epoch, address)),
             refuses=lambda join: "" if join.kind == "engine" else f"the run takes engines, and no {join.kind}",
         )
         gate = Gate(run, TOKEN, doors)

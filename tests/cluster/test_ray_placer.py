@@ -8,6 +8,7 @@
   are wanted, or as many: dismissed agents are replaced first.
 - An agent that ends by a mistake of the user is started again after a pause, by its actor.
 - The token of a run is in the environment of none of the roles.
+- Where Ray is not installed, that is said with the command that installs it, before a role starts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -30,6 +33,7 @@ from stretto.launch.commands.join import offer
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.spawn import environment
 from stretto.store.folder.run_folder import RunFolder
+from tests.launch.running import TINY, Laboratory
 
 
 def in_a_loop(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
@@ -264,3 +268,27 @@ def test_the_token_is_taken_out_of_the_environment(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("STRETTO_TOKEN", "token")
     assert identity_of(RunFolder(tmp_path / "run")).token == "token"
     assert "STRETTO_TOKEN" not in os.environ
+
+
+@pytest.mark.parametrize("more", [("--dry-run",), ()])
+def test_a_run_without_ray_is_refused_with_what_installs_it_before_a_role_starts(
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # `import ray` is an ImportError
+    refused = laboratory.run("train", TINY, "--ray", "auto", "--run-dir", tmp_path / "run", *more)
+    refused.refused("cluster.placer = 'ray': Ray is not installed; pip install 'stretto[ray]'", "every node")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_placer_says_it_too_where_the_installation_is_broken(tmp_path: Path) -> None:
+    """As on a machine on which `import ray` fails, though a folder of that name is there."""
+    (tmp_path / "ray.py").write_text("raise ImportError('libray.so')")
+    program = (
+        "from stretto.cluster.placing import RayPlacerSpec\n"
+        "from stretto.cluster.ray_placer import RayPlacer\n"
+        "RayPlacer(RayPlacerSpec(run='run', address='auto', join=(), cpus=1, gpus=0, seconds=1.0))\n"
+    )
+    surroundings = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "STRETTO_TOKEN": "t"}
+    ended = subprocess.run([sys.executable, "-c", program], env=surroundings, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "RecipeError: cluster.placer = 'ray': Ray is not installed; pip install 'stretto[ray]'" in ended.stderr

@@ -3,6 +3,7 @@
 - A kill at every file-system call of a checkpoint, and of a ledger's commit, leaves the old state or the new one.
 - A checkpoint or a ledger that was cut, or has a flipped bit, at every 64th byte is refused, or read as it was; of a
   ledger's log the end may be missing, never the middle.
+- So does a kill where nothing can be renamed or forced to disk, as in a bucket of objects.
 - A disk that refuses to force or to take any more ends the commit with the path; what was there stays.
 """
 
@@ -31,7 +32,7 @@ from tests.store.make import Make
 
 ROOT = Path(__file__).parents[2]
 CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
-CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir")
+CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile")
 MOST_CALLS = 100
 #: Of the calls of a commit, which are many, every so many-th is a kill; 1 in the long campaign.
 STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
@@ -57,9 +58,10 @@ ledger.sync()
 """
 
 
-def traced(script: str, folder: Path, injection: str) -> int:
+def traced(script: str, folder: Path, *injections: str) -> int:
     """The exit code of a script under strace, which injects something into its file-system calls."""
-    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={','.join(CALLS)}", "-e", f"inject={injection}"]
+    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={','.join(CALLS)}"]
+    command += [word for injection in injections for word in ("-e", f"inject={injection}")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command += [sys.executable, "-c", script, str(folder)]
     return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
@@ -112,6 +114,26 @@ def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(
     calls = killed_at_every_call(CHECKPOINT, tmp_path, prepare, judge)
     assert calls >= 12
     assert seen == {5, 10}
+
+
+@STRACE
+def test_without_renames_and_fsync_a_checkpoint_is_whole_or_known_as_broken_wherever_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    checkpoints, seen = Checkpoints(tmp_path, keep=2), set()
+    bucket = "rename,renameat,renameat2,fsync,fdatasync:error=ENOSYS"
+    for call in ("mkdir", "sendfile"):
+        for number in range(1, MOST_CALLS):
+            shutil.rmtree(tmp_path)
+            checkpoints.save(5, old)
+            code = traced(CHECKPOINT.replace("keep=1", "keep=2"), tmp_path, bucket, f"{call}:signal=KILL:when={number}")
+            newest = checkpoints.latest()
+            assert newest is not None
+            seen.add((newest.step, len(newest.broken)))
+            if code == 0:
+                assert newest.step == 10
+                break
+    assert seen == {(5, 0), (5, 1), (10, 0)}
 
 
 @STRACE

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +65,36 @@ class Ended:
         assert not [text for text in texts if text not in self.err], self.err
 
 
+class ColdCommand(subprocess.Popen[str]):
+    """A command in a session of its own. What it prints goes to files: a pipe that nobody reads is full one day, and
+    stops a run."""
+
+    def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self._told = tuple(folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
+        with self._told[0].open("wb") as out, self._told[1].open("wb") as err:
+            super().__init__(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """As that of `subprocess.Popen`: wait, and read what it printed."""
+        self.wait(timeout)
+        out, err = (path.read_text(errors="replace") for path in self._told)
+        return out, err
+
+
 @dataclass
 class Command:
     """A command that is running."""
 
-    process: subprocess.Popen[str] | WarmCommand
+    process: ColdCommand | WarmCommand
     mark: str
     temporary: Path
     run_dir: Path | None = None
@@ -195,20 +220,13 @@ class Laboratory:
             MARK: mark,
         }
         words = tuple(map(str, arguments))
-        process: subprocess.Popen[str] | WarmCommand
+        process: ColdCommand | WarmCommand
         with default_dispositions():
             if self.warm and not cold and not before:
                 process = WarmCommand(words, self.folder, inherited)
             else:
-                process = subprocess.Popen(
-                    [*before, sys.executable, "-m", "stretto.cli.main", *words],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    cwd=self.folder,
-                    env=inherited,
-                    start_new_session=True,
+                process = ColdCommand(
+                    (*before, sys.executable, "-m", "stretto.cli.main", *words), self.folder, inherited
                 )
         command = Command(process, mark, temporary, run_dir)
         try:

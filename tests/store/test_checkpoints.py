@@ -2,11 +2,13 @@
 
 Promises: a checkpoint is whole or absent, wherever writing it is cut off; a flipped bit, a missing byte and a missing
 file, or one that cannot be read, are found and named; the newest whole one is used and the broken ones are named; old
-ones go. Whatever happens to a manifest, the checkpoint before it is used.
+ones go. Whatever happens to a manifest, the checkpoint before it is used. All of this where folders cannot be renamed
+too, as on the mount of a bucket of objects.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -143,6 +145,40 @@ def test_any_damage_of_a_manifest_leads_to_the_older_checkpoint(two: Checkpoints
     assert newest is not None
     assert newest.step == 5
     assert newest.broken[0].startswith(f"{two.path(10)}")
+
+
+def test_where_folders_cannot_be_renamed_files_are_copied_and_the_manifest_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among killed ones: `tests/faults/test_files.py`."""
+
+    def refuse(*words: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (5, 10, 15, 15):
+        checkpoints.save(step, fill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]
+    assert verify(checkpoints.path(15)).files.keys() == {"model.safetensors", "optimizer/state.pt"}
+    (checkpoints.path(15) / "manifest.json").unlink()  # what a kill leaves
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert (newest.step, len(newest.broken)) == (10, 1)
+    checkpoints.set_aside_after(10)
+    assert checkpoints.steps() == [10]
+
+
+def test_a_disk_that_fails_to_rename_is_no_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StoreError, match="step-000005: the checkpoint cannot be written: Input/output error"):
+        Checkpoints(tmp_path).save(5, fill)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_whole_checkpoint_is_an_error_with_every_reason(tmp_path: Path) -> None:

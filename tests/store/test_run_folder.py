@@ -16,6 +16,7 @@ import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
+from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -49,6 +50,19 @@ def test_a_new_folder_has_a_place_for_everything(tmp_path: Path) -> None:
             "policy",
             "recipe.toml",
         ]
+
+
+def test_its_checkpoints_may_be_in_another_place_from_the_start(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "bucket")
+    with RunFolder.create(tmp_path / "run") as folder:
+        Checkpoints(folder.checkpoints).save(5, lambda part: (part / "trainer.json").touch())
+        folder.ledger.touch()
+    assert [path.name for path in (tmp_path / "bucket").iterdir()] == ["step-000005"]
+    (tmp_path / "bucket" / ".step-000010.part").mkdir()
+    with RunFolder.resume(tmp_path / "run") as folder:
+        assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000005"]
 
 
 def test_a_run_that_never_began_leaves_the_folder_free(tmp_path: Path) -> None:

@@ -44,6 +44,12 @@ def test_a_truncation_by_hand() -> None:
     assert weights.corrected.tolist() == [False, False, True]
 
 
+def test_without_a_correction_every_weight_is_one() -> None:
+    weights = corrections.uncorrected(pair(logs(0.4, 0.2), logs(0.2, 0.2)))  # w = 2, 1
+    assert weights.weight.tolist() == [1.0, 1.0]
+    assert weights.corrected.tolist() == [True, False]
+
+
 def test_kpop_by_hand() -> None:
     # rare: p = 0.002, q = 0.001, twice as likely: D(p||q) = 0.002 ln 2 + 0.998 ln(0.998 / 0.999) = 0.0004
     # likely: p = 0.99, q = 0.5, twice as likely too: D(q||p) = 0.5 ln(0.5 / 0.99) + 0.5 ln(0.5 / 0.01) = 1.6
@@ -81,6 +87,7 @@ WIDE: dict[str, Correction] = {
     "sequence_mask": partial(corrections.sequence_mask, low=0.0, high=math.inf),
 }
 NARROW: dict[str, Correction] = {
+    "none": corrections.uncorrected,
     "mask": partial(corrections.mask, low=0.999, high=1.001),
     "truncate": partial(corrections.truncate, high=1.001),
     "kpop": partial(corrections.kpop, threshold=1e-6),

@@ -55,6 +55,7 @@ RECIPES: dict[str, Mapping[str, object]] = {
     "Dr. GRPO": {"advantages": "group_mean", "aggregation": "fixed_length"},
     "IcePop": {"correction": {"kind": "mask", "low": 0.5, "high": 2.0}},
     "TIS": {"correction": {"kind": "truncate", "high": 1.5}},
+    "recomputed PPO": {"correction": "none"},
     "KPop": {"correction": {"kind": "kpop", "threshold": 0.05}},
     "geometric rejection": {"correction": {"kind": "sequence_mask", "low": 0.7, "high": 1.4}},
     "GAE": {"advantages": {"kind": "gae", "gamma": 0.9, "lam": 0.9}},
@@ -130,6 +131,8 @@ def weights(config: AlgorithmConfig, known: Known) -> list[float]:
             return [x if config.correction.low <= x <= config.correction.high else 0.0 for x in w]
         case "truncate":
             return [min(x, config.correction.high) for x in w]
+        case "none":
+            return [1.0] * len(w)
         case "kpop":
             pairs = zip(base.exp().tolist(), known.behavior.exp().tolist(), strict=True)
             far = [max(binary(p, q), binary(q, p)) > config.correction.threshold for p, q in pairs]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
-
 from stretto.core.events import Span
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Update, Verdict
 from stretto.store.folder.run_folder import RunFolder
@@ -48,8 +46,7 @@ def completion(
     return Trajectory(id=f"{group}/{member}", segments=(segment,), verdict=verdict, text=text)
 
 
-def step_line(step: int, **numbers: float) -> StepMetrics:
-    whole = {"accuracy": 0.5, "reward": 0.1 * step, "length_mean": 3.0, "staleness_mean": 0.5}
+def step_line(step: int, entropy: float | None = None) -> StepMetrics:
     return StepMetrics(
         step=step,
         version=step,
@@ -60,15 +57,18 @@ def step_line(step: int, **numbers: float) -> StepMetrics:
         trained_tokens=6,
         masked_tokens=2,
         generated_tokens=8 * step,
-        trainer={"loss": 1.0 / step, "entropy": numbers.get("entropy")},
+        trainer={"loss": 1.0 / step, "entropy": entropy},
         busy={"trainer": 0.5},
-        **whole,
+        accuracy=0.5,
+        reward=0.1 * step,
+        length_mean=3.0,
+        staleness_mean=0.5,
     )
 
 
 def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
-    """Three groups of two: 0.a.0 is trained in step 1, 0.b.0 in step 2 with its first token masked, 0.c.0 fails; and one
-    group that is in flight, with three tokens on record."""
+    """Three groups of two: 0.a.0 is trained in step 1, 0.b.0 in step 2 with its first token masked, 0.c.0 fails; and
+    one group that is in flight, with three tokens on record."""
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", RECIPE)
         folder.write("log.txt", log)
@@ -133,7 +133,3 @@ def train(ledger: Ledger, step: int, name: str, members: tuple[Trajectory, ...],
     ledger.commit_batch(Batch(step=step, version=step - 1, groups=(group,), oldest_trainable=oldest))
     ledger.record_update(Update(step=step, version=step, trained_tokens=4, masked_tokens=0, metrics={"loss": 0.5}))
     ledger.flush()
-
-
-def lines(records: list[msgspec.Struct]) -> bytes:
-    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)

@@ -1,6 +1,6 @@
-"""Promises: each route answers what is on record of a run, by numbers worked by hand; what is filtered, sorted and paged
-is what was asked for; reading leaves a run as it is, file for file; a run that goes on is followed, also through a
-resume that rewinds it; what was read once is found again in the cache.
+"""Promises: each route answers what is on record of a run, by numbers worked by hand; what is filtered, sorted and
+paged is what was asked for; reading leaves a run as it is, file for file; a run that goes on is followed, also through
+a resume that rewinds it; what was read once is found again in the cache.
 """
 
 from __future__ import annotations
@@ -302,16 +302,16 @@ def test_a_run_is_followed_through_steps_a_rewind_and_its_death(tmp_path: Path) 
 
 def test_what_was_read_is_found_again_in_the_cache_unless_the_run_is_another(tmp_path: Path) -> None:
     path, cache = write_run(tmp_path / "run"), Cache(tmp_path / "index.sqlite")
-    index = Trajectories(path / "ledger.sqlite", cache)
+    index = Trajectories(path, cache)
     assert index.advance() is False
     index.keep()
-    again = Trajectories(path / "ledger.sqlite", cache)
+    again = Trajectories(path, cache)
     assert again.table["length"].tolist() == index.table["length"].tolist() == [3, 2, 4, 1, 0, 0, 0, 0]
     assert again.words["reason"].all == index.words["reason"].all
     shutil.rmtree(path)
     write_run(tmp_path / "another").rename(path)
-    other = Trajectories(path / "ledger.sqlite", cache)
+    other = Trajectories(path, cache)
     assert other.advance() is False
     assert other.table.rows == 8
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
-    assert Trajectories(path / "ledger.sqlite", cache).table.rows == 0
+    assert Trajectories(path, cache).table.rows == 0

@@ -27,9 +27,18 @@ _DOTS_PER_INCH = 130
 
 def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
     """A figure of `width` by `height` inches, with one pair of axes, and outside of pyplot's registry."""
+    figure, (axes,) = panels(width, height, 1)
+    return figure, axes
+
+
+def panels(width: float, height: float, count: int) -> tuple[Figure, tuple[Axes, ...]]:
+    """As `canvas`, with `count` pairs of axes side by side."""
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    return figure, tuple(_framed(figure.add_subplot(1, count, place + 1)) for place in range(count))
+
+
+def _framed(axes: Axes) -> Axes:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -37,7 +46,7 @@ def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
     axes.tick_params(colors=INK, labelsize=9, length=3)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    return figure, axes
+    return axes
 
 
 def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "") -> None:

@@ -17,8 +17,9 @@ from stretto.cluster.address import bound
 from stretto.cluster.gate import Doors, Gate
 from stretto.cluster.join_file import JOIN, PATIENCE_SECONDS, JoinFile, read_join_file
 from stretto.cluster.machine import JoinedMachine
-from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms
+from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms, Tenure
 from stretto.cluster.placing import RayPlacerSpec
+from stretto.cluster.succession import RunSuperseded, tell
 from stretto.core.errors import Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
@@ -60,6 +61,7 @@ class Cluster:
     report: Callable[[str], None]
     spawner: Spawner
     identity: JoinFile
+    tenure: Tenure
     weights_port: int = 0
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
@@ -78,6 +80,7 @@ class Cluster:
             scale=self.scale,
             say=self.report,
             logs=self.folder.logs,
+            superseded=lambda epoch, address: self._tasks.add("superseded", self._give_way(epoch, address)),
             refuses=self._why_not,
         )
         self.gate = Gate(self.identity.run, self.identity.token, doors)
@@ -105,6 +108,8 @@ class Cluster:
         patience = PATIENCE_SECONDS + (placing_seconds(config.wait) if config.placer == "ray" else 0.0)
         told = msgspec.structs.replace(self.identity, address=address, control=control, tls=tls, patience=patience)
         write_join_file(self.folder, told)
+        if told.before not in ("", address):
+            self._tasks.add("succession", tell(told, self.tenure, config.tls or ""))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
@@ -137,6 +142,11 @@ class Cluster:
         await self._tasks.close()
         if self._ray is not None:
             await self._ray.close()
+
+    async def _give_way(self, epoch: int, address: str) -> NoReturn:
+        """End, and remember where the newer conductor is: who resumes this folder is told so while it lives."""
+        self.identity = msgspec.structs.replace(self.identity, before=address or self.identity.before)
+        raise RunSuperseded(self.identity.run, epoch, address)
 
     async def _place_by_ray(self, address: str) -> None:
         recipe = self.plan.recipe
@@ -211,6 +221,7 @@ class Cluster:
             published=self.engines.published,
             lease=self.plan.recipe.cluster.lease,
             hung=self.plan.recipe.deadlines.hung,
+            tenure=self.tenure,
         )
 
     def _joined(self, machine: JoinedMachine) -> None:
@@ -337,4 +348,5 @@ def identity_of(folder: RunFolder) -> JoinFile:
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
     token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
-    return msgspec.structs.replace(known, token=token, address="", control="", tls="")
+    before = known.address or known.before
+    return msgspec.structs.replace(known, token=token, address="", control="", tls="", before=before)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from stretto.cluster.messages import Tenure
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel
@@ -108,6 +109,7 @@ async def running_roles(
     folder: RunFolder,
     version: int,
     saved_step: int,
+    tenure: Tenure,
     stop: StopSignal,
     report: Callable[[str], None],
     spawner: Spawner,
@@ -116,6 +118,7 @@ async def running_roles(
 
     Args:
         version: that of the run; the trainer reaches it from the checkpoint of step `saved_step`.
+        tenure: that of this conductor among those that the run has had.
         report: gets the sentences of the log: roles that were replaced, facts of a reward, roles that did not end well.
     """
     recipe = plan.recipe
@@ -134,7 +137,7 @@ async def running_roles(
             kind=recipe.engine.kind,
             patience=recipe.cluster.wait if recipe.cluster.placer != "local" else 0.0,
         )
-        cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder))
+        cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder), tenure)
         elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
         trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
         rewards = _reward_pool(plan, folder, report)

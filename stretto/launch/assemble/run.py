@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from stretto.cluster.messages import Tenure
+from stretto.cluster.succession import next_tenure
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.launch.assemble.evaluations import evaluations
@@ -51,7 +53,8 @@ _LEGEND = (
     "sampling to training | in flight, buffered = groups | percentages = how busy each role is"
 )
 _DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
-CONTROLLER = "standing"  #: the fact of the ledger that holds the state of the controller
+#: Facts of the ledger: the state of the controller, and the tenure of the present conductor.
+CONTROLLER, CONDUCTOR = "standing", "conductor"
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,14 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         totals = ledger.get(TOTALS, Totals)
         earlier = EarlierTotals() if totals is None else EarlierTotals.of(totals)
         ledger.put("seed", plan.recipe.seed)
+        ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
         async with running_roles(
             plan=plan,
             folder=folder,
             version=start.version,
             saved_step=start.saved_step,
+            tenure=tenure,
             stop=stop,
             report=context.report,
             spawner=spawner,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stretto.cluster.succession import assert_alone
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoError, described
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
@@ -111,6 +113,7 @@ def prepare(
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)
     try:
+        asyncio.run(assert_alone(path, recipe.cluster.tls or ""))
         prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
         if write:
             with closing(Ledger(folder.ledger, recipe.store)) as ledger:

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from stretto.cluster.address import bound
+from stretto.cluster.placing import NO_RAY, has_ray
 from stretto.core.errors import (
+    DataError,
     ModelFolderError,
     Problem,
     RecipeError,
@@ -40,6 +42,7 @@ from stretto.weights.config import ChosenMedium, Route, choose
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.loading import PLACE as WORKFLOW
 from stretto.worlds.workflows.pool import check_workflow
+from stretto.worlds.workflows.wire import WorkflowReady
 
 _LARGEST_PORT = 65_535
 
@@ -98,8 +101,8 @@ def check_reward_function(config: RewardsConfig) -> None:
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
 
 
-def check_workflow_class(config: WorkflowConfig) -> None:
-    """Import and make the workflow in a process that can be killed.
+def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
+    """Import and make the workflow in a process that can be killed; what it needs of the model.
 
     Raises:
         WorkflowError: it cannot be used.
@@ -107,13 +110,36 @@ def check_workflow_class(config: WorkflowConfig) -> None:
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         log = Path(folder) / "workflow.txt"
         try:
-            asyncio.run(check_workflow(config, log))
+            return asyncio.run(check_workflow(config, log))
         except RoleError as error:
             if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
                 raise
             said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
             found = str(error).partition(";")[0] + (f": {said}" if said else "")
             raise WorkflowError([Problem(WORKFLOW, found, "its module must be importable")]) from None
+
+
+def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | None) -> None:
+    """`plain`: the place of a prompt that is no chat, if there is one.
+
+    Raises:
+        WorkflowError: the model, or the prompts, are not what the workflow needs.
+    """
+    problems, why = [], needs.needs_chat_template
+    if why and not tokenizer.has_chat_template:
+        found = f"{name!r} {why}, and the tokenizer in {tokenizer.place} has none"
+        problems.append(Problem(WORKFLOW, found, "choose a model whose tokenizer has one, or another workflow"))
+    elif why and plain is not None:
+        found = f"{name!r} {why}, and the prompt at {plain} is plain text"
+        problems.append(Problem(WORKFLOW, found, 'set task.chat_template = "auto", or give the prompts as messages'))
+    for text in needs.words:
+        try:
+            tokenizer.encode(text, special_tokens=False)
+        except DataError as error:
+            found = f"{name!r} says {text[:80]!r}, which the tokenizer cannot encode: {error.problems[0].found}"
+            problems.append(Problem(WORKFLOW, found, "give other words in [workflow.settings], or another model"))
+    if problems:
+        raise WorkflowError(problems)
 
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
@@ -148,7 +174,8 @@ def check_ports(config: EngineConfig) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
-    config, problems = recipe.cluster, []
+    config = recipe.cluster
+    problems = [NO_RAY] if config.placer == "ray" and not has_ray() else []
     ranks = recipe.trainer.remote_ranks
     if ranks and not config.listen and config.placer != "ray":
         found, remedy = "and cluster.listen is empty: no machine can join", 'give cluster.listen="HOST:PORT"'

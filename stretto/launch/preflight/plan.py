@@ -13,7 +13,7 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.http.lifecycle import bind
 from stretto.gateway.checks import KEY, check_agent, check_reach
-from stretto.gateway.config import AgentConfig, GatewayConfig
+from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
@@ -26,6 +26,7 @@ from stretto.launch.preflight.checks import (
     check_top_k,
     check_vocabulary,
     check_workflow_class,
+    check_workflow_fits,
     longest_prompt_allowed,
     medium_of,
 )
@@ -42,12 +43,14 @@ from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.service.wire import Row
+from stretto.rollout.config import RolloutConfig
 from stretto.rollout.prompts import PromptSource
 from stretto.trainer.messages import Demonstration
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.group import QuestionDetails
+from stretto.worlds.workflows.wire import WorkflowReady
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +99,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_engine_keys(recipe)
     medium_of(recipe)
     check_reward_function(recipe.rewards)
-    if isinstance(recipe.workflow, WorkflowConfig):
-        check_workflow_class(recipe.workflow)
+    needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
     check_ports(recipe.engine)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
@@ -112,9 +114,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     reference = recipe.algorithm.reference
     if reference is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
-    if isinstance(recipe.workflow, AgentConfig):
-        check_agent(recipe.workflow, tokenizer, tokenizer.place)
-        _check_gateway(recipe.gateway)
+    _check_agents(recipe, tokenizer)
     sifted = sift(recipe.rewards, _questions(recipe))
     questions = sifted.questions
     warms_up = recipe.warm_start is not None and not has_policy
@@ -124,6 +124,9 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     shown = questions.demonstrations if warms_up else ()
     training, held_out = _encoded(recipe, questions, tokenizer, longest)
     sets, asked = _sets(recipe, tokenizer, longest)
+    rows = (*training.questions, *held_out.questions, *asked)
+    if isinstance(recipe.workflow, WorkflowConfig):
+        check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
     check_servers(recipe, base, tokenizer, (*training.prompts, *held_out.prompts))
     return Plan(
         recipe=recipe,
@@ -135,16 +138,16 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         origins=tuple((question.place, question.source) for question in training.questions),
         sources=_sources(training.questions, questions.weights),
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        rows=_rows(recipe, (*training.questions, *held_out.questions, *asked)),
+        rows=_rows(recipe, rows),
         sets=sets,
-        details=_details(recipe, (*training.questions, *held_out.questions, *asked), tokenizer),
+        details=_details(recipe, rows, tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
             *questions.notes,
             *filter(None, (training.note, held_out.note)),
             *_unused_template(questions.training, tokenizer),
-            *_waiting_workflows(recipe),
+            *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
             *repeated(questions),
@@ -153,8 +156,13 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     )
 
 
-def _check_gateway(config: GatewayConfig) -> None:
-    """Raises RecipeError: its address cannot be had, or is one of the network and there is no key."""
+def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Raises RecipeError: the gateway's address cannot be had, or is one of the network and there is no key; or as for
+    `check_agent`."""
+    if not isinstance(recipe.workflow, AgentConfig):
+        return
+    check_agent(recipe.workflow, tokenizer, tokenizer.place)
+    config = recipe.gateway
     with bind(config.host, config.port, "gateway.port") as bound:
         check_reach(bound, os.environ.get(KEY) or None, "gateway.host")
 
@@ -254,10 +262,22 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
     return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
 
 
-def _waiting_workflows(recipe: Recipe) -> list[str]:
-    rollout, workflow = recipe.rollout, recipe.workflow
+def _plain(questions: Sequence[Question]) -> str | None:
+    """The place of a prompt that is no chat."""
+    return next((row.place or "[task]" for row in questions if not (row.messages or row.as_chat)), None)
+
+
+def _workflow_notes(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    workflow = recipe.workflow
     if workflow is None:
         return []
+    agents, waiting = isinstance(workflow, AgentConfig), _waiting_workflows(recipe.rollout, workflow)
+    if not (agents or workflow.function == "tools") or "tools" in tokenizer.chat_template:
+        return waiting
+    return [*waiting, "the chat template knows no tools: they are described to the model in the system message"]
+
+
+def _waiting_workflows(rollout: RolloutConfig, workflow: WorkflowConfig | AgentConfig) -> list[str]:
     agents = isinstance(workflow, AgentConfig)
     room = workflow.parallel if isinstance(workflow, AgentConfig) else workflow.workers * workflow.concurrency
     wanted, key = rollout.max_in_flight * rollout.group_size, "parallel" if agents else "workers * concurrency"

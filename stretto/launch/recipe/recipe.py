@@ -186,7 +186,7 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     Raises:
         RecipeError: the file cannot be read or parsed, or an override is not of its form.
     """
-    tree = _parse(path)
+    tree = read_toml(path)
     _resolve_paths(tree, path.parent)
     override(tree, overrides)
     for section in ("rewards", "workflow"):
@@ -207,8 +207,8 @@ def _find_module(section: Any, folder: Path) -> None:
                 section["path"] = str(folder.resolve())
 
 
-def override(tree: dict[str, Any], overrides: Overrides) -> None:
-    """Replace values of the tables; paths are relative to the working directory.
+def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:
+    """Replace values of the tables; paths are relative to `folder`, or else to the working directory.
 
     Raises:
         RecipeError: an override is not of its form.
@@ -220,7 +220,7 @@ def override(tree: dict[str, Any], overrides: Overrides) -> None:
     problems = [problem for problem in told if problem is not None]
     if problems:
         raise RecipeError(problems)
-    _resolve_paths(tree, Path.cwd())
+    _resolve_paths(tree, folder or Path.cwd())
 
 
 def validate(tree: Mapping[str, Any], place: str) -> Recipe:
@@ -244,7 +244,12 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
         raise RecipeError(problems_of(place, error.errors(), kind)) from None
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        RecipeError: it cannot be read or parsed.
+    """
     place = str(path)
     if path.is_dir():
         raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])

@@ -4,6 +4,9 @@
     │ rename: the only moment at which step-000040/ begins to exist
     ▼
 step-000040/
+
+Where folders cannot be renamed, as on the mount of a bucket of objects, the files are copied, the manifest last:
+without it, or with a file that is not the one in it, a checkpoint is broken, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import xxhash
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Record
-from stretto.store.files import sync_file, sync_folder, write_atomically
+from stretto.store.files import is_lacking, sync_file, sync_folder
 
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -118,12 +121,17 @@ class Checkpoints:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after `step`, which are broken: the run is resumed from `step`."""
+        """Rename the checkpoints after `step`, which are broken, or remove them: the run is resumed from `step`."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
             shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            try:
+                path.rename(aside)
+            except OSError as error:
+                if not is_lacking(error):
+                    raise
+                shutil.rmtree(path)
 
     def _prune(self) -> None:
         for step in self.steps()[: -self._keep]:
@@ -184,18 +192,36 @@ def _seal(step: int, part: Path) -> None:
     for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
         sync_folder(folder)  # the top one is forced when the manifest is written
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
-    write_atomically(part / _MANIFEST, manifest)
+    (part / _MANIFEST).write_bytes(manifest)
+    sync_file(part / _MANIFEST)
+    sync_folder(part)
 
 
 def _switch(part: Path, final: Path) -> None:
     """Rename `part` to `final`; an older folder of the same step is moved aside first."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
-        final.rename(aside)
-    os.rename(part, final)
+    try:
+        if final.exists():
+            final.rename(aside)
+        os.rename(part, final)
+    except OSError as error:
+        if not is_lacking(error):
+            raise
+        _copy(part, final)
     sync_folder(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _copy(part: Path, final: Path) -> None:
+    """File by file, the manifest last: a folder that is not whole has none."""
+    (final / _MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(final, ignore_errors=True)
+    files = [path.relative_to(part) for path in part.rglob("*") if path.is_file()]
+    for name in sorted(files, key=lambda name: name == Path(_MANIFEST)):
+        (final / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part / name, final / name)
+        sync_file(final / name)
 
 
 def _checksum(path: Path) -> str:

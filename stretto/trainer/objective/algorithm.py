@@ -135,6 +135,12 @@ class Truncate(_Section):
     high: Ratio = Field(2.0, description="largest weight anchor / behavior")
 
 
+class Uncorrected(_Section):
+    """Every weight is 1: the anchor is taken for the policy that sampled."""
+
+    kind: Literal["none"] = "none"
+
+
 class KPop(_Section):
     """Tokens about which the two policies disagree get weight 0."""
 
@@ -150,7 +156,9 @@ class SequenceMask(_Section):
     high: Ratio = Field(1.01, description="largest geometric mean of anchor / behavior")
 
 
-CorrectionConfig = Annotated[Mask | Truncate | KPop | SequenceMask, Field(discriminator="kind"), BeforeValidator(named)]
+CorrectionConfig = Annotated[
+    Mask | Truncate | Uncorrected | KPop | SequenceMask, Field(discriminator="kind"), BeforeValidator(named)
+]
 
 
 class ReferenceConfig(_Section):
@@ -250,6 +258,8 @@ def _correction(correction: CorrectionConfig) -> Correction:
             return partial(corrections.truncate, high=correction.high)
         case KPop():
             return partial(corrections.kpop, threshold=correction.threshold)
+        case Uncorrected():
+            return corrections.uncorrected
         case SequenceMask():
             return partial(corrections.sequence_mask, low=correction.low, high=correction.high)
         case _:

@@ -45,6 +45,13 @@ def truncate(tokens: LossTokens, *, high: float) -> Weights:
     return Weights(weight.clamp(max=high), weight > high)
 
 
+def uncorrected(tokens: LossTokens) -> Weights:
+    """1: PPO around recomputed old log-probabilities, as in trainers that take the policy before the step for the one
+    that sampled. Biased by whatever lies between the two."""
+    weight = behavior_weight(tokens)
+    return Weights(torch.ones_like(weight), weight != 1)
+
+
 def kpop(tokens: LossTokens, *, threshold: float) -> Weights:
     """w, or 0 where the two policies disagree about the token: D(p || q) or D(q || p) above `threshold`, with
     D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the token against all others.

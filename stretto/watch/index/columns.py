@@ -12,12 +12,12 @@ Column = npt.NDArray[Any]
 _FIRST = 1024
 
 
-class Columns:
-    """Columns of one length, each an array that is doubled when it is full.
+class GrowingColumns:
+    """GrowingColumns of one length, each an array that is doubled when it is full.
 
     Example::
 
-        table = Columns({"reward": "f8", "length": "i4"})
+        table = GrowingColumns({"reward": "f8", "length": "i4"})
         table.append({"reward": [1.0, 0.0], "length": [29, 64]})
         table["reward"].mean()
     """

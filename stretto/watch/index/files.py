@@ -4,17 +4,25 @@ read without a bound."""
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
 from stretto.core.errors import StoreError
+from stretto.store import lock
+from stretto.store.ledger.schema import reading
+from stretto.store.ledger.wal import log_of
 
 Line = TypeVar("Line")
 _BLOCK = 4 << 20  #: bytes of lines that are read at a time
 _LONGEST_LINE = 64 << 20
+_PATIENCE = 0.2  # seconds for a ledger that another has locked: others wait for their pages
+LEDGER = "ledger.sqlite"
 
 
 def open_plain(path: Path) -> int:
@@ -51,6 +59,37 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
         if end:
             file.seek(max(0, os.fstat(descriptor).st_size - largest))
         return file.read(largest).decode("utf-8", errors="replace")
+
+
+def refuse_strange_files(folder: Path) -> None:
+    """Raise if the ledger, its log or the lock is not a plain file: SQLite, and the test of a lock, follow links and
+    wait at pipes.
+
+    Raises:
+        StoreError: names the file.
+    """
+    ledger = folder / LEDGER
+    for path in (ledger, log_of(ledger), ledger.with_name(f"{LEDGER}-shm"), folder / lock.NAME):
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StoreError(f"{path.name}: cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(mode):
+            raise StoreError(f"{path.name}: is not read: it is {'a link' if stat.S_ISLNK(mode) else 'no plain file'}")
+
+
+@contextmanager
+def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger of a run folder, read only, until the block ends.
+
+    Raises:
+        StoreError: as `reading`; or it is no plain file, or another has locked it.
+    """
+    refuse_strange_files(folder)
+    with reading(folder / LEDGER, _PATIENCE) as connection:
+        yield connection
 
 
 class LineFollower(Generic[Line]):

@@ -12,7 +12,7 @@ import numpy as np
 from stretto.core.records import Record
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, SetEvaluationLine, StepMetrics
 from stretto.watch.index.cache import Cache
-from stretto.watch.index.columns import Column, Columns
+from stretto.watch.index.columns import Column, GrowingColumns
 from stretto.watch.index.files import LineFollower
 
 _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
@@ -54,7 +54,7 @@ class Steps:
             self.evaluations, self.skipped, self._kept = list(facts.evaluations), facts.skipped, self.table.rows
 
     def _reset(self) -> None:
-        self.table = Columns({"step": "i8"} | dict.fromkeys(_NUMBERS, "f8"))
+        self.table = GrowingColumns({"step": "i8"} | dict.fromkeys(_NUMBERS, "f8"))
         self.evaluations.clear()
         self.skipped.clear()
 

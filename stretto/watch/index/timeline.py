@@ -12,12 +12,13 @@ import numpy as np
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.watch.index.cache import Cache
-from stretto.watch.index.columns import Column, Columns
+from stretto.watch.index.columns import Column, GrowingColumns
 from stretto.watch.index.files import LineFollower
-from stretto.watch.index.trajectories import Words
+from stretto.watch.index.trajectories import WordCodes
 
 _PART = "spans"
 _KEPT_FROM = 20_000
+_FAR = 1e15  # pixels: a time that no machine has
 _KINDS = {"start": "f8", "end": "f8", "role": "i4", "name": "i4", "version": "i8"}
 _DECODER = msgspec.json.Decoder(Span)
 
@@ -43,11 +44,11 @@ class Spans:
         if (kept := cache.load(_PART, _Facts)) is not None and self.table.restore(kept[0]):
             facts, follower = kept[1], self._follower
             follower.identity, follower.offset, follower.number = facts.identity, facts.offset, facts.number
-            self.roles, self.names, self._kept = Words(facts.roles), Words(facts.names), self.table.rows
+            self.roles, self.names, self._kept = WordCodes(facts.roles), WordCodes(facts.names), self.table.rows
 
     def _reset(self) -> None:
-        self.table = Columns(_KINDS)
-        self.roles, self.names = Words(), Words()
+        self.table = GrowingColumns(_KINDS)
+        self.roles, self.names = WordCodes(), WordCodes()
 
     @property
     def fault(self) -> str | None:
@@ -154,7 +155,7 @@ def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
     start, end = table["start"][rows] - spans.begin, table["end"][rows] - spans.begin
     name, version = table["name"][rows], table["version"][rows]
     wide = end - start >= pixel
-    at = np.floor((start - first) / pixel).astype(np.int64)
+    at = np.floor((start - first) / pixel).clip(-_FAR, _FAR).astype(np.int64)
     # What is wide stands alone; what is narrow stands with those of its pixel and name, wherever it is among others.
     order = np.lexsort((np.arange(len(rows)), name, np.where(wide, np.arange(len(rows)), at), wide))
     at, name, wide = at[order], name[order], wide[order]
@@ -210,9 +211,9 @@ def marks(
         committed: steps and the Unix seconds at which their batches were committed.
         events: Unix seconds, name and detail.
     """
-    begun = {version + 1: at - spans.begin for version, at in spans.starts_of("trainer", "proximal").items()}
-    behind = [at - begun[step] for step, at in committed if step in begun]
-    steps = [Mark(at, "step", f"step {step}", step) for step, at in begun.items() if first <= at <= last]
+    started_at = {version + 1: at - spans.begin for version, at in spans.starts_of("trainer", "proximal").items()}
+    behind = [at - started_at[step] for step, at in committed if step in started_at]
+    steps = [Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
     found = steps if len(steps) <= most_steps else []
     if behind:  # what Unix seconds are on the clock of the spans
         offset = float(np.median(behind))

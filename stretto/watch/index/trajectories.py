@@ -12,10 +12,10 @@ import numpy as np
 
 from stretto.core.records import Outcome, Record, State, StopReason
 from stretto.core.states import OPEN
-from stretto.store.ledger.schema import reading
 from stretto.store.ledger.wal import log_of
 from stretto.watch.index.cache import Cache
-from stretto.watch.index.columns import Column, Columns
+from stretto.watch.index.columns import Column, GrowingColumns
+from stretto.watch.index.files import LEDGER, read_ledger
 
 _PART = "trajectories"
 _AT_ONCE = 20_000
@@ -37,8 +37,8 @@ _ORDER += ("length", "oldest", "newest", "interrupted", "admitted", "prompt", "m
 NONE = -1  #: in place of a number or a word that is not there
 
 
-class Words:
-    """Words as small numbers; `NONE` is no word."""
+class WordCodes:
+    """WordCodes as small numbers; `NONE` is no word."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.all = list(known)
@@ -71,28 +71,29 @@ class _Facts(Record, frozen=True):
 class Trajectories:
     """The rows of the ledger's trajectories. A row whose state is final is read once, any other again.
 
-    Columns: the numbers of the ledger's row, with `NONE` where it has none; ``reward`` with NaN; and ``state``,
+    GrowingColumns: the numbers of the ledger's row, with `NONE` where it has none; ``reward`` with NaN; and ``state``,
     ``verdict``, ``stop``, ``reason``, ``prompt`` as numbers of `words`.
     """
 
-    def __init__(self, ledger: Path, cache: Cache) -> None:
-        self._ledger, self._cache = ledger, cache
+    def __init__(self, folder: Path, cache: Cache) -> None:
+        self._folder, self._cache = folder, cache
+        self._ledger = folder / LEDGER
         self.fault: str | None = None
         self._reset()
-        if (kept := cache.load(_PART, _Facts)) is not None and kept[1].ledger == _identity(ledger):
+        if (kept := cache.load(_PART, _Facts)) is not None and kept[1].ledger == _identity(self._ledger):
             self._restore(*kept)
 
     def _reset(self) -> None:
-        self.table = Columns(_NUMBERS | _WORDS | {"reward": "f8"})
-        self.words = {name: Words() for name in _WORDS}
-        self.words |= {"state": Words(State), "verdict": Words(Outcome), "stop": Words(StopReason)}
+        self.table = GrowingColumns(_NUMBERS | _WORDS | {"reward": "f8"})
+        self.words = {name: WordCodes() for name in _WORDS}
+        self.words |= {"state": WordCodes(State), "verdict": WordCodes(Outcome), "stop": WordCodes(StopReason)}
         self.indexed, self.changes = 0.0, 0
         self._stamp: object = None
         self._kept, self._anchor, self._file = 0, "", (0, 0)
 
     def _restore(self, arrays: dict[str, Column], facts: _Facts) -> None:
         if self.table.restore(arrays) and facts.words.keys() == self.words.keys():
-            self.words = {name: Words(words) for name, words in facts.words.items()}
+            self.words = {name: WordCodes(words) for name, words in facts.words.items()}
             self._kept, self._anchor, self._file = self.table.rows, facts.anchor, facts.ledger
 
     def advance(self) -> bool:
@@ -104,7 +105,7 @@ class Trajectories:
         if self.indexed == 1.0 and _stamp(self._ledger) == self._stamp:
             return False
         stamp = _stamp(self._ledger)
-        with reading(self._ledger) as connection:
+        with read_ledger(self._folder) as connection:
             anchor = (connection.execute(_ANCHOR).fetchone() or (b"",))[0].hex()
             if self._file != (file := _identity(self._ledger)) or (self.table.rows and self._anchor != anchor):
                 self._reset()

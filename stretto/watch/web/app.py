@@ -9,6 +9,8 @@ A single thread reads, so that nothing is locked; what takes long is done piece 
 from __future__ import annotations
 
 import asyncio
+import sys
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -103,6 +105,9 @@ class Dashboard:
                 return _refused(400, error.field, error.found, error.allowed)
             except (StoreError, RunFolderError) as error:
                 return _refused(422, "run", str(error), "its other pages may be readable")
+            except Exception:  # a bug, or numbers in a run that nobody wrote: the log has it, and the server goes on
+                traceback.print_exc(file=sys.stderr)
+                return _refused(500, "server", "an internal error; its terminal has the traceback", "other pages work")
 
         return answer
 
@@ -183,8 +188,6 @@ async def _nothing(request: Request) -> Any:
 
 async def _index(request: Request) -> Response:
     page = STATIC / "index.html"
-    return (
-        FileResponse(page, headers={"cache-control": "no-store"})
-        if page.is_file()
-        else _refused(404, "page", "the front end is not built", "run: make web")
-    )
+    if page.is_file():
+        return FileResponse(page)
+    return _refused(404, "page", "the front end is not built", "run: make web")

@@ -70,9 +70,9 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *_HEADERS]
-                if scope["path"] != "/" and not _OPEN.fullmatch(scope["path"]):
-                    message["headers"].append((b"cache-control", b"no-store"))
+                kept = scope["path"].startswith("/assets/") and message["status"] == 200
+                caching = b"public, max-age=31536000, immutable" if kept else b"no-store"
+                message["headers"] = [*message.get("headers", ()), *_HEADERS, (b"cache-control", caching)]
             await send(message)
 
         if scope["type"] != "http":
@@ -144,7 +144,7 @@ class Guard:
         as it is. A redirection would lose the cookie when a link of another site led here."""
         given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=8).get("token", [""])[-1]
         if not self._fits(given.encode()):
-            await reply(send, 401, "text/html; charset=utf-8", _LOGIN, [(b"cache-control", b"no-store")])
+            await reply(send, 401, "text/html; charset=utf-8", _LOGIN)
             return
 
         async def welcoming(message: Message) -> None:

@@ -11,12 +11,12 @@ import msgspec
 from stretto import __version__
 from stretto.core.errors import RefusedRequest, nearest
 from stretto.store.inspection import Totals
-from stretto.store.ledger.schema import reading
 from stretto.store.series.metrics import EvaluationLine, SetEvaluationLine
+from stretto.watch.index.files import read_ledger
 from stretto.watch.index.steps import curves
 from stretto.watch.index.timeline import CATEGORIES, lanes, marks
 from stretto.watch.runs.catalog import Catalog
-from stretto.watch.runs.folder import json_of, recipe_text
+from stretto.watch.runs.folder import json_of
 from stretto.watch.runs.health import health_of
 from stretto.watch.runs.run import WatchedRun
 from stretto.watch.runs.trajectory import MOST_TOKENS
@@ -46,7 +46,7 @@ def run_page(run: WatchedRun, asked: Asked) -> Any:
     tables = run.tables
     return {
         **msgspec.structs.asdict(run.summary()),
-        "recipe": (recipe_text(run.folder) or "")[:_RECIPE_SHOWN],
+        "recipe": run.recipe_text()[:_RECIPE_SHOWN],
         "versions": json_of(run.folder / "versions.json"),
         "machine": json_of(run.folder / "machine.json"),
         "totals": None if totals is None else _totals(totals),
@@ -98,7 +98,7 @@ def timeline_page(run: WatchedRun, asked: Asked) -> Any:
     pixels = _whole(asked, "pixels", _PIXELS, 10, _MOST_PIXELS) or _PIXELS
     _, engines = run.facts()
     shown, count = lanes(spans, {engine.name: engine.host for engine in engines}, first, last, pixels)
-    with reading(run.folder / "ledger.sqlite") as connection:
+    with read_ledger(run.folder) as connection:
         committed, events = (connection.execute(query).fetchall() for query in (_COMMITTED, _EVENTS))
     return {
         "from": first,

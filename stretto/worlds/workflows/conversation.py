@@ -38,7 +38,17 @@ class Workflow(abc.ABC):
                         return 1.0 - 0.2 * attempt
                     chat.say("That is wrong. Try again.")
                 return 0.0
+
+    Attributes:
+        needs_chat_template: why it does not work with prompts that are plain texts; empty if it does.
     """
+
+    needs_chat_template: str = ""
+
+    def words(self) -> Sequence[str]:
+        """What it says to the model itself, whatever the question: a tokenizer that cannot encode it is refused before
+        a run."""
+        return ()
 
     @abc.abstractmethod
     async def run(self, task: WorkflowTask, chat: Conversation) -> float | Reward:

@@ -6,8 +6,11 @@ import importlib
 import inspect
 import json
 
+import msgspec
+
 from stretto.core.errors import Problem, WorkflowError, nearest
 from stretto.worlds.workflows.conversation import Workflow
+from stretto.worlds.workflows.wire import WorkflowReady
 
 PLACE = "workflow.function"
 _CONTRACT = "a workflow is a class with 'async def run(self, task, chat)', derived from stretto.Workflow"
@@ -42,6 +45,22 @@ def load_workflow(name: str, settings: str = "{}") -> Workflow:
     if not inspect.iscoroutinefunction(found.run):
         raise _refused(f"{name!r} has no asynchronous method 'run'", _CONTRACT)
     return _made(name, found, json.loads(settings))
+
+
+def needs_of(workflow: Workflow) -> WorkflowReady:
+    """What a workflow needs of the model.
+
+    Raises:
+        WorkflowError: it does not say so in texts.
+    """
+    try:
+        found = {"needs_chat_template": workflow.needs_chat_template, "words": tuple(workflow.words())}
+        return msgspec.convert(found, WorkflowReady)
+    # The class is the user's: whatever it raises, SystemExit included, belongs into the message.
+    except (Exception, SystemExit) as error:
+        raise _refused(
+            f"'words' or 'needs_chat_template': {type(error).__name__}: {error}", "they are texts"
+        ) from error
 
 
 def _made(name: str, kind: type[Workflow], settings: dict[str, object]) -> Workflow:

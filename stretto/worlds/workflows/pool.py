@@ -23,7 +23,7 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.failures import RecentFailures
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange
-from stretto.worlds.workflows.wire import MemberEnded
+from stretto.worlds.workflows.wire import MemberEnded, WorkflowReady
 from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
 
 _LOSSES = 2  # workers that one trajectory may lose, and begin again
@@ -92,6 +92,11 @@ class WorkflowPool:
         await self._kept.close()
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
         self._workers.clear()
+
+    @property
+    def ready(self) -> WorkflowReady:
+        """What the workflow said when it was loaded; the pool has been started."""
+        return next(iter(self._workers.values())).ready
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -178,12 +183,12 @@ class WorkflowPool:
         self._changed.set()
 
 
-async def check_workflow(config: WorkflowConfig, log: Path) -> None:
-    """Load the workflow in a worker process, where a module that hangs or exits does no harm.
+async def check_workflow(config: WorkflowConfig, log: Path) -> WorkflowReady:
+    """Load the workflow in a worker process, where a module that hangs or exits does no harm; what it needs.
 
     Raises:
         WorkflowError: it cannot; the message says why.
         RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
     """
-    async with WorkflowPool(config.model_copy(update={"workers": 1}), log):
-        pass
+    async with WorkflowPool(config.model_copy(update={"workers": 1}), log) as pool:
+        return pool.ready

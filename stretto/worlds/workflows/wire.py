@@ -80,7 +80,10 @@ ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
 
 
 class WorkflowReady(Record, frozen=True, tag=True):
-    """The workflow is loaded."""
+    """The workflow is loaded, and says what it needs (see `Workflow`)."""
+
+    needs_chat_template: str = ""
+    words: tuple[str, ...] = ()
 
 
 class WorkflowRefused(Record, frozen=True, tag=True):

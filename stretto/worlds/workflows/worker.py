@@ -22,7 +22,7 @@ from stretto.core.errors import RefusedRequest, WireError, WorkflowError
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.worlds.workflows.conversation import Conversation, Workflow
-from stretto.worlds.workflows.loading import load_workflow
+from stretto.worlds.workflows.loading import load_workflow, needs_of
 from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 from stretto.worlds.workflows.wire import (
     LARGEST_MESSAGE,
@@ -39,7 +39,6 @@ from stretto.worlds.workflows.wire import (
     ScoreOrder,
     ToWorker,
     TurnOrder,
-    WorkflowReady,
     WorkflowRefused,
     WorkflowSpec,
 )
@@ -257,11 +256,12 @@ def main(arguments: list[str]) -> int:
     try:
         try:
             workflow = load_workflow(spec.function, spec.settings)
+            ready = needs_of(workflow)
         except WorkflowError as error:
             problem = error.problems[0]
             end.send(WorkflowRefused(problem.place, problem.found, problem.remedy))
             return error.exit_code
-        end.send(WorkflowReady())
+        end.send(ready)
         serve(workflow, end)
     except ConductorGone:
         return 0

@@ -133,7 +133,10 @@ class WorkflowProcess:
     Attributes:
         lost: how it has ended.
         worn: one that was given up does not end there: it takes no more trajectories.
+        ready: what the workflow said when it was loaded.
     """
+
+    ready = WorkflowReady()
 
     def __init__(self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH) -> None:
         self.name = name
@@ -177,6 +180,7 @@ class WorkflowProcess:
             raise WorkflowError([Problem(said.place, said.found, said.remedy)])
         if not isinstance(said, WorkflowReady):
             raise RoleDied(self.name, "said something else than that it is ready", str(self._log))
+        self.ready = said
         self._reading = asyncio.create_task(self._read())
 
     async def stop(self) -> None:

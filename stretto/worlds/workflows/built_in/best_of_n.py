@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.task import Reward, WorkflowTask
@@ -26,6 +27,11 @@ class BestOfN(Workflow):
         if n < 2:
             raise ValueError(f"n is {n}; 2 is the least")
         self._n, self._judge = n, judge
+
+    def words(self) -> Sequence[str]:
+        """See `Workflow`."""
+        numbers = "\n".join(f"{number}: " for number in range(1, self._n + 1))
+        return [self._judge.replace("{prompt}", "").replace("{answers}", numbers)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """The reward of the chosen answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from stretto.worlds.workflows.conversation import Conversation, Workflow
@@ -43,6 +43,10 @@ class EnvironmentPlay(Workflow):
         module, _, name = make.partition(":")
         self._make: Callable[..., TextEnvironment] = getattr(importlib.import_module(module), name)
         self._arguments, self._instructions, self._turns = dict(arguments or {}), instructions, turns
+
+    def words(self) -> Sequence[str]:
+        """See `Workflow`."""
+        return [self._instructions] if self._instructions else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """The sum of the rewards of an episode; each action's by turn."""

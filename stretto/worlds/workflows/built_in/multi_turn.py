@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.task import Reward, WorkflowTask
 
@@ -19,6 +21,10 @@ class MultiTurn(Workflow):
         if tries < 1:
             raise ValueError(f"tries is {tries}; 1 is the least")
         self._tries, self._feedback, self._discount = tries, feedback, discount
+
+    def words(self) -> Sequence[str]:
+        """See `Workflow`."""
+        return [self._feedback.replace("{prompt}", "")] if self._tries > 1 else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """The reward of the last try, discounted; by turn that of each try, so that what follows a turn is its own."""

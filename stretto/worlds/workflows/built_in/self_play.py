@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from stretto.worlds.workflows.conversation import Conversation, Workflow
@@ -25,6 +26,11 @@ class SelfPlay(Workflow):
 
     def __init__(self, critic: str = _CRITIC, again: str = _AGAIN, rounds: int = 1) -> None:
         self._critic, self._again, self._rounds = critic, again, rounds
+
+    def words(self) -> Sequence[str]:
+        """See `Workflow`."""
+        asked = self._critic.replace("{prompt}", "").replace("{answer}", "")
+        return [asked, self._again.replace("{criticism}", "")]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """The reward of the last answer; that of every turn by turn."""

@@ -112,6 +112,8 @@ class Tools(Workflow):
         results: passages of one search.
     """
 
+    needs_chat_template = "tells the model its tools by the chat template"
+
     def __init__(
         self,
         tools: Sequence[str] = ("calculator",),

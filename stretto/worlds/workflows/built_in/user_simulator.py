@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.task import Reward, WorkflowTask
 
@@ -23,8 +25,14 @@ class UserSimulator(Workflow):
         user_reward: of each turn of the user, for ``algorithm.advantages.credit = "turn"``.
     """
 
+    needs_chat_template = "has two sides, which the chat template alone tells apart"
+
     def __init__(self, user: str = _USER, done: str = "DONE", turns: int = 4, user_reward: float = 0.0) -> None:
         self._user, self._done, self._turns, self._user_reward = user, done, turns, user_reward
+
+    def words(self) -> Sequence[str]:
+        """See `Workflow`."""
+        return [self._user.replace("{prompt}", "").replace("{done}", self._done)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """The reward of the assistant's last answer."""

@@ -1,0 +1,96 @@
+"""`stretto plan --calibrate`: measure this machine, and write what a plan needs of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import RoleDied, naming
+from stretto.planner.machine import MachineProfile
+from stretto.planner.measure import calibrate
+from stretto.store.files import write_atomically
+from stretto.store.inspection import Inspection, inspect_run
+
+_STEPS, _COMPLETIONS = 40, 64
+_PATIENCE = 300.0
+_RECIPE = f"""
+[model.build]
+family = "qwen3"
+hidden_size = 64
+layers = 2
+heads = 4
+kv_heads = 4
+head_dim = 16
+intermediate_size = 128
+context_length = 128
+alphabet = "0123456789+-="
+
+[task]
+kind = "arithmetic"
+
+[sampling]
+max_tokens = 32
+
+[rollout]
+batch_size = 8
+group_size = 8
+max_in_flight = 8
+max_staleness = 0
+
+[rewards]
+function = "final_answer"
+
+[evaluation]
+prompts = 8
+
+[trainer]
+steps = {_STEPS}
+minibatches = 1
+"""
+
+
+def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
+    """Measure the roles alone, and then a short synchronous run, whose seconds beside generation and training are those
+    of the conductor and of the engine's server. Writes the record to `out`.
+
+    Raises:
+        OSError: it cannot be written.
+        RoleDied: the run failed.
+    """
+    with naming(out):
+        write_atomically(out, b"")  # before two minutes are spent
+    machine = calibrate(say)
+    with tempfile.TemporaryDirectory(prefix="stretto-calibrate-") as folder:
+        run = _short_run(Path(folder))
+    say("measured: a short run")
+    whole = msgspec.structs.replace(machine, **between_roles(run))
+    write_atomically(out, msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
+    return whole
+
+
+def between_roles(run: Inspection) -> dict[str, float]:
+    """The fields of `MachineProfile` that only a whole run shows. What of a synchronous step is neither generation nor
+    training is shared out, half to the conductor and half to the engine's server."""
+    completions = run.trajectories.trained
+    idle = max(0.0, 1.0 - run.busy["engine-0"] - run.busy["trainer"]) * run.rl_seconds
+    return {
+        "conduct_seconds": idle / 2 / completions,
+        "serve_seconds": idle / 2 / completions,
+        "judge_seconds": run.busy.get("rewards", 0.0) * run.rl_seconds / completions,
+        "start_seconds": run.wall_seconds - run.rl_seconds,
+    }
+
+
+def _short_run(folder: Path) -> Inspection:
+    recipe, run = folder / "calibration.toml", folder / "run"
+    recipe.write_text(_RECIPE, encoding="utf-8")
+    command = (sys.executable, "-m", "stretto.cli.main", "train", str(recipe), "--run-dir", str(run))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    if done.returncode:
+        raise RoleDied("the run of the calibration", f"ended with {done.returncode}: {done.stderr[-400:]}")
+    return inspect_run(run)

@@ -1,0 +1,126 @@
+"""Which layouts a number of devices allows, cheapest estimate first; those without the memory are left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.planner.costs import Costs, Layout
+from stretto.planner.job import Job
+from stretto.planner.machine import MachineProfile
+
+_TENSOR = (1, 2, 4, 8)
+_SIXTEENTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of the devices, for training
+_FINE = 16  # devices up to which every split is tried
+_MICRO_BATCHES = (1, 2, 4)  # times the recipe's
+_MOST_DEVICES = 1 << 16
+_TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job with the settings of a layout, and the seconds of a step without any waiting."""
+
+    job: Job
+    layout: Layout
+    estimate: float
+
+
+def own_layout(job: Job) -> Layout:
+    """The layout that the recipe asks for; tensor parallelism is an argument of its engine's server."""
+    words = [part for word in job.engine.arguments for part in word.split("=", 1)]
+    sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
+    return Layout(job.engine.count, job.trainer.ranks, max(1, int(sizes[-1])) if sizes else 1)
+
+
+def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
+    """Layouts of so many devices that have the memory, by their estimates.
+
+    Raises:
+        RecipeError: none has it; by how much, and what would make it fit.
+    """
+    found = list(_all(job, machine, devices))
+    fitting = [one for one in found if Costs(one.job, machine, one.layout).memory().missing <= 0]
+    if not fitting:
+        raise RecipeError([_too_large(job, machine, devices, found)])
+    return sorted(fitting, key=lambda one: one.estimate)
+
+
+def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]:
+    for layout in _layouts(devices, machine):
+        if layout.ranks * job.trainer.minibatches > job.completions:
+            continue  # ranks would be idle
+        for times in _MICRO_BATCHES:
+            tokens = job.trainer.micro_batch_tokens * times
+            if times > 1 and tokens > job.completions * job.lengths.mean / layout.ranks:
+                continue
+            yield candidate(job, machine, layout, job.rollout.max_staleness, tokens)
+
+
+def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float, tokens: int) -> Candidate:
+    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow."""
+    slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
+    allowed = slots if math.isinf(staleness) else min(slots, int(staleness + 1) * job.rollout.batch_size)
+    planned = job.with_settings(
+        {"max_staleness": staleness, "max_in_flight": allowed},
+        {"count": layout.engines},
+        {"ranks": layout.ranks, "micro_batch_tokens": tokens},
+    )
+    return Candidate(planned, layout, _estimate(Costs(planned, machine, layout)))
+
+
+def _layouts(devices: int, machine: MachineProfile) -> Iterator[Layout]:
+    splits = range(1, devices) if devices <= _FINE else sorted({devices * part // 16 for part in _SIXTEENTHS})
+    for tensor in _TENSOR:
+        if tensor > machine.node_devices:
+            return
+        for ranks in splits:
+            if ranks and devices - ranks >= tensor and (devices - ranks) % tensor == 0:
+                yield Layout((devices - ranks) // tensor, ranks, tensor)
+
+
+def _estimate(costs: Costs) -> float:
+    """The longer of generating a batch, at the rows that fit, and of training on it."""
+    job = costs.job
+    context = job.lengths.prompt_tokens + job.lengths.mean
+    in_flight = job.rollout.max_in_flight * job.rollout.group_size / costs.layout.engines
+    rows = max(1, int(min(job.engine.slots, in_flight, costs.cache_tokens() / context)))
+    cached = rows * (job.lengths.prompt_tokens + job.lengths.mean / 2)
+    tokens = job.completions * job.lengths.mean / costs.layout.engines
+    generation = tokens / rows * costs.decode(rows, cached)
+    return max(generation, costs.train([round(context)] * job.completions))
+
+
+def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Candidate]) -> Problem:
+    place = f"--gpus {devices}"
+    if not found:
+        return Problem(place, "too few devices to generate and to train", "two are needed at least")
+    least = min((Costs(one.job, machine, one.layout).memory() for one in found), key=lambda memory: memory.missing)
+    side = "training" if least.trainer >= least.engine else "generation"
+    said = (
+        f"no layout has the memory: {side} needs {max(least.trainer, least.engine):.1f} GiB of a device, of which "
+        f"{least.available:.1f} GiB can be used: {least.missing:.1f} GiB too much"
+    )
+    return Problem(place, said, "what would make it fit: " + ", or ".join(_remedies(job, machine, devices)))
+
+
+def _remedies(job: Job, machine: MachineProfile, devices: int) -> list[str]:
+    settings: list[tuple[str, dict[str, object]]] = [
+        ("trainer.activation_checkpointing=true", {"activation_checkpointing": True}),
+        (f"trainer.micro_batch_tokens={job.longest}", {"micro_batch_tokens": job.longest}),
+    ]
+    remedies = [words for words, change in settings if _fits(job.with_settings({}, {}, change), machine, devices)]
+    saving = job.with_settings({}, {}, {"activation_checkpointing": True})
+    more = devices * 2
+    while more <= _MOST_DEVICES and not _fits(saving, machine, more):
+        more *= 2
+    if more <= _MOST_DEVICES:
+        remedies.append(f"--gpus {more} with activation checkpointing")
+    return remedies or ["devices with more memory, or shorter completions (sampling.max_tokens)"]
+
+
+def _fits(job: Job, machine: MachineProfile, devices: int) -> bool:
+    return any(Costs(one.job, machine, one.layout).memory().missing <= 0 for one in _all(job, machine, devices))

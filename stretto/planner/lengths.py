@@ -1,0 +1,143 @@
+"""How long completions are: measured ones (a file, a run folder, demonstrations), or a named distribution."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Protocol
+
+from stretto.core.errors import DataError, Problem
+from stretto.store.export import read_trajectories
+
+_FORM = "a FILE of lengths (one a line, or a JSON list), a RUN_DIR, lognormal:mean=M,sigma=S or constant:tokens=N"
+_DISTRIBUTIONS: Mapping[str, frozenset[str]] = {
+    "lognormal": frozenset({"mean", "sigma"}),
+    "constant": frozenset({"tokens"}),
+}
+
+
+class Lengths(Protocol):
+    """Tokens of prompts and of completions."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def mean(self) -> float: ...
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        """Tokens of the completions of one group, at least one each."""
+
+
+@dataclass(frozen=True)
+class LogNormalLengths:
+    """Completions of log-normal lengths, cut off at `max_tokens`. `untruncated` is the mean before the cut."""
+
+    untruncated: float
+    sigma: float
+    max_tokens: int
+    prompt_tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        """E[min(X, max_tokens)] of the log-normal X."""
+        middle = math.log(self.untruncated) - self.sigma**2 / 2
+        if not self.sigma:
+            return min(self.untruncated, self.max_tokens)
+        at = (math.log(self.max_tokens) - middle) / self.sigma
+        return self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at))
+
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        middle = math.log(self.untruncated) - self.sigma**2 / 2
+        drawn = (chance.lognormvariate(middle, self.sigma) for _ in range(members))
+        return tuple([max(1, min(self.max_tokens, round(length))) for length in drawn])
+
+
+def _normal(at: float) -> float:
+    return (1 + math.erf(at / math.sqrt(2))) / 2
+
+
+@dataclass(frozen=True)
+class MeasuredLengths:
+    """Lengths that were seen: those of one group together, where groups are known."""
+
+    groups: tuple[tuple[int, ...], ...]
+    prompt_tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        return fmean(length for group in self.groups for length in group)
+
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        group = chance.choice(self.groups)
+        if len(group) == 1:
+            return tuple([chance.choice(self.groups)[0] for _ in range(members)])
+        return group if len(group) == members else tuple(chance.choices(group, k=members))
+
+
+def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> MeasuredLengths:
+    """Lengths of completions whose groups are not known."""
+    return MeasuredLengths(tuple((max(1, min(length, max_tokens)),) for length in lengths), prompt_tokens)
+
+
+def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
+    """The lengths that a user names.
+
+    Raises:
+        DataError: it is neither a distribution nor a file nor a run folder, or says no lengths.
+    """
+    kind, _, rest = words.partition(":")
+    if kind in _DISTRIBUTIONS:
+        return _named(words, kind, rest, prompt_tokens, max_tokens)
+    path = Path(words)
+    if path.is_dir():
+        return _of_run(path, prompt_tokens)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refused(words, f"cannot be read: {getattr(error, 'strerror', error)}") from None
+    try:
+        numbers = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+        lengths = [int(number) for number in numbers]
+    except (TypeError, ValueError) as error:
+        raise _refused(words, f"holds something else than lengths: {error}") from None
+    if not lengths or min(lengths) < 1:
+        raise _refused(words, "holds no lengths" if not lengths else f"holds the length {min(lengths)}")
+    return alone(lengths, prompt_tokens, max_tokens)
+
+
+def _named(words: str, kind: str, rest: str, prompt_tokens: int, max_tokens: int) -> Lengths:
+    given: dict[str, float] = {}
+    for pair in rest.split(","):
+        key, _, value = pair.partition("=")
+        try:
+            given[key.strip()] = float(value)
+        except ValueError:
+            raise _refused(words, f"{pair!r} is no number") from None
+    if given.keys() != _DISTRIBUTIONS[kind]:
+        raise _refused(words, f"{kind} has {' and '.join(sorted(_DISTRIBUTIONS[kind]))}")
+    if not all(math.isfinite(value) and value >= 0 for value in given.values()):
+        raise _refused(words, "a number is negative or not finite")
+    mean = given.get("mean", given.get("tokens", 0.0))
+    if mean < 1:
+        raise _refused(words, "completions have at least one token")
+    return LogNormalLengths(mean, given.get("sigma", 0.0), max_tokens, prompt_tokens)
+
+
+def _of_run(path: Path, prompt_tokens: int) -> Lengths:
+    groups: dict[str, list[int]] = {}
+    prompts: list[int] = []
+    for trajectory in read_trajectories(path):
+        if trajectory.trained_step is not None:
+            groups.setdefault(trajectory.group, []).append(max(1, len(trajectory.token_ids)))
+            prompts.append(len(trajectory.prompt_token_ids))
+    if not groups:
+        raise _refused(str(path), "the run has trained on nothing")
+    return MeasuredLengths(tuple(map(tuple, groups.values())), round(fmean(prompts)))
+
+
+def _refused(words: str, found: str) -> DataError:
+    return DataError([Problem(f"--lengths {words}", found, f"it is {_FORM}")])

@@ -1,0 +1,91 @@
+"""The machine of a plan: what one device does in a second, as a frozen record.
+
+A record comes from a data sheet (`profiles/*.toml`, each number with its source) or from `stretto plan --calibrate`,
+which measures this machine.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.records import Record
+
+_PROFILES = "profiles"
+_REMEDY = "or measure a machine with `stretto plan --calibrate --out machine.json` and give that file"
+
+
+class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
+    """One device and what connects it to others. Rates are those that are reached, not those of a data sheet: flops are
+    operations per second, bandwidths bytes per second of one device; what is not given costs nothing.
+
+    Generation: a decode step takes `step_seconds`, `layer_seconds` for each layer, `row_seconds` for each completion
+    and `row_width_seconds` for each completion, layer and unit of width; then the roofline of `decode_flops` against
+    `weight_bandwidth`, and the KV cache against `cache_bandwidth`. Training: `train_seconds` for each step,
+    `micro_batch_seconds` for each forward and backward pass and layer, `token_width_seconds` for each token, layer and
+    unit of width, and the products at `train_flops`.
+    """
+
+    name: str
+    memory_gib: float  # of one device
+    decode_flops: float
+    prefill_flops: float
+    train_flops: float
+    weight_bandwidth: float
+    cache_bandwidth: float
+    step_seconds: float = 0.0
+    layer_seconds: float = 0.0
+    row_seconds: float = 0.0
+    row_width_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # of each prefill, beside its products
+    prefill_token_seconds: float = 0.0
+    train_seconds: float = 0.0
+    micro_batch_seconds: float = 0.0
+    token_width_seconds: float = 0.0
+    sequence_seconds: float = 0.0  # of training, for each completion
+    parameter_seconds: float = 0.0  # of an optimizer step and of a publication, for each parameter
+    transfer_seconds: float = 0.0  # from a publication until it can be loaded
+    transfer_parameter_seconds: float = 0.0
+    load_seconds: float = 0.0
+    load_parameter_seconds: float = 0.0
+    start_seconds: float = 0.0  # from the command to the first prompt
+    judge_seconds: float = 0.0  # of one completion
+    serve_seconds: float = 0.0  # of an engine, for each completion, between its steps
+    conduct_seconds: float = 0.0  # of the conductor, for each completion
+    link_bandwidth: float = 0.0  # between the devices of a node; 0: one process has all of them
+    link_seconds: float = 0.0  # of one collective
+    network_bandwidth: float = 0.0  # of one device, between nodes; 0: as inside of a node
+    node_devices: int = 8
+    cores: float = 0.0  # that all roles share; 0: each has its own device
+    beside: float = 0.0  # by how much generation and training slow each other down, where each has a core
+    sources: Mapping[str, str] = {}  # where each number comes from
+
+
+def known_machines() -> list[str]:
+    """The names of the profiles of the package."""
+    folder = resources.files(__package__) / _PROFILES
+    return sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
+
+
+def machine_of(name: str) -> MachineProfile:
+    """The profile of a name such as ``h100``, or of a file that `stretto plan --calibrate` has written.
+
+    Raises:
+        RecipeError: there is no such profile and no such file (with the nearest name), or it is not a machine.
+    """
+    if name.lower() in known_machines():
+        text = (resources.files(__package__) / _PROFILES / f"{name.lower()}.toml").read_text(encoding="utf-8")
+        return msgspec.convert(tomllib.loads(text), MachineProfile)
+    path = Path(name)
+    if not path.is_file():
+        found = "no such file, and no machine of this name has a profile"
+        raise RecipeError([Problem(f"--machine {name}", found, f"{nearest(name.lower(), known_machines())} {_REMEDY}")])
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MachineProfile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem(name, f"is not a machine: {error}", f"it is written so: {_REMEDY}")]) from None

@@ -1,0 +1,220 @@
+"""The prediction of a layout: the real controller on the virtual clock, with the costs of a machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+
+from stretto.core.errors import RecipeError
+from stretto.core.records import Record
+from stretto.planner.costs import Costs, Layout
+from stretto.planner.job import Job
+from stretto.planner.layouts import Candidate, candidate, candidates, own_layout
+from stretto.planner.lengths import Lengths
+from stretto.planner.machine import MachineProfile
+from stretto.rollout.controller import InRounds
+from stretto.simulator.engines import EngineLimits
+from stretto.simulator.report import SimulationReport
+from stretto.simulator.run import SimulatedRun
+
+_GRAINS = 48  # simulated tokens of a mean completion
+_TRAJECTORIES = 12_000  # of one simulation
+_STEPS = 9  # of a simulation at least
+_ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
+_SIMULATED = 6  # candidates
+_BUSY = 0.9  # share of a step; the trainer is what it waits for
+GOALS = ("time", "cost", "staleness")
+
+
+class Staleness(Record, frozen=True):
+    """Versions between sampling and training, over the tokens of the loss."""
+
+    mean: float
+    p99: int
+
+
+class LayoutPrediction(Record, frozen=True):
+    """One line of `stretto plan --json`. `busy` has the names of `stretto inspect`; tokens are trained ones."""
+
+    engines: int
+    ranks: int
+    step_seconds: float
+    busy: Mapping[str, float]
+    staleness: Staleness
+    tokens_per_second: float
+    memory_gib: float  # of the fuller device
+    hours: float
+    device_hours: float
+    tensor: int
+    micro_batch_tokens: int
+    max_staleness: float | None  # None: no bound
+    max_in_flight: int
+    memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
+    masked: float  # share of the trained completions' tokens
+    recomputed: float  # tokens computed again, for each sampled one
+    waits_for: str  # what a step waits for: generation or training
+
+
+class RunPlan(Record, frozen=True):
+    """What `stretto plan` has found, best first."""
+
+    machine: str
+    goal: str
+    mean_length: float
+    layouts: tuple[LayoutPrediction, ...]
+
+
+@dataclass(frozen=True)
+class Grained:
+    """Lengths in simulated tokens, each of which stands for `grain` tokens."""
+
+    lengths: Lengths
+    grain: int
+    failure_rate: float = 0.0
+    filter_rate: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.lengths.prompt_tokens
+
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        """Rounded up or down by chance, so that the mean stays."""
+        if self.grain == 1:
+            return self.lengths.group(chance, members)
+        drawn = self.lengths.group(chance, members)
+        return tuple([max(1, int(length / self.grain + chance.random())) for length in drawn])
+
+
+def plan(job: Job, machine: MachineProfile, devices: int | None, goal: str = "time", seed: int = 1) -> RunPlan:
+    """The best layouts of so many devices; without a number, the recipe's own.
+
+    Raises:
+        RecipeError: no layout has the memory.
+    """
+    if devices is None:
+        found = [predict(job, machine, own_layout(job), seed)]
+    else:
+        chosen = _chosen(job, machine, devices, goal)
+        found = [predict(one.job, machine, one.layout, seed) for one in chosen]
+        first = chosen[found.index(best_first(found, goal)[0])]
+        found += [predict(one.job, machine, one.layout, seed) for one in _other_bounds(first, machine, goal)]
+    return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(best_first(found, goal)))
+
+
+def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPrediction]:
+    """By hours; by device-hours; or by staleness among those within a tenth of the fastest."""
+    if goal == "cost":
+        return sorted(found, key=lambda one: one.device_hours)
+    if goal == "staleness":
+        bound = 1.1 * min(one.hours for one in found)
+        return sorted(found, key=lambda one: (one.hours > bound, one.staleness.mean, one.hours))
+    return sorted(found, key=lambda one: one.hours)
+
+
+def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
+    """The candidates with the least estimates, one for each split; fewer devices too where they may cost less."""
+    chosen: dict[Layout, Candidate] = {}
+    for number in (devices, devices // 2, devices // 4) if goal == "cost" else (devices,):
+        if number == devices or number >= 2:
+            with (
+                suppress(RecipeError) if number < devices else nullcontext()
+            ):  # fewer devices may have too little memory
+                for one in candidates(job, machine, number):
+                    chosen.setdefault(one.layout, one)
+
+    def price(one: Candidate) -> float:
+        return one.estimate * (one.layout.devices if goal == "cost" else 1)
+
+    return sorted(chosen.values(), key=price)[:_SIMULATED]
+
+
+def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
+    """The best layout with half and with twice the bound on staleness; with small ones, where staleness counts."""
+    job, bound = first.job, first.job.rollout.max_staleness
+    if not bound or bound == float("inf"):
+        return []
+    others = {bound * 2, bound // 2} | ({1.0, 2.0} if goal == "staleness" else set())
+    tokens = job.trainer.micro_batch_tokens
+    return [candidate(job, machine, first.layout, eta, tokens) for eta in sorted(others - {bound, 0.0})]
+
+
+def predict(job: Job, machine: MachineProfile, layout: Layout, seed: int = 1) -> LayoutPrediction:
+    """Simulate some steps of the run, behind as many as fill its queues; all of a short run."""
+    costs = Costs(job, machine, layout)
+    grain = max(1, round(job.lengths.mean / _GRAINS))
+    steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
+    warm = 0 if steps == job.trainer.steps else steps // 3
+    report = _simulated(job, costs, grain, steps, warm, seed)
+    for _ in range(_ROUNDS if machine.cores else 0):
+        costs = _sharing_cores(costs, report)
+        report = _simulated(job, costs, grain, steps, warm, seed)
+    return _prediction(costs, report, steps - warm, grain)
+
+
+def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int) -> SimulationReport:
+    rollout, engine = job.rollout, job.engine
+    rounds = engine.batching == "rounds" or (engine.batching == "auto" and rollout.max_staleness == 0)
+    limits = EngineLimits(
+        count=costs.layout.engines,
+        slots=engine.slots,
+        cache_tokens=costs.cache_tokens(),
+        recompute=engine.on_update == "recompute",
+        load_interval=engine.load_interval,
+        grain=grain,
+    )
+    config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
+    pacing = InRounds() if rounds else None
+    lengths = Grained(job.lengths, grain)
+    return SimulatedRun(config, lengths, steps, seed, durations=costs, limits=limits, pacing=pacing, warm=warm).run()
+
+
+def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
+    """With how much the roles slow each other down: more threads than cores share them, and two roles that work at the
+    same time share caches and memory."""
+    machine, job, layout = costs.machine, costs.job, costs.layout
+    generation = report.generating / report.seconds / layout.engines
+    training = report.training / report.seconds
+    conductor = machine.conduct_seconds * job.completions * report.steps / report.seconds
+    threads = (
+        generation * layout.engines * job.engine.threads + training * layout.ranks * job.trainer.threads + conductor
+    )
+    crowded = max(1.0, threads / machine.cores) if job.rollout.max_staleness else 1.0
+    together = generation * training if job.rollout.max_staleness else 0.0
+    others = machine.beside * together / max(generation, 1e-9)
+    return replace(
+        costs,
+        slower_generation=crowded * (1 + others),
+        slower_training=crowded * (1 + machine.beside * together / max(training, 1e-9)),
+    )
+
+
+def _prediction(costs: Costs, report: SimulationReport, steps: int, grain: int) -> LayoutPrediction:
+    job, layout, memory = costs.job, costs.layout, costs.memory()
+    step_seconds = report.seconds / steps
+    hours = (costs.machine.start_seconds + step_seconds * job.trainer.steps) / 3600
+    generation = min(1.0, report.generating / report.seconds / layout.engines)
+    training = min(1.0, report.training / report.seconds)
+    judging = report.judging / report.seconds
+    busy = {f"engine-{number}": round(generation, 4) for number in range(layout.engines)}
+    bound = job.rollout.max_staleness
+    return LayoutPrediction(
+        engines=layout.engines,
+        ranks=layout.ranks,
+        step_seconds=step_seconds,
+        busy=busy | {"trainer": round(training, 4), "rewards": round(judging, 4)},
+        staleness=Staleness(round(report.mean_staleness, 3), report.staleness_quantile(0.99)),
+        tokens_per_second=report.trained_tokens * grain / report.seconds,
+        memory_gib=round(memory.most, 2),
+        hours=hours,
+        device_hours=hours * layout.devices,
+        tensor=layout.tensor,
+        micro_batch_tokens=job.trainer.micro_batch_tokens,
+        max_staleness=None if bound == float("inf") else bound,
+        max_in_flight=job.rollout.max_in_flight,
+        memory={"trainer": memory.trainer, "engine": memory.engine, "cache": memory.cache},
+        masked=round(report.masked_share, 4),
+        recomputed=round(report.recomputed / max(1.0, report.sampled), 4),
+        waits_for="training" if training > _BUSY else "generation",
+    )

@@ -1,0 +1,273 @@
+"""Engines on a virtual clock: continuous batching whose steps take as long as their rows and their cache make them.
+
+All running completions of an engine get one token in each step, so that one number, the *tick*, says how far all of
+them are, and a completion ends at a tick that is known when it enters. Between two events the seconds of a step are
+those at the middle of the interval.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stretto.core.clock import VirtualClock
+from stretto.rollout.controller import Ticket
+
+#: The part of the cache that is kept free for growth when a completion starts, as the native engine keeps it.
+GROWTH = 1 / 16
+
+
+class Durations(Protocol):
+    """The seconds that everything takes; tokens are those of the model."""
+
+    def decode(self, rows: int, cached: float) -> float:
+        """One step: one token for each of `rows` completions, which have `cached` tokens together."""
+
+    def prefill(self, contexts: Sequence[float]) -> float:
+        """The computation of the KV cache of contexts, each given by its tokens."""
+
+    def transfer(self) -> float:
+        """From a publication until an engine can load it; generation continues."""
+
+    def load(self) -> float:
+        """The pause in which an engine loads weights."""
+
+    def judge(self, completions: int) -> float:
+        """From the end of a group's last completion until the group is finished."""
+
+    def train(self, sequences: Sequence[int]) -> float:
+        """A training step, from the batch to the publication; tokens of each sequence, its prompt included."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The engines of a run: how many, and what each can hold. `recompute`: the KV cache of running completions is
+    computed again after weights are loaded. One simulated token stands for `grain` tokens of the model."""
+
+    count: int = 1
+    slots: float = math.inf
+    cache_tokens: float = math.inf
+    recompute: bool = True
+    load_interval: float = 0.0
+    grain: int = 1
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group in flight: its prompt's tokens, the final lengths of its completions, the versions of ended ones."""
+
+    ticket: Ticket
+    prompt: int
+    lengths: tuple[int, ...]
+    versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    judged: bool = False
+
+
+@dataclass(eq=False)
+class CompletionRow:
+    """A completion in an engine: what is left of it, and the versions of its tokens before it entered the last time."""
+
+    flight: Flight
+    member: int
+    entered: float = 0.0
+    before: tuple[int, ...] = ()
+
+    @property
+    def left(self) -> int:
+        return self.flight.lengths[self.member] - len(self.before)
+
+
+class SimulatedEngine:
+    """See the module; `ended` gets each completion that ends, `loaded` is called when a version has been loaded."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        durations: Durations,
+        limits: EngineLimits,
+        ended: Callable[[Flight], None],
+        loaded: Callable[[], None],
+    ) -> None:
+        self.version = self.served = 0  # of the newest tokens; the same, once it has been loaded
+        self.busy = 0.0  # seconds
+        self.sampled = self.recomputed = 0.0  # tokens of the model
+        self.preempted = 0
+        self._clock, self._durations, self._limits = clock, durations, limits
+        self._ended, self._loaded = ended, loaded
+        self._tick, self._at, self._step = 0.0, 0.0, 1.0  # at the time `_at`, which is in the future during a pause
+        self._running: list[tuple[float, int, CompletionRow]] = []  # by the tick at which they end
+        self._waiting: deque[CompletionRow] = deque()
+        self._entered = 0
+        self._cached = 0.0
+        self._switches: list[tuple[float, int]] = []  # ticks at which versions took over
+        self._arrived, self._last_load = 0, -math.inf
+        self._plan_number = 0
+
+    @property
+    def load(self) -> int:
+        """Completions that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def start(self, flight: Flight) -> None:
+        """Queue the completions of a group."""
+        self._waiting.extend(CompletionRow(flight, member) for member in range(len(flight.lengths)))
+        self._go_on()
+
+    def stop(self, flight: Flight) -> list[int]:
+        """Abort a group; returns the tokens that each of its completions has."""
+        self._advance()
+        sampled = {member: len(versions) for member, versions in flight.versions.items()}
+        for row in self._rows():
+            if row.flight is flight:
+                self._cached -= self._context(row)
+                sampled[row.member] = min(
+                    int(len(row.before) + self._tick - row.entered), row.flight.lengths[row.member]
+                )
+        self._running = [entry for entry in self._running if entry[2].flight is not flight]
+        heapq.heapify(self._running)
+        self._waiting = deque(row for row in self._waiting if row.flight is not flight)
+        self._go_on()
+        return [sampled.get(member, 0) for member in range(len(flight.lengths))]
+
+    def arrives(self, version: int) -> None:
+        """A version can be loaded: at once when the engine is idle, else `load_interval` after the load before."""
+        self._arrived = max(self._arrived, version)
+        self._load_when_due()
+
+    def _load_when_due(self) -> None:
+        if self._arrived <= self.version:
+            return
+        due = self._last_load + self._limits.load_interval if self._running else 0.0
+        if self._clock.now() < due:
+            self._clock.call_at(due, self._load_when_due)
+            return
+        self._advance()
+        self.version, self._last_load = self._arrived, self._clock.now()
+        self._switches.append((self._tick, self.version))
+        self._pause(self._durations.load())
+        ready = self._at
+        if self._limits.recompute and self._running:
+            contexts = [self._context(row) for row in self._rows()]
+            self.recomputed += sum(contexts)
+            self._pause(self._durations.prefill(contexts))
+        self._go_on()
+        version = self.version
+        if ready > self._clock.now():
+            self._clock.call_at(ready, lambda: self._serve(version))
+        else:
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        self.served = version
+        self._loaded()
+
+    # ── ticks ────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows(self) -> Iterator[CompletionRow]:
+        return (row for _, _, row in self._running)
+
+    def _context(self, row: CompletionRow) -> float:
+        """Tokens of the model that a running completion has in the cache."""
+        return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
+
+    def _advance(self, tick: float | None = None) -> None:
+        """Bring the tick to the present; `tick` is what it then is, if that is known exactly."""
+        now = self._clock.now()
+        if now < self._at:
+            return
+        if self._running:
+            before = self._tick
+            self._tick = tick if tick is not None else before + (now - self._at) / self._step
+            tokens = (self._tick - before) * len(self._running) * self._limits.grain
+            self._cached += tokens
+            self.sampled += tokens
+            self.busy += now - self._at
+        self._at = now
+
+    def _pause(self, seconds: float) -> None:
+        self._at = max(self._at, self._clock.now()) + seconds
+        self.busy += seconds
+
+    def _go_on(self) -> None:
+        """Let waiting completions enter, and schedule the next event."""
+        self._advance()
+        self._enter()
+        self._plan_number += 1
+        if not self._running:
+            self._cached = 0.0
+            return
+        limits, rows = self._limits, len(self._running)
+        until_full = (limits.cache_tokens - self._cached) / rows / limits.grain if rows > 1 else math.inf
+        ticks = max(0.0, min(self._running[0][0] - self._tick, until_full))
+        full = until_full <= ticks
+        self._step = limits.grain * self._durations.decode(rows, self._cached + rows * ticks * limits.grain / 2)
+        target = self._tick + ticks if full else self._running[0][0]
+        number = self._plan_number
+        when = max(self._at + ticks * self._step, self._clock.now())
+        self._clock.call_at(when, lambda: self._reach(number, target, full))
+
+    def _reach(self, number: int, tick: float, full: bool) -> None:
+        if number != self._plan_number:
+            return  # something else has happened
+        self._advance(tick)
+        ended = []
+        while self._running and self._running[0][0] <= tick:
+            row = heapq.heappop(self._running)[2]
+            self._cached -= self._context(row)
+            row.flight.versions[row.member] = row.before + self._versions(row, row.left)
+            ended.append(row.flight)
+        if full and not ended:
+            self._preempt()
+        self._go_on()
+        if not self._running:
+            self._load_when_due()
+        for flight in ended:
+            self._ended(flight)
+
+    def _enter(self) -> None:
+        limits, contexts, seen = self._limits, list[float](), set[int]()
+        while self._waiting and len(self._running) < limits.slots:
+            row = self._waiting[0]
+            tokens = row.flight.prompt + len(row.before) * limits.grain
+            if self._running and self._cached + tokens > limits.cache_tokens * (1 - GROWTH):
+                break
+            self._waiting.popleft()
+            row.entered = self._tick
+            heapq.heappush(self._running, (self._tick + row.left, self._entered, row))
+            self._entered += 1
+            self._cached += tokens
+            if row.before:
+                contexts.append(tokens)
+                self.recomputed += tokens
+            elif id(row.flight) not in seen:  # the prompt is computed once for the completions that enter together
+                seen.add(id(row.flight))
+                contexts.append(tokens)
+        if contexts:
+            self._pause(self._durations.prefill(contexts))
+
+    def _preempt(self) -> None:
+        """Drop the newest completion from the full cache; it enters again when there is room."""
+        newest = max(self._running, key=lambda entry: entry[1])
+        self._running.remove(newest)
+        heapq.heapify(self._running)
+        row = newest[2]
+        self._cached -= self._context(row)
+        row.before += self._versions(row, min(row.left - 1, math.ceil(self._tick - row.entered)))
+        self._waiting.appendleft(row)
+        self.preempted += 1
+
+    def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
+        """The versions of the `tokens` that a row has sampled since it entered: token t at the tick ``entered + t``."""
+        behind = len(self._switches)
+        while behind and self._switches[behind - 1][0] > row.entered:
+            behind -= 1
+        version = self._switches[behind - 1][1] if behind else 0
+        versions: tuple[int, ...] = ()
+        for tick, newer in self._switches[behind:]:
+            versions += (version,) * (min(tokens, math.ceil(tick - row.entered)) - len(versions))
+            version = newer
+        return versions + (version,) * (tokens - len(versions))

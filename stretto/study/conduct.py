@@ -1,0 +1,92 @@
+"""Brings the runs of a study to their end, as many at a time as there are cores for, and finished ones never again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from stretto.core.machine import cores
+from stretto.core.tasks import gather_or_cancel
+from stretto.launch.recipe.recipe import Recipe
+from stretto.processes.stopping import StopSignal
+from stretto.store.folder.provenance import machine
+from stretto.study.definition import PlannedRun, Study
+from stretto.study.folder import StudyFolder
+from stretto.study.outcome import RunOutcome, read_outcome
+from stretto.study.runner import StudyRunner
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class StudyProgress:
+    """The runs of a study so far, by digest: those that are finished, and how others failed."""
+
+    finished: dict[str, RunOutcome] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    exit_code: int = 0  # 128 + the signal that stopped the study, or 1 if runs have failed
+
+
+async def conduct(study: Study, folder: StudyFolder, runner: StudyRunner, say: Say) -> StudyProgress:
+    """Train what is not finished yet, until all runs are, or a stop is requested.
+
+    Raises:
+        StoreError: a run folder cannot be read.
+    """
+    stop, progress = StopSignal(), StudyProgress()
+    for run in study.runs:
+        if (outcome := _outcome(folder, run)) is not None:
+            progress.finished[run.digest] = outcome
+    waiting = deque(run for run in study.runs if run.digest not in progress.finished)
+    total = len(study.runs)
+    if progress.finished:
+        say(f"{len(progress.finished)} of {total} runs are finished already")
+
+    async def work() -> None:
+        while waiting and not stop.requested:
+            run, start = waiting.popleft(), time.monotonic()
+            name = f"{study.cells[run.cell].name}, seed {run.seed}"
+            failure = await runner.train(run, stop)
+            outcome = _outcome(folder, run)
+            if outcome is not None:
+                progress.finished[run.digest] = outcome
+                told = f"accuracy {outcome.accuracy:.3f} in {outcome.seconds:.1f} s"
+            elif stop.requested:
+                told = "stopped; the study goes on with it when it is started again"
+            else:
+                progress.failed[run.digest] = failure or "it ended before its last evaluation"
+                told = f"failed: {progress.failed[run.digest]}; {folder.log(run)}"
+            seconds = time.monotonic() - start
+            say(f"[{len(progress.finished)}/{total}] {name}: {told} ({seconds:.0f} s in all)")
+
+    jobs = min(len(waiting), side_by_side([run.recipe for run in waiting]))
+    await gather_or_cancel(*(work() for _ in range(jobs)))
+    progress.exit_code = stop.exit_code or int(bool(progress.failed))
+    return progress
+
+
+def side_by_side(recipes: Sequence[Recipe]) -> int:
+    """How many of these runs the cores of this machine carry at a time; with ports of their own, or on a device, one.
+
+    A run takes the cores of its engines and of its trainer; more at a time would change what the clock says."""
+    if any(_is_alone(recipe) for recipe in recipes):
+        return 1
+    largest = max((_threads(recipe) for recipe in recipes), default=1)
+    return max(1, cores() // largest)
+
+
+def _is_alone(recipe: Recipe) -> bool:
+    devices = (recipe.engine.device, recipe.trainer.device)
+    accelerated = "cuda" in devices or ("auto" in devices and bool(machine().accelerators))
+    return accelerated or recipe.engine.kind != "native" or recipe.engine.transport == "tcp"
+
+
+def _threads(recipe: Recipe) -> int:
+    engines = recipe.engine.count * recipe.engine.threads
+    return engines + recipe.trainer.ranks * recipe.trainer.threads
+
+
+def _outcome(folder: StudyFolder, run: PlannedRun) -> RunOutcome | None:
+    return read_outcome(folder.run(run), run.recipe.trainer.steps, run.seed, run.digest)

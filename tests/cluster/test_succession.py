@@ -1,0 +1,185 @@
+"""Two conductors for one run, of whose folder there are copies: in the end there is one.
+
+- Each start raises the epoch of the ledger; the higher tenure stays, and of two alike the name decides.
+- A copy is not gone on with while a conductor of the run lives where the folder says.
+- A conductor that could not be asked then, and comes back, is told; a machine that has served the newer one says so.
+- One that was told ends with the run's name and the newer one's address, and its own folder knows where that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.cluster import succession
+from stretto.cluster.agent import Offer, run_agent
+from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
+from stretto.cluster.messages import Dismissed, RunTerms, Tenure
+from stretto.cluster.succession import RunSuperseded, assert_alone, next_tenure, tell
+from stretto.core.errors import RunFolderError
+from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
+from tests.faults.test_company import end_well
+from tests.launch.running import Laboratory, said, steps_done, wait_for_step, wait_until
+
+KNOWN = JoinFile(run=RUN, token=TOKEN, address="here:7420")
+SECOND = Tenure(epoch=2, conductor="b")
+
+
+def now(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_each_start_raises_the_epoch_and_takes_a_name() -> None:
+    first = next_tenure(None)
+    second, sibling = next_tenure(first), next_tenure(first)
+    assert (first.epoch, second.epoch, sibling.epoch) == (1, 2, 2)
+    assert first < second
+    assert (second < sibling) != (sibling < second)  # one of them gives way, whoever asks
+
+
+@pytest.mark.parametrize(
+    ("served", "gives_way"),
+    [
+        (None, False),
+        (FIRST, False),
+        (Tenure(0, "z"), False),
+        (Tenure(1, "A"), False),
+        (Tenure(1, "b"), True),
+        (SECOND, True),
+    ],
+)
+def test_a_machine_that_has_served_a_newer_conductor_is_not_taken_and_the_older_one_gives_way(
+    home: Path, served: Tenure | None, gives_way: bool
+) -> None:
+    async def work() -> None:
+        async with hosted(home) as host:
+            wire = await joined_by_hand(host.address, introduction(served=served))
+            said = await wire.receive()
+            assert isinstance(said, Dismissed if gives_way else RunTerms)
+            assert host.superseded == ([(served.epoch, "")] if gives_way and served else [])
+            wire.cut()
+
+    now(work())
+
+
+def test_an_agent_brings_the_word_from_the_newer_conductor_to_the_older_one(home: Path, tmp_path: Path) -> None:
+    """The network takes it from one to the other, as an address that two machines have had does."""
+
+    async def work() -> None:
+        said: list[str] = []
+        async with hosted(home, tenure=SECOND) as newer:
+            address = newer.address
+            offer = Offer(address, TOKEN, patience=30.0)
+            task = asyncio.create_task(run_agent(offer, said.append, asyncio.Event()))
+            await newer.machine()
+            for machine in newer.gate.machines.values():
+                machine._wire.cut()
+            await newer.gate.close("")
+        (tmp_path / "older").mkdir()
+        async with hosted(tmp_path / "older", listen=address) as older:
+            await until(lambda: older.superseded)
+            assert older.superseded[0] == (2, "")
+            assert not older.joined
+            await until(lambda: len(said) > 1)
+            assert "is an older conductor than the one that this machine has served; asking again" in said[-1]
+        async with hosted(home, listen=address, tenure=SECOND) as newer:
+            await newer.machine()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    now(work())
+
+
+def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "_PAUSE_SECONDS", 0.05)
+
+    async def work() -> None:
+        async with hosted(home) as host:
+            address = host.address
+        known = msgspec.structs.replace(KNOWN, before=address)
+        telling = asyncio.create_task(tell(known, SECOND, ""))
+        await asyncio.sleep(0.2)
+        assert not telling.done()
+        async with hosted(home, listen=address) as host:
+            await telling
+            assert host.superseded == [(2, "here:7420")]
+        async with hosted(home, listen=address, run="another-99") as host:  # with the same token
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(tell(known, SECOND, ""), 0.2)
+            assert host.superseded == []
+
+    now(work())
+
+
+def test_who_tells_a_newer_one_gives_way_itself_and_who_meets_itself_does_not(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home, tenure=SECOND) as host:
+            known = msgspec.structs.replace(KNOWN, before=host.address)
+            with pytest.raises(RunSuperseded, match=rf"run {RUN} at {host.address} \(epoch 2\), from a copy"):
+                await tell(known, FIRST, "")
+            await tell(known, SECOND, "")
+            assert host.superseded == []
+
+    now(work())
+
+
+def test_a_copy_is_refused_while_a_conductor_lives_where_the_folder_says(home: Path, tmp_path: Path) -> None:
+    def write(**changes: str) -> None:
+        known = msgspec.structs.replace(KNOWN, **({"address": ""} | changes))
+        (tmp_path / JOIN).write_bytes(msgspec.json.encode(known))
+
+    async def work() -> None:
+        await assert_alone(tmp_path, "")  # no such file
+        async with hosted(home) as host:
+            control = await host.gate.open(f"unix:{tmp_path}/control")
+            for found, where in (({"address": host.address}, f"at {host.address}"), ({"control": control}, "on this")):
+                write(**found)
+                with pytest.raises(
+                    RunFolderError, match=rf"run {RUN}, whose conductor lives {where}.*remove join\.json"
+                ):
+                    await assert_alone(tmp_path, "")
+            write(before=host.address)
+            with pytest.raises(RunFolderError, match="stop that one first"):
+                await assert_alone(tmp_path, "")
+            write(address=host.address, token="u" * 64)  # somebody else's by now
+            await assert_alone(tmp_path, "")
+            write(address=host.address, run="another-99")
+            await assert_alone(tmp_path, "")
+        write(address=host.address, control=control)  # it has ended
+        await assert_alone(tmp_path, "")
+
+    now(work())
+
+
+def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laboratory, tmp_path: Path) -> None:
+    """The first is stopped, as a machine is that cannot be reached, and comes back when the second goes on."""
+    run_dir, copy = tmp_path / "run", tmp_path / "copy"
+    settings = ("cluster.listen=127.0.0.1:0", "trainer.steps=100000", "trainer.keep_versions=1")
+    with laboratory.train(run_dir, *settings) as first:
+        wait_for_step(first, 3)
+        shutil.copytree(run_dir, copy)
+        refused = laboratory.run("train", "--resume", copy)
+        refused.refused(str(copy), "is a copy of the folder of run", "whose conductor lives on this machine")
+        shutil.rmtree(copy)
+        os.kill(first.process.pid, signal.SIGSTOP)
+        shutil.copytree(run_dir, copy)
+        with laboratory.start("train", "--resume", copy, run_dir=copy) as second:
+            wait_until(lambda: "continues at version" in said(copy), "its start", second)
+            wait_for_step(second, steps_done(copy) + 2)
+            os.kill(first.process.pid, signal.SIGCONT)
+            ended = first.end(60)
+            assert ended.code == 1
+            there = read_join_file(copy).address
+            ended.says(f"at {there} (epoch 2), from a copy of its folder: this one ends")
+            laboratory.run("train", "--resume", run_dir).refused(f"whose conductor lives at {there}")
+            end_well(second, laboratory, copy)

@@ -1,0 +1,124 @@
+"""Promises of a calibration:
+
+- what a machine of known numbers would have taken gives these numbers back, whatever the shapes;
+- no number is negative, and what costs nothing has a rate of its own;
+- a measured shape gives samples of every kind, and they make a machine;
+- what of a synchronous run is neither generation nor training is shared out to the conductor and the engine's server.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.engine.config import EngineConfig
+from stretto.launch.commands.calibrate import between_roles
+from stretto.planner.costs import Costs, Layout
+from stretto.planner.fit import DecodeSample, TrainSample, fit_decode, fit_training, least_squares
+from stretto.planner.job import Job, ModelShape
+from stretto.planner.lengths import LogNormalLengths
+from stretto.planner.machine import MachineProfile, machine_of
+from stretto.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape, profile_of
+from stretto.rollout.config import RolloutConfig
+from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
+from stretto.trainer.config import TrainerConfig
+
+SHAPES = (
+    ModelShape(90_000, 2, 64, 4, 4, 16, 32, tied=True),
+    ModelShape(700_000, 3, 128, 4, 2, 32, 32, tied=True),
+    ModelShape(4_000_000, 5, 256, 8, 4, 32, 32, tied=True),
+)
+KNOWN = MachineProfile(
+    name="known",
+    memory_gib=1.0,
+    decode_flops=5e10,
+    prefill_flops=5e10,
+    train_flops=2e11,
+    weight_bandwidth=1e18,
+    cache_bandwidth=4e9,
+    step_seconds=1e-4,
+    layer_seconds=3e-4,
+    row_seconds=5e-6,
+    row_width_seconds=1e-8,
+    train_seconds=2e-3,
+    micro_batch_seconds=1e-3,
+    token_width_seconds=1e-7,
+    sequence_seconds=2e-5,
+    parameter_seconds=2e-9,
+)
+
+
+def costs(shape: ModelShape) -> Costs:
+    job = Job(
+        shape=shape,
+        lengths=LogNormalLengths(20, 0.0, 64),
+        rollout=RolloutConfig(),
+        engine=EngineConfig(),
+        trainer=TrainerConfig(minibatches=1),
+        longest=64,
+    )
+    return Costs(job, KNOWN, Layout(1, 1))
+
+
+def assert_found(found: Mapping[str, float]) -> None:
+    known = msgspec.structs.asdict(KNOWN)
+    assert found == pytest.approx({name: known[name] for name in found}, rel=1e-3)
+
+
+def test_the_numbers_of_a_known_machine_are_found_again_from_its_decode_steps() -> None:
+    places = [(shape, rows, cached * rows) for shape in SHAPES for rows in (1, 8, 32, 96) for cached in (20, 50, 90)]
+    assert_found(fit_decode([DecodeSample(s, r, c, costs(s).decode(r, c)) for s, r, c in places]))
+
+
+def test_and_from_its_training_steps() -> None:
+    batches = [(20,) * 16, (50,) * 64, (20, 90) * 64, (300,) * 40]
+    samples = [
+        TrainSample(shape, batch, -(-sum(batch) // 4096), costs(shape).train(batch))
+        for shape in SHAPES
+        for batch in batches
+    ]
+    assert_found(fit_training(samples))
+
+
+def test_no_number_is_negative() -> None:
+    """Seconds that fall with the second feature: it is left out."""
+    assert least_squares([(1.0, 0.0), (1.0, 1.0), (1.0, 2.0)], [1.0, 1.0, 1.0]).tolist() == pytest.approx([1.0, 0.0])
+    assert least_squares([(1.0, 0.0), (1.0, 1.0)], [2.0, 1.0])[1] == 0.0
+
+
+def test_a_measured_shape_makes_a_machine(tmp_path: Path) -> None:
+    found = Measurements()
+    measure_shape(ON_A_PROCESSOR[0], tmp_path / "model", found, rows=(2,))
+    assert found.decodes
+    assert found.prefills
+    assert found.trainings
+    assert found.loads
+    assert min(one.seconds for one in found.decodes) > 0
+    machine = profile_of(found, bandwidth=1e10)
+    path = tmp_path / "machine.json"
+    path.write_bytes(msgspec.json.encode(machine))
+    assert machine_of(str(path)) == machine
+
+
+def test_what_is_neither_generation_nor_training_is_shared_out() -> None:
+    """10 s, of which 2 s are neither, over 1,000 completions; judging took 0.5 s; 3 s went before the first prompt."""
+    run = Inspection(
+        steps=10,
+        version=10,
+        wall_seconds=13.0,
+        rl_seconds=10.0,
+        initial_accuracy=None,
+        final_accuracy=None,
+        tokens=TokenCounts(1, 1, 0, 0),
+        trajectories=TrajectoryCounts(1000, 1000, 0, 0, 0, 0, 0),
+        staleness=StalenessSummary(0, 0, 0.0, {}),
+        interrupted=0,
+        multi_version=0,
+        busy={"engine-0": 0.5, "trainer": 0.3, "rewards": 0.05, "conductor": 0.1},
+        engines=(),
+        weights=WeightsSummary(None, None, None, None),
+    )
+    assert between_roles(run) == pytest.approx(
+        {"conduct_seconds": 1e-3, "serve_seconds": 1e-3, "judge_seconds": 5e-4, "start_seconds": 3.0}
+    )

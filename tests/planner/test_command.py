@@ -1,0 +1,66 @@
+"""Promises of `stretto plan`:
+
+- a recipe and a model's config.json give the layouts as JSON with the keys that others read, best first;
+- the lengths are those of the demonstrations, those that a user names, or an assumption that is said;
+- mistakes are refused with what is allowed.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import UserError
+from stretto.launch.commands.plan import PlanChoice, as_json, job_of, plan_recipe, table
+
+ROOT = Path(__file__).parents[2]
+GPUS = ROOT / "recipes" / "sglang_8gpu.toml"
+MODEL = f"model.path={ROOT / 'tests' / 'data' / 'models' / 'qwen2.5_7b'}"
+SMALL = [MODEL, "trainer.steps=3", "rollout.batch_size=4", "rollout.group_size=4", "rollout.max_in_flight=8"]
+
+
+def test_a_config_is_enough_for_the_best_layouts() -> None:
+    said: list[str] = []
+    choice = PlanChoice("h100", gpus=8, nodes=1, network="400gbit", lengths="lognormal:mean=200,sigma=0.5")
+    found = plan_recipe(GPUS, SMALL, choice, said.append)
+    layouts = json.loads(as_json(found))["layouts"]
+    keys = {"engines", "ranks", "step_seconds", "busy", "staleness", "tokens_per_second", "memory_gib", "hours"}
+    assert len(layouts) > 1
+    assert all(keys <= layout.keys() and layout["staleness"].keys() == {"mean", "p99"} for layout in layouts)
+    assert [one["hours"] for one in layouts] == sorted(one["hours"] for one in layouts)
+    assert said == []
+    shown = table(found).splitlines()
+    assert len(shown) == 3 + len(layouts)
+    assert "the second takes" in shown[-1]
+
+
+def test_what_is_assumed_is_said() -> None:
+    said: list[str] = []
+    job = job_of(GPUS, SMALL, None, said.append)
+    assert job.lengths.mean < 2048 / 3
+    assert "log-normal with a mean of 683 tokens is assumed" in said[0]
+    assert (job.shape.heads, job.shape.kv_heads, job.shape.parameters) == (28, 4, 7_615_616_512)
+
+
+def test_the_lengths_of_a_warm_start_are_those_of_its_demonstrations() -> None:
+    """Demonstrations of the arithmetic recipe are chains such as ``7-5+7=2+7=9``, and an end token."""
+    said: list[str] = []
+    few = ["task.demonstrations=200", "task.prompts=50", "task.held_out=8", "evaluation.prompts=8"]
+    job = job_of(ROOT / "recipes" / "arithmetic.toml", few, None, said.append)
+    assert 5 < job.lengths.mean < 60
+    assert "demonstrations" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (PlanChoice("h100", goal="speed"), "--goal speed: no such goal"),
+        (PlanChoice("b100", gpus=8), "did you mean 'a100'|did you mean 'h100'"),
+        (PlanChoice("h100", gpus=1), "at least 2"),
+        (PlanChoice("h100", gpus=8, nodes=3), "8 GPUs cannot be shared out to 3 nodes"),
+        (PlanChoice("h100", gpus=8, network="fast"), "such as 400gbit"),
+    ],
+)
+def test_a_mistake_is_refused(choice: PlanChoice, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan_recipe(GPUS, SMALL, choice, lambda text: None)

@@ -1,0 +1,94 @@
+"""Promises of the planner's costs, worked by hand on a machine of round numbers:
+
+- a decode step reads its weights once, its cache once, and multiplies each row, whichever is longer of weights and
+  products; tensor parallelism divides all of it and adds two reductions in each layer;
+- a training step is three forward passes, one more with activation checkpointing, and a share for the proximal policy;
+  ranks divide it, and gather the parameters where that takes longer;
+- memory is that of weights, gradients, moments and activations on one side, of weights and KV cache on the other.
+"""
+
+import pytest
+
+from stretto.engine.config import EngineConfig
+from stretto.planner.costs import Costs, Layout
+from stretto.planner.job import Job, ModelShape
+from stretto.planner.lengths import LogNormalLengths
+from stretto.planner.machine import MachineProfile
+from stretto.rollout.config import RolloutConfig
+from stretto.trainer.config import TrainerConfig
+
+# Body 2,000 weights and 1,000 of the embedding; a token has 2 * 2 layers * 1 head * 10 * 4 bytes = 160 in the cache.
+SHAPE = ModelShape(3000, 2, 20, 2, 1, 10, 50, tied=True)
+ROUND = MachineProfile(
+    name="round",
+    memory_gib=1.0,
+    decode_flops=6000.0,
+    prefill_flops=3000.0,
+    train_flops=1000.0,
+    weight_bandwidth=12_000.0,
+    cache_bandwidth=1600.0,
+)
+JOB = Job(
+    shape=SHAPE,
+    lengths=LogNormalLengths(8, 0.0, 16, 2),
+    rollout=RolloutConfig(batch_size=2, group_size=2),
+    engine=EngineConfig(max_prefill_tokens=100),
+    trainer=TrainerConfig(minibatches=1, micro_batch_tokens=10),
+    longest=18,
+)
+
+
+def test_a_decode_step_is_the_longer_of_weights_and_products_and_its_cache() -> None:
+    """3,000 weights are 12,000 bytes, a second; two operations of each and row, a second each; 10 tokens, a second."""
+    costs = Costs(JOB, ROUND, Layout(1, 1))
+    assert costs.decode(1, 0) == pytest.approx(1.0)
+    assert costs.decode(3, 0) == pytest.approx(3.0)
+    assert costs.decode(3, 10) == pytest.approx(4.0)
+
+
+def test_tensor_parallelism_divides_a_step_and_adds_its_reductions() -> None:
+    """Half of (3 + 1) seconds; 2 layers * 2 reductions, each of 2 * 3 rows * 20 wide * 4 bytes / 2 at 240 bytes/s."""
+    machine = ROUND.__class__(**{**{f: getattr(ROUND, f) for f in ROUND.__struct_fields__}, "link_bandwidth": 240.0})
+    assert Costs(JOB, machine, Layout(1, 1, tensor=2)).decode(3, 10) == pytest.approx(2.0 + 4 * 1.0)
+
+
+def test_a_prefill_multiplies_every_token_and_its_attention() -> None:
+    """10 tokens through 2,000 weights, one through the 1,000 of the output; attention 2 * 100 * 20 wide * 2 layers."""
+    products = 2 * (2000 * 10 + 1000) + 2 * 100 * 20 * 2
+    assert Costs(JOB, ROUND, Layout(1, 1)).prefill([10]) == pytest.approx(products / 3000)
+
+
+def test_training_is_three_passes_and_a_half_for_the_proximal_policy() -> None:
+    one = 2 * 3000 * 20 + 2 * (100 + 100) * 20 * 2
+    sequences = [10, 10]
+    assert Costs(JOB, ROUND, Layout(1, 1)).train(sequences) == pytest.approx(3 * one / 1000)
+    saving = JOB.with_settings({}, {}, {"activation_checkpointing": True})
+    assert Costs(saving, ROUND, Layout(1, 1)).train(sequences) == pytest.approx(4 * one / 1000)
+    decoupled = Job(**{**JOB.__dict__, "proximal": 0.5})
+    assert Costs(decoupled, ROUND, Layout(1, 2)).train(sequences) == pytest.approx(3.5 * one / 1000 / 2)
+
+
+def test_ranks_wait_for_their_parameters_where_that_takes_longer() -> None:
+    """Each of two ranks gets half of 12,000 bytes, three times for its only micro-batch of 10 tokens."""
+    slow = ROUND.__class__(**{**{f: getattr(ROUND, f) for f in ROUND.__struct_fields__}, "link_bandwidth": 10.0})
+    assert Costs(JOB, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(3 * 6000 / 10)
+
+
+def test_memory_is_that_of_both_sides() -> None:
+    """16 bytes a parameter; two layers of 1,000 weights; 18 tokens keep 40 numbers of each layer's width; two chunks of
+    logits. An engine: its weights, and 128 slots of 18 tokens in the cache."""
+    memory = Costs(JOB, ROUND, Layout(1, 1)).memory()
+    assert memory.trainer * 2**30 == pytest.approx(48_000 + 8000 + 18 * 20 * 2 * 40 * 4 + 2 * 4 * 18 * 50)
+    assert memory.engine * 2**30 == pytest.approx(12_000)
+    assert memory.cache * 2**30 == pytest.approx(128 * 18 * 160)
+    assert memory.missing < 0
+    shared = Costs(JOB, ROUND, Layout(1, 4)).memory()
+    assert (memory.trainer - shared.trainer) * 2**30 == pytest.approx(36_000)
+
+
+def test_the_shape_of_a_known_model() -> None:
+    """Qwen2.5-7B: a token's keys and values are 2 * 28 layers * 4 heads * 128 * 2 bytes."""
+    shape = ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)
+    assert shape.body == 7_615_616_512 - 2 * 152_064 * 3584
+    assert shape.cache_bytes("bfloat16") == 57_344
+    assert shape.width == 3584

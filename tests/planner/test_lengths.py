@@ -1,0 +1,71 @@
+"""Promises of the planner's lengths:
+
+- a named distribution has the mean that it is given, and the mean of what is cut off is known;
+- a file of lengths, and a run, give what they hold; groups stay together where they are known;
+- anything else is refused with what is allowed.
+"""
+
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from stretto.core.errors import DataError
+from stretto.planner.lengths import MeasuredLengths, lengths_of
+
+
+def drawn(words: str, groups: int = 4000, most: int = 1 << 20) -> list[int]:
+    lengths, chance = lengths_of(words, 5, most), random.Random(1)
+    return [length for _ in range(groups) for length in lengths.group(chance, 4)]
+
+
+def test_a_distribution_has_the_mean_that_it_is_given() -> None:
+    assert fmean(drawn("lognormal:mean=400,sigma=0.5")) == pytest.approx(400, rel=0.02)
+    assert set(drawn("constant:tokens=7", groups=3)) == {7}
+
+
+def test_the_mean_of_what_is_cut_off_is_known() -> None:
+    known = lengths_of("lognormal:mean=400,sigma=1.0", 5, 500)
+    assert known.mean == pytest.approx(fmean(drawn("lognormal:mean=400,sigma=1.0", most=500)), rel=0.02)
+    assert lengths_of("constant:tokens=900", 5, 500).mean == 500
+
+
+def test_a_file_of_lengths_gives_its_lengths(tmp_path: Path) -> None:
+    lines, array = tmp_path / "lengths.txt", tmp_path / "lengths.json"
+    lines.write_text("3\n9\n")
+    array.write_text(json.dumps([3, 9]))
+    for path in (lines, array):
+        assert set(drawn(str(path), groups=50)) == {3, 9}
+        assert lengths_of(str(path), 5, 100).mean == 6.0
+
+
+def test_groups_stay_together_where_they_are_known() -> None:
+    lengths, chance = MeasuredLengths(((1, 2), (30, 40))), random.Random(1)
+    assert {lengths.group(chance, 2) for _ in range(50)} == {(1, 2), (30, 40)}
+    assert {max(group) < 3 for group in (lengths.group(chance, 3) for _ in range(50))} == {True, False}
+    assert lengths.mean == 73 / 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lognormal:mean=400", "lognormal has mean and sigma"),
+        ("lognormal:mean=400,sigma=wide", "'sigma=wide' is no number"),
+        ("lognormal:mean=0.2,sigma=1", "at least one token"),
+        ("nowhere.txt", "cannot be read"),
+    ],
+)
+def test_what_says_no_lengths_is_refused(words: str, said: str) -> None:
+    with pytest.raises(DataError, match=said) as refused:
+        lengths_of(words, 5, 100)
+    assert "lognormal:mean=M,sigma=S" in str(refused.value)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    for text, said in (("three", "something else than lengths"), ("", "holds no lengths"), ("4 0", "the length 0")):
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            lengths_of(str(path), 5, 100)

@@ -1,0 +1,136 @@
+"""Promises of predictions:
+
+- a layout is predicted by the real controller on the virtual clock: where everything is constant, the numbers are those
+  that a person works out;
+- synchronous runs take the sum of generation and training, asynchronous ones the longer of the two;
+- of several devices every layout fits its memory, the best is first, and each goal has an order of its own;
+- what fits in no layout is refused with by how much, and with what would make it fit;
+- every profile of the package names the source of each of its numbers; an unknown machine is refused with the nearest.
+"""
+
+import msgspec
+import pytest
+
+from stretto.core.errors import RecipeError
+from stretto.engine.config import EngineConfig
+from stretto.planner.costs import Costs, Layout
+from stretto.planner.job import Job, ModelShape
+from stretto.planner.layouts import own_layout
+from stretto.planner.lengths import LogNormalLengths
+from stretto.planner.machine import MachineProfile, known_machines, machine_of
+from stretto.planner.predict import plan, predict
+from stretto.rollout.config import RolloutConfig
+from stretto.trainer.config import TrainerConfig
+
+SHAPE = ModelShape(1_000_000, 2, 64, 4, 2, 16, 100, tied=True)
+# A second for each step of decoding; training at a token of the batch in a hundredth of a second.
+CLOCK = MachineProfile(
+    name="clock",
+    memory_gib=80.0,
+    decode_flops=1e15,
+    prefill_flops=1e15,
+    train_flops=1e15,
+    weight_bandwidth=1e15,
+    cache_bandwidth=1e15,
+    step_seconds=1.0,
+    token_width_seconds=0.01 / 64 / 2,
+)
+SEVEN = ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)
+
+
+def job(staleness: float = 4) -> Job:
+    return Job(
+        shape=SHAPE,
+        lengths=LogNormalLengths(50, 0.0, 64, 10),
+        rollout=RolloutConfig(batch_size=8, group_size=4, max_in_flight=24, max_staleness=staleness),
+        engine=EngineConfig(slots=1024),
+        trainer=TrainerConfig(steps=40, minibatches=1, micro_batch_tokens=1 << 20),
+        longest=74,
+    )
+
+
+def test_a_synchronous_step_is_generation_and_then_training() -> None:
+    """32 completions of 50 steps of a second; then 32 * 60 tokens in 19.2 s."""
+    found = predict(job(0), CLOCK, Layout(1, 1))
+    assert found.step_seconds == pytest.approx(50 + 19.2, rel=1e-3)
+    assert found.busy["engine-0"] == pytest.approx(50 / 69.2, abs=0.01)
+    assert found.busy["trainer"] == pytest.approx(19.2 / 69.2, abs=0.01)
+    assert found.staleness.mean == 0.0
+    assert found.tokens_per_second == pytest.approx(32 * 50 / 69.2, rel=1e-3)
+    assert found.hours == pytest.approx(40 * 69.2 / 3600, rel=1e-3)
+
+
+def test_an_asynchronous_step_is_the_longer_of_the_two() -> None:
+    """24 groups at a time are three batches every 50 s: training, 19.2 s of each, is what a step waits for."""
+    found = predict(job(4), CLOCK, Layout(1, 1))
+    assert found.step_seconds == pytest.approx(19.2, rel=0.1)
+    assert found.busy["trainer"] > 0.9
+    assert found.waits_for == "training"
+    assert 1.0 < found.staleness.mean <= 4.0
+
+
+def test_roles_that_share_cores_slow_each_other_down() -> None:
+    """One core for two roles that both always work: twice as long."""
+    alone = predict(job(4), CLOCK, Layout(1, 1))
+    crowded = predict(job(4), msgspec.structs.replace(CLOCK, cores=1.0), Layout(1, 1))
+    assert crowded.step_seconds == pytest.approx(2 * alone.step_seconds, rel=0.1)
+
+
+def test_the_recipes_own_layout_is_the_only_one_without_a_number_of_devices() -> None:
+    asked = job().with_settings({}, {"count": 3, "arguments": ("--tensor-parallel-size", "2")}, {"ranks": 2})
+    assert own_layout(asked) == Layout(3, 2, tensor=2)
+    found = plan(asked, CLOCK, None)
+    assert [(one.engines, one.ranks, one.tensor) for one in found.layouts] == [(3, 2, 2)]
+    assert found.layouts[0].busy.keys() == {"engine-0", "engine-1", "engine-2", "trainer", "rewards"}
+
+
+def large() -> Job:
+    return Job(
+        shape=SEVEN,
+        lengths=LogNormalLengths(600, 0.8, 2048, 100),
+        rollout=RolloutConfig(batch_size=8, group_size=4, max_staleness=4),
+        engine=EngineConfig(kind="vllm", dtype="bfloat16", slots=256),
+        trainer=TrainerConfig(
+            steps=12, minibatches=1, micro_batch_tokens=8192, activation_checkpointing=True, dtype="bfloat16"
+        ),
+        longest=2148,
+    )
+
+
+@pytest.mark.parametrize("goal", ["time", "cost", "staleness"])
+def test_layouts_fit_their_devices_and_stand_in_the_order_of_the_goal(goal: str) -> None:
+    h100 = machine_of("h100")
+    found = plan(large(), h100, 8, goal).layouts
+    assert len(found) > 3
+    for one in found:
+        layout = Layout(one.engines, one.ranks, one.tensor)
+        assert layout.devices == 8 or (goal == "cost" and layout.devices in (2, 4))
+        assert one.memory_gib <= h100.memory_gib
+        assert Costs(large(), h100, layout).memory().missing <= 0
+    if goal == "staleness":
+        assert found[0].staleness.mean == min(x.staleness.mean for x in found if x.hours <= found[0].hours)
+    else:
+        values = [one.hours if goal == "time" else one.device_hours for one in found]
+        assert values == sorted(values)
+
+
+def test_what_fits_nowhere_is_refused_with_what_would_make_it_fit() -> None:
+    with pytest.raises(RecipeError) as refused:
+        plan(large(), machine_of("a100"), 2)
+    assert "GiB too much" in str(refused.value)
+    assert "--gpus 4 with activation checkpointing" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_number_of_a_profile_has_its_source(name: str) -> None:
+    profile = machine_of(name)
+    default = MachineProfile(name, 0, 0, 0, 0, 0, 0)
+    given = {key for key in profile.__struct_fields__ if getattr(profile, key) != getattr(default, key)}
+    assert given - {"sources"} <= profile.sources.keys() | {"node_devices"}
+
+
+def test_an_unknown_machine_is_refused_with_the_nearest_and_how_to_measure_one() -> None:
+    with pytest.raises(RecipeError) as refused:
+        machine_of("h1000")
+    assert "did you mean 'h100'?" in str(refused.value)
+    assert "stretto plan --calibrate" in str(refused.value)

@@ -1,0 +1,205 @@
+"""Promises of simulated engines:
+
+- the seconds of a step follow its rows and its cache, and a completion takes the steps that it has tokens;
+- completions beyond the slots, or beyond the cache, wait; when the cache is full the newest leaves and is recomputed;
+- a load pauses generation for its seconds and, where it recomputes, for those of the contexts; tokens before it keep
+  their version; two loads keep their distance, and an idle engine loads at once;
+- groups go to the engine with the fewest completions; admission waits for the slowest of them;
+- a report that begins after warm steps counts the later ones alone, and one token can stand for several.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from stretto.core.clock import VirtualClock
+from stretto.core.records import Prompt
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Ticket
+from stretto.rollout.prompts import PromptStream
+from stretto.simulator.engines import EngineLimits, Flight, SimulatedEngine
+from stretto.simulator.run import SimulatedRun
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A row of a step takes a second, a cached token nothing but what is said; the rest takes what is said."""
+
+    row: float = 1.0
+    cached: float = 0.0
+    context: float = 0.0
+    way: float = 0.0
+    pause: float = 0.0
+    judging: float = 0.0
+    step: float = 1.0
+
+    def decode(self, rows: int, cached: float) -> float:
+        return self.row * rows + self.cached * cached
+
+    def prefill(self, contexts: Sequence[float]) -> float:
+        return self.context * sum(contexts)
+
+    def transfer(self) -> float:
+        return self.way
+
+    def load(self) -> float:
+        return self.pause
+
+    def judge(self, completions: int) -> float:
+        return self.judging
+
+    def train(self, sequences: Sequence[int]) -> float:
+        return self.step
+
+
+@dataclass(frozen=True)
+class Same:
+    """Completions of one length."""
+
+    length: int
+    prompt_tokens: int = 2
+    failure_rate: float = 0.0
+    filter_rate: float = 0.0
+
+    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+        return (self.length,) * members
+
+
+class Bench:
+    """One engine, and when which group of it ended."""
+
+    def __init__(self, seconds: Seconds, limits: EngineLimits) -> None:
+        self.clock = VirtualClock()
+        self.ended: list[tuple[float, int, tuple[int, ...]]] = []
+        self.loads: list[float] = []
+        self.engine = SimulatedEngine(
+            self.clock, seconds, limits, self._note, lambda: self.loads.append(self.clock.now())
+        )
+        self._prompts = PromptStream([Prompt(id="a", token_ids=(0,), text="", answer="")], 1)
+
+    def _note(self, flight: Flight) -> None:
+        for versions in flight.versions.values():
+            self.ended.append((self.clock.now(), len(versions), versions))
+
+    def start(self, *lengths: int, prompt: int = 2) -> Flight:
+        draw = self._prompts.take()
+        flight = Flight(Ticket(0, draw.group_id, draw, 0, (0,) * len(lengths)), prompt, lengths)
+        self.engine.start(flight)
+        return flight
+
+    def run(self) -> list[tuple[float, int]]:
+        while self.clock.advance():
+            pass
+        return [(when, length) for when, length, _ in self.ended]
+
+
+def test_a_step_takes_as_long_as_its_rows() -> None:
+    """Two rows: 3 steps of 2 s end the first, 2 steps of 1 s the second."""
+    bench = Bench(Seconds(), EngineLimits())
+    bench.start(3)
+    bench.start(5)
+    assert bench.run() == [(6.0, 3), (8.0, 5)]
+    assert bench.engine.sampled == 8
+    assert bench.engine.busy == 8.0
+
+
+def test_a_step_takes_as_long_as_its_cache_in_the_middle() -> None:
+    """Four steps over a prompt of 2: the cache has 2, 3, 4, 5 and then 6 tokens, 4 in the middle, 0.5 s each."""
+    bench = Bench(Seconds(row=1.0, cached=0.5), EngineLimits())
+    bench.start(4)
+    assert bench.run() == [(4 * (1 + 4 * 0.5), 4)]
+
+
+def test_a_prompt_is_computed_once_for_its_group_before_the_first_token() -> None:
+    bench = Bench(Seconds(context=1.0), EngineLimits())
+    bench.start(3, 3, prompt=5)
+    assert bench.run()[-1] == (5.0 + 3 * 2, 3)
+
+
+def test_completions_beyond_the_slots_wait() -> None:
+    bench = Bench(Seconds(), EngineLimits(slots=1))
+    bench.start(2)
+    bench.start(3)
+    assert bench.run() == [(2.0, 2), (5.0, 3)]
+
+
+def test_the_newest_leaves_a_full_cache_and_is_recomputed() -> None:
+    """A cache of 32: two rows with prompts of 10 fill it after 6 steps of 2 s; the newer leaves with its 6 tokens, and
+    the older ends alone at its 12th. Then the newer computes 16 tokens, 0.1 s each, and has 6 more, 1 s each."""
+    bench = Bench(Seconds(context=0.1), EngineLimits(cache_tokens=32))
+    bench.start(12, prompt=10)
+    bench.start(12, prompt=10)
+    (first, _), (second, _) = bench.run()
+    assert first == pytest.approx(2.0 + 6 * 2 + 6)
+    assert second == pytest.approx(first + 1.6 + 6)
+    assert (bench.engine.preempted, bench.engine.recomputed) == (1, 16)
+
+
+def test_a_load_pauses_recomputes_and_divides_the_versions() -> None:
+    """3 of 6 tokens, a load of 2 s, 5 tokens recomputed at 0.2 s, 3 more tokens. The prompt took 0.4 s."""
+    bench = Bench(Seconds(context=0.2, pause=2.0), EngineLimits())
+    bench.start(6)
+    bench.clock.call_at(3.4, lambda: bench.engine.arrives(4))
+    ((when, _),) = bench.run()
+    assert when == pytest.approx(3.4 + 2.0 + 1.0 + 3.0)
+    assert bench.ended[0][2] == (0, 0, 0, 4, 4, 4)
+    assert bench.loads == [pytest.approx(5.4)]
+
+
+def test_a_cache_that_is_kept_is_not_recomputed() -> None:
+    bench = Bench(Seconds(context=0.2, pause=2.0), EngineLimits(recompute=False))
+    bench.start(6)
+    bench.clock.call_at(3.4, lambda: bench.engine.arrives(1))
+    ((when, _),) = bench.run()
+    assert when == pytest.approx(8.4)
+    assert bench.engine.recomputed == 0
+
+
+def test_loads_keep_their_distance_and_an_idle_engine_does_not_wait() -> None:
+    """Loads at 1 s; the next at 1 + 4 s, of the newest version; the engine is idle from 8 s on."""
+    bench = Bench(Seconds(), EngineLimits(load_interval=4.0))
+    bench.start(8)
+    for when, version in ((1.0, 1), (2.0, 2), (3.0, 3), (7.5, 4)):
+        bench.clock.call_at(when, lambda version=version: bench.engine.arrives(version))  # type: ignore[misc]
+    bench.run()
+    assert bench.loads == [1.0, 5.0, 8.0]
+    assert bench.ended[0][2] == (0, 1, 1, 1, 1, 3, 3, 3)
+
+
+def test_an_aborted_group_leaves_with_what_it_has() -> None:
+    bench = Bench(Seconds(), EngineLimits(slots=2))
+    kept, stopped = bench.start(4), bench.start(9, 1)
+    sampled: list[list[int]] = []
+    bench.clock.call_at(4.0, lambda: sampled.append(bench.engine.stop(stopped)))
+    assert bench.run() == [(6.0, 4)]  # 2 steps of 2 s, 2 of 1 s
+    assert sampled == [[2, 0]]
+    assert len(kept.versions) == 1
+
+
+def test_two_engines_share_the_groups_and_a_step_takes_half() -> None:
+    """Synchronous batches of 4 completions of 5 tokens: 5 steps of 4 s with one engine, of 2 s with two; 1 s of judging
+    and 1 s of training."""
+    config = RolloutConfig(batch_size=4, group_size=1, max_in_flight=4, max_staleness=0)
+    for engines, seconds in ((1, 22.0), (2, 12.0)):
+        limits = EngineLimits(count=engines)
+        run = SimulatedRun(config, Same(5), 6, 1, durations=Seconds(judging=1.0), limits=limits, warm=2)
+        report = run.run()
+        assert report.steps == 4
+        assert report.seconds == pytest.approx(4 * seconds)
+        assert report.training == pytest.approx(4.0)
+        assert report.waiting == pytest.approx(4 * (seconds - 1.0))
+        assert report.sampled == 4 * 20
+        assert report.staleness_quantile(0.99) == 0
+
+
+def test_a_token_can_stand_for_several() -> None:
+    """12 tokens as 3 of 4: as many steps, as much cache."""
+    config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=4, max_staleness=2)
+    seconds = Seconds(cached=0.1, context=0.1, step=100.0)
+    fine = SimulatedRun(config, Same(12), 8, 1, durations=seconds).run()
+    coarse = SimulatedRun(config, Same(3), 8, 1, durations=seconds, limits=EngineLimits(grain=4)).run()
+    assert coarse.seconds == pytest.approx(fine.seconds)
+    assert coarse.sampled == pytest.approx(fine.sampled)
+    assert coarse.mean_staleness == pytest.approx(fine.mean_staleness, abs=0.2)

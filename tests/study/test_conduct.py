@@ -1,0 +1,194 @@
+"""Promises of a study under way.
+
+- Runs that are finished are kept; the others are trained, in the order of the study; a failure is told, and never
+  counts as an accuracy.
+- A stop ends it after the runs under way, and the next start goes on with them.
+- A folder of another study, of other files or in use is refused.
+- Table, JSON and picture say the same, with intervals over the finished runs.
+- `stretto study` trains in processes of its own, and prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import RunFolderError
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.processes.stopping import StopSignal
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import TOTALS, Totals
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, MetricsLog
+from stretto.study.command import perform
+from stretto.study.conduct import StudyProgress, conduct, side_by_side
+from stretto.study.definition import PlannedRun, load_study
+from stretto.study.folder import StudyFolder
+from stretto.study.summary import summarise, table
+from tests.launch.running import TINY, Ended, Laboratory
+from tests.store.make import Make
+
+BODY = """
+seeds = 2
+[settings]
+trainer.steps = 2
+[grid]
+rollout.max_staleness = [0, 8]
+"""
+SECONDS = 2.0  # of every run
+
+
+@dataclass
+class Scribe:
+    """Trains by writing down what a run of two steps would: seed s ends at an accuracy of s / 10, and by staleness 8 at
+    half of that. It stops the study, or fails, at the run of this number."""
+
+    folder: StudyFolder
+    stops_at: int | None = None
+    fails_at: int | None = None
+    trained: list[str] = field(default_factory=list)
+
+    async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
+        self.trained.append(run.digest)
+        if len(self.trained) == self.stops_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(stop.unless(asyncio.Event().wait()), 10)
+            return "was killed by SIGTERM"
+        if len(self.trained) == self.fails_at:
+            return "ended with exit code 1: the disk is full"
+        accuracy = run.seed / 10 / (2 if run.recipe.rollout.max_staleness else 1)
+        with RunFolder.create(self.folder.run(run)) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+            for step in (1, 2):
+                group = Make.group(f"0.{step}.0", Make.trajectory(f"0.{step}.0", versions=(step - 1,)))
+                ledger.issue(group.id, Make.prompt, 1, step - 1)
+                ledger.buffer(group)
+                ledger.commit_batch(Make.batch(step, group))
+                ledger.record_update(Make.update(step))
+            ledger.put(TOTALS, Totals(max_staleness=8, generated=10, recomputed=1, rl_seconds=SECONDS))
+            log = MetricsLog(folder.metrics)
+            for step, measured in ((0, 0.0), (2, accuracy)):
+                log.append(EvaluationLine(step, step, 2.0 * step, SECONDS * step / 2, measured, 16))
+        return None
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'recipe = "{TINY}"\n{BODY}')
+    return path
+
+
+def test_a_study_by_hand(study: Path, tmp_path: Path) -> None:
+    result, code = perform(str(study), tmp_path / "out", runner=Scribe)
+    assert code == 0
+    synchronous, stale = result.cells
+    assert synchronous.accuracy is not None
+    assert stale.accuracy is not None
+    assert synchronous.accuracy.mean == pytest.approx(0.15)  # seeds 1 and 2: 0.1 and 0.2
+    assert stale.accuracy.mean == pytest.approx(0.075)
+    # t = 12.706, s = 0.0707, divided by √2
+    assert synchronous.accuracy.high == pytest.approx(0.15 + 12.706 * 0.070711 / 2**0.5, abs=1e-4)
+    assert [point.at for point in synchronous.by_step] == [0, 2]
+    assert (result.trajectories, result.clock) == (2 * 2 * 4, SECONDS)
+    assert str(stale.trained_per_second) == "1 ± 0"  # 2 tokens in 2 seconds
+    assert stale.wasted is not None
+    assert [run.seed for run in stale.runs] == [1, 2]
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert written["cells"][1]["accuracy"]["mean"] == pytest.approx(0.075)
+    rows = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert rows[0].startswith("| max_staleness | seeds | accuracy | accuracy at 2.0 s | seconds |")
+    assert rows[3].startswith("| 8 | 2 | 0.075 ± 0.318 | 0.075 ± 0.318 | 2 ± 0 | 1 ± 0 |")
+    assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def work_on(study: Path, out: Path, scribe: Callable[[StudyFolder], Scribe] = Scribe, seeds: int = 2) -> StudyProgress:
+    """A start of the study, without its table and picture."""
+    loaded = load_study(study, seeds)
+    with StudyFolder.take(out, loaded) as folder:
+        return asyncio.run(conduct(loaded, folder, scribe(folder), lambda text: None))
+
+
+def test_finished_runs_are_kept_and_more_seeds_are_added(study: Path, tmp_path: Path) -> None:
+    first = work_on(study, tmp_path / "out", seeds=1)
+    scribes: list[Scribe] = []
+
+    def watched(folder: StudyFolder) -> Scribe:
+        scribes.append(Scribe(folder))
+        return scribes[-1]
+
+    second = work_on(study, tmp_path / "out", watched, seeds=3)
+    assert (len(first.finished), len(second.finished)) == (2, 6)
+    assert not set(scribes[0].trained) & first.finished.keys()
+
+
+def test_a_failed_run_is_told_and_is_no_accuracy(study: Path, tmp_path: Path) -> None:
+    result, code = perform(str(study), tmp_path / "out", runner=lambda folder: Scribe(folder, fails_at=2))
+    assert code == 1
+    (how,) = result.cells[1].failed.values()
+    assert how == "ended with exit code 1: the disk is full"
+    assert result.cells[1].accuracy is not None
+    assert result.cells[1].accuracy.mean == pytest.approx(0.1)  # of seed 2 alone
+    assert result.cells[1].accuracy.high is None
+    assert "| 8 | 1 (1 failed) | 0.1 |" in (tmp_path / "out" / "table.md").read_text()
+    again = work_on(study, tmp_path / "out")
+    assert (again.exit_code, again.failed) == (0, {})
+
+
+def test_a_study_that_was_stopped_goes_on(study: Path, tmp_path: Path) -> None:
+    stopped = work_on(study, tmp_path / "out", lambda folder: Scribe(folder, stops_at=2))
+    assert stopped.exit_code == 128 + signal.SIGTERM
+    assert (len(stopped.finished), stopped.failed) == (1, {})
+    resumed = work_on(study, tmp_path / "out")
+    assert (resumed.exit_code, len(resumed.finished)) == (0, 4)
+
+
+def test_a_study_without_finished_runs_has_a_table_too(study: Path, tmp_path: Path) -> None:
+    loaded = load_study(study)
+    rows = table(summarise(loaded, StudyProgress())).splitlines()
+    assert rows[2] == "| 0 | 0 |  |  |  |  |  |  |  |"
+
+
+def test_the_folder_of_another_study_is_refused(study: Path, tmp_path: Path) -> None:
+    mine, other = load_study(study, seeds=1), load_study(study, seeds=1, steps=7)
+    StudyFolder.take(tmp_path / "out", mine).close()
+    with pytest.raises(RunFolderError, match=r"holds the study 'mine' with digest \w+, and this one's is \w+"):
+        StudyFolder.take(tmp_path / "out", other)
+    with pytest.raises(RunFolderError, match="is not empty and holds no study"):
+        StudyFolder.take(tmp_path, mine)
+    StudyFolder.take(tmp_path / "out", mine).close()  # a refusal has let it go
+
+
+def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
+    loaded = load_study(study, seeds=1)
+    with (
+        StudyFolder.take(tmp_path / "out", loaded),
+        pytest.raises(RunFolderError, match="is in use by process"),
+    ):
+        StudyFolder.take(tmp_path / "out", loaded)
+
+
+def test_a_run_with_ports_or_servers_of_its_own_is_alone() -> None:
+    assert side_by_side([load_recipe(TINY, ["engine.transport=tcp"])]) == 1
+    assert side_by_side([load_recipe(TINY, ["engine.device=cpu", "trainer.device=cpu", "engine.threads=256"])]) == 1
+
+
+def test_the_command_trains_in_processes_of_its_own(
+    laboratory: Laboratory, door: Callable[..., Ended], study: Path, tmp_path: Path
+) -> None:
+    study.write_text(study.read_text().replace("[0, 8]", "[1]").replace("steps = 2", "steps = 1"))
+    ended = door("study", study, "--out", tmp_path / "out", "--seeds", "1", "--json")
+    assert ended.code == 0, ended.err
+    (cell,) = json.loads(ended.out)["cells"]
+    (run,) = cell["runs"]
+    assert (cell["name"], run["trajectories"]) == ("max_staleness = 1", 8)
+    assert (tmp_path / "out" / "runs" / run["digest"] / "recipe.toml").is_file()
+    assert door("study", study.with_name("nothing.toml")).code == 2
