@@ -275,10 +275,15 @@ def undrawn(package: Path, house: House) -> list[str]:
             f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
             for folder, floors in house.inside.items()
             if (package / folder).is_dir()
-            for inner in [{path.stem for path in (package / folder).iterdir() if path.stem.strip("_") == path.stem}]
+            for inner in [{path.stem for path in (package / folder).iterdir() if _is_code(path)}]
             for name in sorted(inner ^ floors.keys())
         ]
     )
+
+
+def _is_code(path: Path) -> bool:
+    """A file, or a folder with modules in it, that has a name of its own: a folder of pages or tables is no sub-room."""
+    return path.stem.strip("_") == path.stem and (path.is_file() or any(path.rglob("*.py")))
 
 
 def nameless(package: Path) -> list[str]:
