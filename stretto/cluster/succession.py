@@ -78,17 +78,19 @@ async def assert_alone(folder: Path, tls: str) -> None:
         raise RunFolderError([Problem(str(folder), found, remedy)])
 
 
-async def tell(known: JoinFile, tenure: Tenure, tls: str) -> None:
-    """Tell the conductor at `known.before` that a newer one is at `known.address`; returns when it has heard it. It may
-    come back at any time, when a network has healed say, so there is no deadline.
+async def tell(known: JoinFile, tenure: Tenure, tls: str) -> bool:
+    """Tell the conductor at `known.before` that a newer one is at `known.address`; returns when it has heard it: True,
+    or False where it is this one, at another of its addresses. It may come back at any time, when a network has healed
+    say, so there is no deadline.
 
     Raises:
         RunSuperseded: it is the newer one.
     """
     while (theirs := await _asked(known, known.before, tls, Look(known.run, tenure, known.address))) is None:
         await asyncio.sleep(_PAUSE_SECONDS)
-    if theirs > tenure:  # and not this one, at another of its addresses
+    if theirs > tenure:
         raise RunSuperseded(known.run, theirs.epoch, known.before)
+    return theirs < tenure
 
 
 async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:

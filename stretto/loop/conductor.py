@@ -30,7 +30,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.evaluation import Evaluations
+from stretto.loop.evaluation import Evaluations, is_evaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.rollout.controller import Controller, Ticket
@@ -108,13 +108,13 @@ class Conductor:
 
     async def _give_up(self) -> None:
         """Journal the completions in flight, which a resumed run continues; then abort them, so that the counters of
-        the engines account for every token."""
+        the engines account for every token. An evaluation under way comes to its end."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         self.in_flight.end()
         at_engines = {id.partition("/")[0] for id in self.engines.open}  # turns are named after their trajectory
         await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])
-        await self.engines.give_up()
+        await self.engines.give_up(spared=is_evaluation)
 
     # ── admission and groups ────────────────────────────────────────────────────────────────────
 

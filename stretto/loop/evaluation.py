@@ -39,6 +39,11 @@ _PREFIX = "evaluation."
 FinalAnswerOf = Callable[[str, str], str | None]
 
 
+def is_evaluation(request: str) -> bool:
+    """Whether a request, by its id, is of an evaluation."""
+    return request.startswith(_PREFIX)
+
+
 class Converse(Protocol):
     """One judged trajectory of a prompt, by the workflow of a run."""
 

@@ -111,7 +111,7 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
         await asyncio.sleep(0.2)
         assert not telling.done()
         async with hosted(home, listen=address) as host:
-            await telling
+            assert await telling
             assert host.superseded == [(2, "here:7420")]
         async with hosted(home, listen=address, run="another-99") as host:  # with the same token
             with pytest.raises(TimeoutError):
@@ -127,7 +127,7 @@ def test_who_tells_a_newer_one_gives_way_itself_and_who_meets_itself_does_not(ho
             known = msgspec.structs.replace(KNOWN, before=host.address)
             with pytest.raises(RunSuperseded, match=rf"run {RUN} at {host.address} \(epoch 2\), from a copy"):
                 await tell(known, FIRST, "")
-            await tell(known, SECOND, "")
+            assert not await tell(known, SECOND, "")
             assert host.superseded == []
 
     now(work())
@@ -181,5 +181,6 @@ def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laborator
             assert ended.code == 1
             there = read_join_file(copy).address
             ended.says(f"at {there} (epoch 2), from a copy of its folder: this one ends")
+            wait_until(lambda: "which went on with another copy of this run, was told to end" in said(copy), "its word")
             laboratory.run("train", "--resume", run_dir).refused(f"whose conductor lives at {there}")
             end_well(second, laboratory, copy)

@@ -26,10 +26,14 @@ GIVEN = ("cluster.placer=given", "cluster.listen=127.0.0.1:0", "trainer.steps=10
 
 
 @contextmanager
-def machine(laboratory: Laboratory, run_dir: Path, *more: str | Path) -> Iterator[Command]:
-    """An agent that joins the run."""
+def machine(
+    laboratory: Laboratory, run_dir: Path, *more: str | Path, sees_the_folder: bool = True
+) -> Iterator[Command]:
+    """An agent that joins the run, by its folder or by address and token."""
     wait_until(lambda: bool(joining(run_dir)), "the gate")
-    with laboratory.start("engine", "--join", run_dir, "--patience", "60", *more) as agent:
+    token = json.loads((run_dir / "join.json").read_text())["token"]
+    where = (run_dir,) if sees_the_folder else (joining(run_dir), "--token", token)
+    with laboratory.start("engine", "--join", *where, "--patience", "60", *more) as agent:
         yield agent
         agent.kill_all()
         agent.assert_nothing_is_left()
@@ -105,7 +109,7 @@ def test_a_run_that_was_killed_and_goes_on_at_its_address_gets_its_machines_back
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, *GIVEN) as command, machine(laboratory, run_dir) as agent:
+    with laboratory.train(run_dir, *GIVEN) as command, machine(laboratory, run_dir, sees_the_folder=False) as agent:
         wait_for_step(command, 3)
         address = joining(run_dir)
         command.kill_all()

@@ -68,7 +68,7 @@ class Engines:
     open = frozenset[str]()
     absence = ""
 
-    async def give_up(self) -> None: ...
+    async def give_up(self, spared: Callable[[str], bool]) -> None: ...
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         await asyncio.sleep(self.chance.random() * 0.1)

@@ -85,8 +85,10 @@ class ToyFleet:
 
     open = frozenset[str]()
     absence = ""
+    gave_up = frozenset[str]()
 
-    async def give_up(self) -> None: ...
+    async def give_up(self, spared: Callable[[str], bool]) -> None:
+        self.gave_up = frozenset(id for id in self.open if not spared(id))
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         """One token of the first completion of each group, once."""

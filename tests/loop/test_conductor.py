@@ -68,6 +68,12 @@ def test_a_run_whose_accuracy_no_longer_grows_ends_and_keeps_the_best_policy(sta
     assert (stage.folder.policies / "best").is_dir()
 
 
+def test_an_evaluation_under_way_at_the_end_of_the_training_is_not_aborted(stage: Stage) -> None:
+    stage.fleet.open = frozenset({"evaluation.held_out.h3", "0.7.0"})
+    stage.play()
+    assert stage.fleet.gave_up == {"0.7.0"}
+
+
 def test_every_step_trains_a_batch_and_publishes_a_version(stage: Stage) -> None:
     controller = stage.play()
     assert [batch.step for batch in stage.trainer.batches] == [1, 2, 3, 4, 5, 6]

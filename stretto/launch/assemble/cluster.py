@@ -109,7 +109,7 @@ class Cluster:
         told = msgspec.structs.replace(self.identity, address=address, control=control, tls=tls, patience=patience)
         write_join_file(self.folder, told)
         if told.before not in ("", address):
-            self._tasks.add("succession", tell(told, self.tenure, config.tls or ""))
+            self._tasks.add("succession", self._tell(told))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
@@ -142,6 +142,12 @@ class Cluster:
         await self._tasks.close()
         if self._ray is not None:
             await self._ray.close()
+
+    async def _tell(self, known: JoinFile) -> None:
+        if await tell(known, self.tenure, self.plan.recipe.cluster.tls or ""):
+            self.report(
+                f"the conductor at {known.before}, which went on with another copy of this run, was told to end"
+            )
 
     async def _give_way(self, epoch: int, address: str) -> NoReturn:
         """End, and remember where the newer conductor is: who resumes this folder is told so while it lives."""

@@ -350,14 +350,14 @@ class EngineHandle:
 
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 
-    async def give_up(self) -> None:
-        """Abort its requests; returns when it has none, or does not reply."""
+    async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
+        """Abort its requests, except those that are spared; returns when it has no other, or does not reply."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
-                for id in list(self.open):
+                for id in [id for id in self.open if not spared(id)]:
                     self.given_up.add(id)
                     await self.client.abort(id)
-                while self.open:
+                while not all(map(spared, self.open)):
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:

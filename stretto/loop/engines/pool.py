@@ -301,10 +301,10 @@ class EnginePool:
         """The requests that engines have now."""
         return frozenset(id for engine in self._engines.values() for id in engine.open)
 
-    async def give_up(self) -> None:
-        """Abort every request; when this returns, no engine has one. An engine that does not reply within a second is
-        left alone."""
-        await gather_or_cancel(*(engine.give_up() for engine in self._engines.values()))
+    async def give_up(self, spared: Callable[[str], bool]) -> None:
+        """Abort every request that is not spared; when this returns, no engine has one. An engine that does not reply
+        within a second is left alone."""
+        await gather_or_cancel(*(engine.give_up(spared) for engine in self._engines.values()))
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What the completions in flight have beyond their known tokens; without an engine that does not reply within
