@@ -7,6 +7,7 @@ torch threads each on two cores spin against each other and run 10 to 50 times s
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 from pathlib import Path
@@ -45,3 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _compares_numbers(item.path):
             item.add_marker(pytest.mark.numeric)
+
+
+def pytest_collection_finish() -> None:
+    """What is here now stays until the end. The collector of garbage need not look at it, which takes a second each
+    time: more processor time than a comparison in mathematics may have."""
+    gc.freeze()

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "stretto"
@@ -108,15 +109,21 @@ def sources(package: Path) -> list[Path]:
 
 def imports(package: Path) -> list[Import]:
     """Every import of the package, those under ``if TYPE_CHECKING`` and inside functions included."""
-    return [found for path in sources(package) for found in _imports_of(path, package)]
+    files = ((path, path.read_text(encoding="utf-8")) for path in sources(package))
+    return [found for path, text in files for found in _imports_of(path, text, package)]
 
 
-def _imports_of(path: Path, package: Path) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    deferred = {id(inner) for outer in ast.walk(tree) if isinstance(outer, _FUNCTIONS) for inner in ast.walk(outer)}
-    for node in ast.walk(tree):
+@cache
+def _imports_of(path: Path, text: str, package: Path) -> tuple[Import, ...]:
+    """Those of a file with this text."""
+    found: list[Import] = []
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(text), False)]
+    for node, deferred in waiting:
         if names := _imported_names(node, path, package):
-            yield Import(path.relative_to(package), node.lineno, names, id(node) in deferred)  # type: ignore[attr-defined]
+            found.append(Import(path.relative_to(package), node.lineno, names, deferred))  # type: ignore[attr-defined]
+        inside = deferred or isinstance(node, _FUNCTIONS)
+        waiting.extend((child, inside) for child in ast.iter_child_nodes(node))
+    return tuple(found)
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -356,12 +363,16 @@ def by_wall_clock(package: Path) -> list[str]:
         for path in sources(package)
         if str(path.relative_to(package)) not in WRITES_DATES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(tuple(WALL_CLOCK))
+        if isinstance(node, ast.Attribute)
+        and any(clock.endswith(f".{node.attr}") for clock in WALL_CLOCK)
+        and ast.unparse(node).endswith(tuple(WALL_CLOCK))
     ]
 
 
 def heavy(package: Path, house: House) -> list[str]:
     """Rooms that must stay light and load torch or transformers all the same, found by importing all their modules."""
+    if not {*HEAVY} & {*loaded_modules(package, *house.light)}:
+        return []
     return [
         f"{room}: importing it loads {module}"
         for room in sorted(house.light)
@@ -370,10 +381,11 @@ def heavy(package: Path, house: House) -> list[str]:
     ]
 
 
-def loaded_modules(package: Path, room: str) -> list[str]:
-    """The top-level modules that a fresh interpreter holds after importing every module of a room."""
+def loaded_modules(package: Path, *rooms: str) -> list[str]:
+    """The top-level modules that a fresh interpreter holds after importing every module of these rooms."""
     names = [
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for room in rooms
         for path in sources(package / room)
     ]
     return sorted({name.split(".")[0] for name in loaded_by(package, *names)})

@@ -36,7 +36,7 @@ def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
 def every_sampled_token_is_trained_once(history: History) -> Iterator[str]:
     """The trainer says of each step that it trained on as many tokens as its batch has, and masked the others."""
     for step in history.steps:
-        on_record = (step.trained_tokens, step.masked_tokens)
-        if (found := history.trained.get(step.step, on_record)) != on_record:
-            told = f"{found[0]} tokens and masked {found[1]}"
-            yield f"step {step.step} trained on {told}, its batch has {on_record[0]} and {on_record[1]}"
+        line = history.lines.get(step.step)
+        if line is not None and (line.trained, line.masked) != (step.trained_tokens, step.masked_tokens):
+            told = f"{line.trained} tokens and masked {line.masked}"
+            yield f"step {step.step} trained on {told}, its batch has {step.trained_tokens} and {step.masked_tokens}"

@@ -100,6 +100,17 @@ class RecordedStep:
 
 
 @dataclass(frozen=True)
+class RecordedLine:
+    """What ``metrics.jsonl`` says of a step: tokens that the trainer trained on and masked; since the start of the run,
+    tokens that engines have sampled, and tokens by category of the goodput budget (none of an earlier stretto)."""
+
+    trained: int
+    masked: int
+    generated: int
+    budget: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Bounds:
     """The bounds that the recipe sets."""
 
@@ -140,7 +151,7 @@ class History:
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
     notes: tuple[str, ...]  # what cannot be checked
-    trained: Mapping[int, tuple[int, int]]  # by step: tokens that the trainer says it trained on, and that it masked
+    lines: Mapping[int, RecordedLine]  # by step
     data: RecordedData | None = None  # None: a run of an earlier stretto
 
     @property
@@ -210,7 +221,7 @@ def _history(
         edited=tuple(_edited(folder, facts.get("recipe"))),
         notes=tuple(_not_judged(folder, number, facts)),
         data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
-        trained=_trained(folder / "metrics.jsonl"),
+        lines=_lines(folder / "metrics.jsonl"),
     )
 
 
@@ -322,15 +333,17 @@ def _segment(place: int, columns: list[Any]) -> RecordedSegment:
     return RecordedSegment(len(tokens), len(logprobs), tuple(versions), place - 1 if parent is None else parent)
 
 
-def _trained(path: Path) -> Mapping[int, tuple[int, int]]:
-    """The tokens of each step that the trainer says it trained on, and those that it masked."""
-    found: dict[int, tuple[int, int]] = {}
+def _lines(path: Path) -> Mapping[int, RecordedLine]:
+    """The line of metrics of each step."""
+    found: dict[int, RecordedLine] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
             if row["kind"] == "step":
-                found[row["step"]] = (row["trained_tokens"], row["masked_tokens"])
-        except (ValueError, KeyError, TypeError):
+                budget = {name: category["tokens"] for name, category in row.get("goodput", {}).items()}
+                counts = row["trained_tokens"], row["masked_tokens"], row.get("generated_tokens", 0)
+                found[row["step"]] = RecordedLine(*counts, budget)
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a line that is being written, or has been cut off
     return found
 

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
+from stretto.audit.budget import every_token_has_one_category
 from stretto.audit.forest import (
     backward_versions,
     every_sampled_token_is_trained_once,
@@ -263,6 +264,7 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     batches_are_complete,
     every_segment_has_its_place,
     every_sampled_token_is_trained_once,
+    every_token_has_one_category,
     every_token_has_its_engine,
     no_prompt_is_skipped_or_repeated,
     prompts_come_in_their_order,

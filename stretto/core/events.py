@@ -15,8 +15,8 @@ class Span(Record, frozen=True):
     """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
     Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
-    ``proximal``, ``update``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor).
-    `bytes` is what it moved, 0 where that has no meaning.
+    ``proximal``, ``update``, ``again``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate``
+    (conductor). `bytes` is what it moved, 0 where that has no meaning.
     """
 
     role: str

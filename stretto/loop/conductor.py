@@ -111,6 +111,8 @@ class Conductor:
         the engines account for every token. An evaluation under way comes to its end."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
+        await self._poll(_POLL_SECONDS)
+        self.recorder.gives_up()
         self.in_flight.end()
         at_engines = {id.partition("/")[0] for id in self.engines.open}  # turns are named after their trajectory
         await cancel_and_wait([task for id, task in self._groups.items() if id not in at_engines])
@@ -212,8 +214,8 @@ class Conductor:
         for ticket in self.controller.overdue():
             if (task := self._groups.get(ticket.group_id)) is not None:  # else it has failed, and the run ends
                 task.cancel()
-            self.in_flight.forget(ticket.group_id)
             self.controller.expire(ticket)
+            self.in_flight.forget(ticket.group_id)
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:

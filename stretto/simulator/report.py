@@ -31,6 +31,7 @@ class SimulationReport:
     touched: int = 0  # completions with a masked token
     expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
     dropped: Counter[int] = field(default_factory=Counter)  # their tokens at that moment, by length
+    warnings: list[str] = field(default_factory=list)  # of selection bias
 
     @property
     def trained_tokens(self) -> int:

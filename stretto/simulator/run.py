@@ -20,6 +20,7 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
+from stretto.measures.selection import SelectionWatch
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Pacing, Ticket
 from stretto.rollout.prompts import PromptStream
@@ -61,7 +62,12 @@ class SimulatedRun:
         self._limits = limits or EngineLimits()
         self._chance = random.Random(seed)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(_PROMPTS)], seed)
-        self.controller = Controller(config, prompts, self.accounts, seed, pacing=pacing)
+        self.selection = SelectionWatch(
+            self.accounts, self.clock.now, say=lambda said: self.report.warnings.append(said)
+        )
+        self.selection.ask(lambda group_id: self._aborted.pop(group_id, 0))
+        self._aborted: dict[str, int] = {}  # the tokens of groups that are about to expire in flight
+        self.controller = Controller(config, prompts, self.selection, seed, pacing=pacing)
         self._engines = [
             SimulatedEngine(self.clock, self._durations, self._limits, self._completed, self._loaded)
             for _ in range(self._limits.count)
@@ -178,8 +184,10 @@ class SimulatedRun:
     def _stop_overdue(self) -> None:
         for ticket in self.controller.overdue():
             flight, engine = self._flights.pop(ticket.group_id)
-            for length, sampled in zip(flight.lengths, engine.stop(flight), strict=True):
-                self.report.expire(length, sampled=sampled)
+            sampled = engine.stop(flight)
+            for length, tokens in zip(flight.lengths, sampled, strict=True):
+                self.report.expire(length, sampled=tokens)
+            self._aborted[ticket.group_id] = sum(sampled)
             self.controller.expire(ticket)
 
     def _loaded(self) -> None:

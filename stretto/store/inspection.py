@@ -12,8 +12,11 @@ from statistics import median
 import msgspec
 
 from stretto.core.records import Record
+from stretto.measures.goodput import Category, Clock, Goodput, OnRecord, Produced, goodput
+from stretto.measures.selection import SELECTION, Bias, SelectionBias, report
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.reading import tokens_on_record
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import Value, check_rows
 
@@ -39,7 +42,7 @@ class Totals(Record, frozen=True):
 
     max_staleness: float | None  # None (also what JSON makes of an infinity): no bound
     generated: int = 0  # tokens sampled by all engines for training prompts
-    stopped: int = 0  # tokens of completions that were aborted
+    stopped: int = 0  # tokens of completions that were aborted, and do not go on
     unfinished: int = 0  # tokens of completions in flight when the run ended; a resume may continue them
     recomputed: int = 0  # tokens whose KV cache was computed again after an interruption
     busy: Mapping[str, float] = {}  # role: seconds of work since the first prompt was admitted
@@ -50,6 +53,9 @@ class Totals(Record, frozen=True):
     generated_by: Mapping[str, int] = {}  # engine: its part of `generated`
     carried: Carried | None = None
     rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
+    evaluated: int = 0  # tokens sampled by all engines for evaluations
+    starting_seconds: float = 0.0  # until the first prompt was admitted
+    activities: Mapping[str, Mapping[str, float]] = {}  # role, span name: seconds, counted as `busy`
 
 
 TOTALS = "totals"
@@ -147,6 +153,22 @@ class Inspection(Record, frozen=True):
     weights: WeightsSummary
     rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value in the newest batch
     gateway: str | None = None  # where agents find the policy of a running run
+    goodput: Mapping[str, Category] = {}  # category: seconds of all roles together, and tokens
+    goodput_roles: Mapping[str, Mapping[str, float]] = {}  # role: category: seconds
+    idle: Mapping[str, Mapping[str, float]] = {}  # role: reason: seconds
+    selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: lost groups against the others
+
+
+def budget(totals: Totals, on_record: OnRecord) -> Goodput:
+    """The goodput budget of a run."""
+    return goodput(
+        Produced(totals.generated, totals.stopped, totals.recomputed, totals.evaluated),
+        on_record,
+        Clock(totals.wall_seconds, totals.starting_seconds, totals.rl_seconds),
+        totals.busy,
+        totals.activities,
+        engines=frozenset(totals.generated_by),
+    )
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -178,6 +200,7 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
         " FROM steps"
     ).fetchone()
     staleness = _staleness(connection, totals.max_staleness)
+    spent = budget(totals, tokens_on_record(connection))
     interrupted, multi_version, lost = connection.execute(
         "SELECT coalesce(sum(interrupted > 0), 0), coalesce(sum(newest_version > oldest_version), 0),"
         " coalesce(sum(CASE WHEN state IN ('filtered', 'expired', 'failed') THEN tokens END), 0) FROM trajectories"
@@ -206,6 +229,10 @@ def _inspection(connection: sqlite3.Connection) -> Inspection:
         ),
         weights=_weights(totals.carried),
         rewards=totals.rewards,
+        goodput=spent.budget,
+        goodput_roles=spent.roles,
+        idle=spent.idle,
+        selection_bias=report(_fact(connection, SELECTION, SelectionBias) or SelectionBias()),
     )
 
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import textwrap
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 import stretto
 from stretto import sections
+from stretto.api import orders
 from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
 from tests.api.workshop_rewards import length
+from tests.launch.running import children, default_dispositions
+from tests.launch.warm import MARK, WarmCommand, children_of, session_server
 from tests.tiny_policy import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +40,23 @@ def tiny_recipe() -> stretto.Recipe:
     )
 
 
+def warm_process(
+    words: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], **_: object
+) -> WarmCommand:  # as `subprocess.Popen`
+    """In place of an interpreter of its own: a process that is forked from one that has imported what a run needs."""
+    interpreter, option, module, *arguments = words
+    assert option == "-m"
+    os.stat(interpreter)
+    with default_dispositions():
+        mark = {MARK: uuid.uuid4().hex}
+        return WarmCommand(arguments, Path.cwd(), {**env, **mark}, module, pass_fds)
+
+
+def living() -> list[int]:
+    """The processes of runs, and other children of this process."""
+    return sorted([*children(), *children_of(session_server().pid)])
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder, which is the working folder as long as a test uses it."""
@@ -41,6 +64,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # the processes of a run find this stretto
+        patch.setattr(orders, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": warm_process}))
         (folder / "recipe.toml").write_text(to_toml(tiny_recipe()))
         build_policy(TINY, folder / "model", seed=1)
         yield folder

@@ -23,14 +23,14 @@ import stretto
 from stretto import sections
 from stretto.api.orders import INSIDE
 from stretto.api.run import _MetricsReader
-from tests.api.conftest import tiny_recipe
+from tests.api.conftest import living, tiny_recipe
 from tests.api.workshop_rewards import length
-from tests.launch.running import children, default_dispositions
+from tests.launch.running import default_dispositions
 
 
 def assert_nothing_is_left(run: stretto.Run, before: list[int]) -> None:
     assert not run.running
-    assert children() == before
+    assert living() == before
 
 
 def test_a_run_has_its_steps_its_accuracy_and_its_trajectories(first_run: stretto.Run) -> None:
@@ -88,7 +88,7 @@ def test_a_recipe_in_code_is_evaluated_from_the_working_folder(inside: Path, mon
 
 def test_leaving_the_loop_stops_the_run_and_it_can_go_on(inside: Path) -> None:
     """In a running event loop, as in a notebook."""
-    before = children()
+    before = living()
 
     async def cell() -> stretto.Run:
         run = stretto.train(tiny_recipe(), run_dir="runs/left", trainer={"steps": 100_000}, store={"sample_seconds": 1})
@@ -109,7 +109,7 @@ def test_leaving_the_loop_stops_the_run_and_it_can_go_on(inside: Path) -> None:
 
 
 def test_ctrl_c_stops_the_run_and_is_raised(inside: Path) -> None:
-    before, seen = children(), list[int]()
+    before, seen = living(), list[int]()
 
     def look(step: stretto.StepMetrics) -> None:
         seen.append(step.step)
@@ -168,9 +168,9 @@ def test_mistakes_have_the_text_of_the_command_line(inside: Path, monkeypatch: p
 
 
 def test_what_only_the_process_of_the_run_can_find_is_raised_here(inside: Path) -> None:
-    before = children()
+    before = living()
     with pytest.raises(stretto.RewardFunctionError, match="no built-in reward is called 'lenght'"):
         stretto.train("recipe.toml", rewards={"function": "lenght"})
     with pytest.raises(stretto.ModelFolderError, match="no such folder"):
         stretto.evaluate("no-model", tiny_recipe(), evaluation={"prompts": 4})
-    assert children() == before
+    assert living() == before

@@ -135,6 +135,37 @@ def test_a_token_that_was_not_trained_once_is_found(tmp_path: Path, told: int, m
     )
 
 
+BUDGETS = {
+    "trained": (
+        {"trained": 5, "generated_and_waiting": 3},
+        "the budget has 5 tokens trained and 0 masked, the batches so far have 6 and 0",
+    ),
+    "masked": (
+        {"masked": 1, "generated_and_waiting": 1},
+        "the budget has 6 tokens trained and 1 masked, the batches so far have 6 and 0",
+    ),
+    "fewer than nothing": ({"failed": -1, "expired": 2}, "the budget has -1 tokens failed"),
+    "missing": ({"generated_and_waiting": 1}, "the budget has 8 sampled tokens, engines had counted 9"),
+}
+
+
+@pytest.mark.parametrize(("change", "breach"), BUDGETS.values(), ids=BUDGETS)
+def test_a_budget_that_does_not_add_up_is_found(tmp_path: Path, change: dict[str, int], breach: str) -> None:
+    """Of nine sampled tokens six were trained; two were recomputed."""
+    folder = run_of(tmp_path, *FOREST)
+    whole = {"trained": 6, "masked": 0, "generated_and_waiting": 2, "failed": 1, "expired": 0, "recomputed": 2}
+
+    def tell(tokens: dict[str, int]) -> None:
+        budget = {name: {"seconds": 0.0, "tokens": count} for name, count in tokens.items()}
+        line = {"kind": "step", "step": 1, "trained_tokens": 6, "masked_tokens": 0, "generated_tokens": 9}
+        (folder / "metrics.jsonl").write_text(json.dumps(line | {"goodput": budget}))
+
+    tell(whole)
+    assert check_run(folder).kept
+    tell(whole | change)
+    assert check_run(folder).breaches["every token has one category"] == (f"step 1: {breach}",)
+
+
 CHANGES = {
     "where a branch begins": (given(8, parent=2, cause="history_rewritten"), "parent of segment 3 of 0.a.0/0"),
     "why it does": (given(8, parent=0, cause="compaction"), "cause of segment 3 of 0.a.0/0"),

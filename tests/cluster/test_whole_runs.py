@@ -69,6 +69,7 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
         with machine(laboratory, run_dir) as first, machine(laboratory, run_dir, "--tls", theirs) as second:
             wait_until(lambda: said(run_dir).count("has joined, at version") == 2, "two engines", command)
             mirrors = [weights_of(first), weights_of(second)]
+            wait_until(lambda: {"engine-0", "engine-1"} <= at_work(run_dir), "the work of both", command)
             goes_on(command, run_dir)
             first.process.send_signal(signal.SIGKILL)
             wait_until(lambda: "has left: " in said(run_dir), "the loss of one", command)
@@ -77,6 +78,7 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
             os.kill(server, signal.SIGKILL)
             with machine(laboratory, run_dir) as third:
                 wait_until(lambda: said(run_dir).count("has joined, at version") == 3, "a third engine", command)
+                wait_until(lambda: "engine-2" in at_work(run_dir), "the work of the third", command)
                 ended, _ = second.stop(signal.SIGTERM)
                 assert (ended.code, ended.err) == (0, "")
                 assert "its agent was asked to end" in said(run_dir)
@@ -92,6 +94,11 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
         assert "the server of weights was killed by SIGKILL (out of memory?): a new one is started" in said(run_dir)
     assert not [folder for folder in mirrors if folder.exists()]
     assert_told(run_dir)
+
+
+def at_work(run_dir: Path) -> set[str]:
+    """The roles of which the timeline shows work, and not only what they have fetched."""
+    return {span.role for span in read_spans(run_dir / "spans.jsonl") if span.name != "pull"}
 
 
 def assert_told(run_dir: Path) -> None:

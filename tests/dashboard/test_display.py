@@ -21,6 +21,7 @@ from rich.console import Console
 from stretto.dashboard.terminal.panel import sparkline
 from stretto.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
 from stretto.dashboard.terminal.summary import bar, print_inspection, print_summary
+from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals, inspect_run
 from stretto.store.ledger.config import StoreConfig
@@ -138,8 +139,10 @@ def finished_run(tmp_path: Path) -> Path:
         initial_accuracy=0.41,
         final_accuracy=0.96,
     )
+    bias = {"length": Bias(0.62, 3e-8), "difficulty": Bias(), "latency": Bias(0.71, 2e-9)}
     with RunFolder.create(tmp_path / "run") as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
         ledger.put(TOTALS, totals)
+        ledger.put(SELECTION, SelectionBias(windows=1, strongest=bias, newest=bias))
     return tmp_path / "run"
 
 
@@ -149,6 +152,12 @@ def test_the_summary_says_what_was_learnt_and_what_it_took(finished_run: Path) -
     text = output.getvalue()
     for words in ("41.0% → 96.0%", "10.0 s of RL, 16.0 s in all", "81,920 generated", "9,120 recomputed", "80%"):
         assert words in text
+    # 81,920 of 91,040 tokens; 8 of 16 seconds, the other 2 in the 10 s of RL and 6 behind them
+    assert "generated and waiting  81,920 tokens (90.0%), 8.0 s (50.0%)" in text
+    assert "trainer idle  ending 6.0 s, batch 2.0 s" in text
+    assert "selection bias  length +0.62, p = 3e-08" in text
+    assert "selection bias  latency +0.71, p = 2e-09" in text
+    assert "difficulty" not in text  # no sign of any
 
 
 def test_the_json_is_one_object_and_nothing_else(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

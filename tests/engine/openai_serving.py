@@ -28,6 +28,8 @@ from stretto.engine.openai.translate import ServedModel
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.serving import Mailbox
+from tests.launch.running import service
+from tests.launch.warm import WarmCommand
 
 ROOT = Path(__file__).parents[2]
 NAME = "bytes"
@@ -110,7 +112,7 @@ async def openai_served(
 class Serving:
     """A process of ``stretto serve``."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | WarmCommand
     url: str
     said: list[str]  # before it served
 
@@ -124,6 +126,13 @@ class Serving:
 @contextmanager
 def serve_process(folder: Path, *arguments: str) -> Iterator[Serving]:
     """``stretto serve FOLDER --port 0 ARGUMENTS``, once it listens."""
+    with service("serve", folder, "--port", "0", *arguments, serving="serving at ") as (process, said):
+        yield Serving(process, said[-1].split()[-1].removesuffix("/v1"), said)
+
+
+@contextmanager
+def serve_cold(folder: Path, *arguments: str) -> Iterator[Serving]:
+    """The same, in an interpreter of its own."""
     command = [sys.executable, "-m", "stretto.cli.main", "serve", str(folder), "--port", "0", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

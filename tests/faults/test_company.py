@@ -1,7 +1,7 @@
 """Engines as bad company, in real runs: the run goes on, and no law is broken.
 
 - One of two engines is a hundred times slower than the other: the other goes on, and the slow one is not given up.
-- An engine is killed every second: work goes on at the rate that is left.
+- Engines are killed in turn, again and again: work goes on at the rate that is left.
 - A completion that another engine goes on with, after a kill, names both; the roster tells of the kill.
 - Replies of an engine are lost on their way: what they answered is asked for again, and counts once.
 """
@@ -98,12 +98,14 @@ def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp
         wait_for_step(command, 2)
 
         def kill_in_turn(over: threading.Event) -> None:
-            turn = 0
-            while not over.wait(1.0):
-                if (victim := engine(command, f"engine-{turn % 2}")) is not None:
+            """Each when the run has gone on since the last: no completion is so unlucky that it is given up."""
+            turn, step = 0, 0
+            while not over.wait(0.05):
+                victim = engine(command, f"engine-{turn % 2}")
+                if victim is not None and steps_done(run_dir) >= step:
+                    turn, step = turn + 1, steps_done(run_dir) + 3
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGKILL)
-                turn += 1
 
         with going_on(kill_in_turn):
             done = steps_done(run_dir)

@@ -12,5 +12,5 @@ from tests.launch.running import Laboratory
 
 
 def test_a_run_that_is_stopped_again_and_again_is_always_left_whole(laboratory: Laboratory, tmp_path: Path) -> None:
-    found = stops(Laboratory(tmp_path, laboratory.cache), numbers=(3, 4, 5), seed=1)
+    found = stops(Laboratory(tmp_path, laboratory.cache, warm=True), numbers=(3, 4, 5), seed=1)
     assert {stop.number: stop.problems for stop in found} == dict.fromkeys((3, 4, 5), ())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +14,8 @@ import pytest
 from stretto.core.errors import UserError
 from stretto.launch.commands.gateway import gateway as serve_sessions
 from tests.gateway.serving import build_chat_model
-
-ROOT = Path(__file__).parents[2]
+from tests.launch.running import service
+from tests.launch.warm import WarmCommand
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def gateway(model: Path, folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def gateway(model: Path, folder: Path, *words: str) -> Iterator[tuple[WarmCommand, str]]:
     """The command, and its address once it listens."""
-    command = [sys.executable, "-m", "stretto.cli.main", "gateway", str(model), "--port", "0", "--folder", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            said = ""
-            for line in process.stdout:
-                said += line
-                if line.startswith("gateway at "):
-                    break
-            yield process, line.removeprefix("gateway at ").strip()
-        finally:
-            process.kill()
+    begun = "gateway at "
+    with service("gateway", model, "--port", "0", "--folder", folder, *words, serving=begun) as (process, said):
+        (line,) = (line for line in said if line.startswith(begun))
+        yield process, line.removeprefix(begun).strip()
 
 
 def ask(session: dict[str, str], address: str, *texts: str) -> httpx.Response:
@@ -59,7 +47,7 @@ def test_recorded_turns_answer_after_the_process_was_killed(model: Path, tmp_pat
         assert first.status_code == 200, first.text
         text = first.json()["choices"][0]["message"]["content"]
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.wait(60)
     with gateway(model, tmp_path / "sessions") as (process, address):
         assert ask(session, address, "hello").content == first.content
         assert ask(session, address, "hello", text, "go on").status_code == 200

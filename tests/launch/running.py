@@ -30,7 +30,7 @@ from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
-from tests.launch.warm import MARK, WarmCommand, children_of, session_fork_server, session_server
+from tests.launch.warm import MARK, WarmCommand, children_of, draw_nothing, session_fork_server, session_server
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
@@ -256,6 +256,8 @@ class Laboratory:
             patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
             if self.warm:
                 patch.setattr(fork_server, "fork_server", session_fork_server)
+                if arguments[0] == "train":
+                    draw_nothing(patch)
             try:
                 main()
             except SystemExit as end:
@@ -269,6 +271,28 @@ class Laboratory:
         assert ended.code == 0, ended.out + ended.err + logs(run_dir)
         assert list(shared_files(run_dir)) == []
         return ended
+
+
+@contextmanager
+def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand, list[str]]]:
+    """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and
+    its lines until then.
+
+    Raises:
+        AssertionError: it has ended before, with what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as folder:
+        marked = os.environ | {"PYTHONPATH": str(ROOT), MARK: uuid.uuid4().hex}
+        with default_dispositions():
+            process = WarmCommand([str(word) for word in arguments], Path(folder), marked)
+        try:
+            wait_until(lambda: f"\n{serving}" in f"\n{process.said()[0]}" or process.poll() is not None, serving)
+            lines = process.said()[0].splitlines(keepends=True)
+            assert any(line.startswith(serving) for line in lines), process.said()[1]
+            yield process, lines
+        finally:
+            process.kill()
+            process.wait(30)
 
 
 def wait_until(condition: Callable[[], bool], awaited: str, command: Command | None = None) -> None:

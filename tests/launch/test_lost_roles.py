@@ -66,7 +66,7 @@ def worked_since(run_dir: Path, role: str, moment: float) -> bool:
 
 def test_roles_that_die_with_the_fork_server_are_replaced_without_it(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=20", "trainer.keep_versions=1", cold=True) as command:
+    with laboratory.train(run_dir, "trainer.steps=20", "trainer.keep_versions=1") as command:
         wait_for_step(command, 2)
         os.kill(command.role("fork server"), signal.SIGKILL)
         ended = command.end()

@@ -52,3 +52,7 @@ def test_what_would_be_too_old_expires_and_is_asked_again(laboratory: Laboratory
     expired = [t for t in trajectories if t["state"] == "expired"]
     assert found.trajectories.expired == len(expired)
     assert all("version" in t["reason"] for t in expired)
+    budget = {name: category.tokens for name, category in found.goodput.items()}
+    assert sum(budget.values()) == found.tokens.generated + found.tokens.recomputed
+    assert budget["expired"] >= sum(len(t["token_ids"]) for t in expired)
+    assert budget["failed"] == 0  # what was aborted in flight had expired

@@ -73,7 +73,7 @@ def test_a_stopped_run_has_a_checkpoint_and_goes_on(laboratory: Laboratory, tmp_
 
 def test_a_stop_does_not_wait_for_an_engine_that_does_not_reply(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, ENDLESS) as command:
+    with laboratory.train(run_dir, ENDLESS, "deadlines.stop=3") as command:
         wait_for_step(command, 1)
         os.kill(command.role("engine"), signal.SIGSTOP)
         ended, seconds = command.stop(signal.SIGINT)
@@ -122,7 +122,7 @@ def test_a_run_killed_before_its_first_checkpoint_loses_nothing(laboratory: Labo
 
 def test_a_stop_while_the_roles_start_leaves_a_run_that_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=1", cold=True) as command:
+    with laboratory.train(run_dir, "trainer.steps=1") as command:
         wait_until(lambda: bool(command.processes(MODULES["engine"])), "an engine's process", command)
         ended, seconds = command.stop(signal.SIGINT)
         assert ended.code == 130, ended.err

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
+from stretto.measures.goodput import CATEGORIES
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 from tests.tolerances import EXACT
 
@@ -39,6 +40,10 @@ INSPECTION: dict[str, type | list[str]] = {
     "weights": ["medium", "bytes", "seconds_pull_median", "seconds_pause_median"],
     "rewards": dict,
     "gateway": type(None),  # a run whose agents need one has it while it runs
+    "goodput": list(CATEGORIES),
+    "goodput_roles": ["conductor", "engine-0", "rewards", "trainer"],
+    "idle": ["conductor", "engine-0", "rewards", "trainer"],
+    "selection_bias": ["length", "difficulty", "latency"],
 }
 TRAJECTORY = [
     "id",
@@ -159,6 +164,25 @@ def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: l
     assert found.tokens.wasted > 0  # when the last step was done, answers were in flight
     assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
     assert found.tokens.recomputed > 0 or found.interrupted == 0
+
+
+def test_every_token_and_every_second_has_its_category(run_dir: Path) -> None:
+    found = assert_the_law(run_dir)
+    tokens = {name: category.tokens for name, category in found.goodput.items()}
+    assert sum(tokens.values()) == found.tokens.generated + found.tokens.recomputed
+    assert tokens["trained"] == found.tokens.trained
+    assert tokens["recomputed"] == found.tokens.recomputed
+    assert tokens["generated_and_waiting"] > 0  # when the last step was done, answers were in flight
+    assert tokens["expired"] == tokens["failed"] == 0
+    for role, seconds in found.goodput_roles.items():
+        assert sum(seconds.values()) == pytest.approx(found.wall_seconds, rel=0.01), role
+        assert seconds["idle"] == pytest.approx(sum(found.idle[role].values())), role
+    assert found.goodput_roles["trainer"]["trained"] > 0
+    assert {"starting", "publishing"} <= found.idle["trainer"].keys()
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [line["goodput"]["trained"]["tokens"] for line in steps if line["kind"] == "step"]
+    assert trained == sorted(trained)
+    assert trained[-1] == found.tokens.trained
 
 
 def test_interruptions_happened_and_are_counted(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:

@@ -2,13 +2,15 @@
 takes five seconds of a processor, and each of them is forked from it.
 
 A command is the real one from `stretto.cli.main.main` on, in a process, a session and surroundings of its own, beside a
-fork server of its own. What comes before, the imports, is left to commands that are started without this (``cold``).
+fork server of its own. What comes before, the imports, and the plots at its end are left to commands that are started
+without this (``cold``).
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -25,6 +27,7 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
+from stretto.dashboard.plots import plots
 from stretto.processes import fork_server as product
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
@@ -35,10 +38,10 @@ ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
 _COMMANDS: tuple[str, ...] = (
     "stretto.launch.commands.train",
-    "stretto.dashboard.plots.plots",
     "stretto.dashboard.terminal.summary",
 )
-_COMMANDS += ("stretto.dashboard.terminal.progress", "tests.launch.warm")
+_COMMANDS += ("stretto.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
+_COMMANDS += ("stretto.api.run_process", "stretto.launch.commands.serve", "stretto.launch.commands.gateway")
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -46,11 +49,13 @@ _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack
 class Surroundings(Record, frozen=True):
     """What a command finds: everything that a new process is given."""
 
+    module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
     folder: str
     out: str
     err: str
+    inherited: tuple[int, ...]
 
 
 @cache
@@ -86,15 +91,24 @@ def children_of(pid: int) -> list[int]:
 class WarmCommand:
     """As `subprocess.Popen`, as far as the tests need it."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        module: str = "stretto.cli.main",
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """``python -m MODULE ARGUMENTS`` in `folder`; `inherited` descriptors keep their numbers."""
         self.returncode: int | None = None
         self._out, self._err = (folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
-        told = Surroundings(tuple(arguments), dict(environment), str(folder), str(self._out), str(self._err))
+        output, kept = (str(self._out), str(self._err)), tuple(inherited)
+        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept)
         spec = msgspec.json.encode(told).decode()
         self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            message = msgspec.msgpack.encode(Spawn("tests.launch.warm", spec, os.devnull))
-            socket.send_fds(session_server()._wire, [message], [far.fileno()])
+            message = msgspec.msgpack.encode(Spawn("tests.launch.warm", spec, os.devnull, inherited=kept))
+            socket.send_fds(session_server()._wire, [message], [far.fileno(), *kept])
         self._wire.settimeout(100)
         spawned = _REPLY.decode(self._wire.recv(LONGEST_MESSAGE))
         assert isinstance(spawned, Spawned), spawned
@@ -108,15 +122,19 @@ class WarmCommand:
             self._wire.close()
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None and not select.select([self._wire], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("stretto", timeout)
+            raise subprocess.TimeoutExpired("stretto", timeout or 0.0)
         code = self.poll()
         assert code is not None
         return code
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         self.wait(timeout)
+        return self.said()
+
+    def said(self) -> tuple[str, str]:
+        """What it has written so far to its output and to its errors."""
         out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
         return out, err
 
@@ -127,6 +145,9 @@ class WarmCommand:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
 
 class _Forked:
     """As `subprocess.Popen` to a `ForkServer`, for a child that was forked."""
@@ -135,10 +156,12 @@ class _Forked:
         self.pid = pid
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended, as a test wanted
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        os.waitpid(self.pid, 0)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 def main(arguments: list[str]) -> int:
@@ -149,6 +172,8 @@ def main(arguments: list[str]) -> int:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         near.close()
+        for descriptor in told.inherited:
+            os.close(descriptor)
         return _become_fork_server(far, command)
     far.close()
     near.setblocking(False)
@@ -160,11 +185,15 @@ def main(arguments: list[str]) -> int:
         return server
 
     product.__dict__["ForkServer"] = opened
-    from stretto.cli.main import main as command_line
-
     sys.argv = ["stretto", *told.arguments]
-    command_line()
+    draw_nothing()
+    importlib.import_module(told.module).main()
     return 0
+
+
+def draw_nothing(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Runs of this process end without plots, which take half of the time of a tiny one."""
+    (patch or pytest.MonkeyPatch()).setattr(plots, "plot_run", lambda path: ())
 
 
 def _put_into(told: Surroundings) -> None:
@@ -178,7 +207,7 @@ def _put_into(told: Surroundings) -> None:
     os.chdir(told.folder)
     sys.path[0] = told.folder
     tempfile.tempdir = None
-    fork_server_role.show_as([sys.executable, "-m", "stretto.cli.main", *told.arguments])
+    fork_server_role.show_as([sys.executable, "-m", told.module, *told.arguments])
 
 
 def _mark(mark: bytes) -> None:

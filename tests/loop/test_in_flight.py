@@ -106,8 +106,10 @@ def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() ->
             engines.begun.clear()
             engines.told = told
             await in_flight.keep()
+            assert (in_flight.sampled("7"), in_flight.sampled("8")) == (told, 0)
             engines.go_on.set()
         completions = await answering
+        assert in_flight.sampled("7") == 10
         await in_flight.keep()
         return completions
 

@@ -16,7 +16,7 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
-from tests.engine.openai_serving import build_byte_policy, generated, serve_process
+from tests.engine.openai_serving import build_byte_policy, generated, serve_cold
 from tests.gateway.serving import in_a_loop, served_gateway
 from tests.real_agents.running import PROGRAMS, ScoredModel, check_scores, run
 
@@ -61,7 +61,7 @@ async def test_rollouts_in_the_harness_of_one_process(verifiers: Path, tmp_path:
 
 def test_a_rollout_in_their_server_has_the_engines_tokens(verifiers: Path, tmp_path: Path) -> None:
     folder = build_byte_policy(tmp_path / "bytes")
-    with serve_process(folder) as serving:
+    with serve_cold(folder) as serving:
         words = [str(verifiers), str(PROGRAMS / "verifiers_server.py"), f"{serving.url}/v1", "bytes", str(folder)]
         told = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert told.returncode == 0, told.stderr[-3000:]

@@ -14,7 +14,7 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
-from tests.engine.openai_serving import build_byte_policy, generated, serve_process
+from tests.engine.openai_serving import build_byte_policy, generated, serve_cold
 
 CLIENT = Path(__file__).with_name("verifiers_client.py")
 
@@ -25,7 +25,7 @@ def test_the_training_client_of_verifiers_gets_the_engines_tokens(tmp_path: Path
     except PeerUnavailable as problem:
         pytest.skip(f"verifiers cannot be installed: {problem}")
     folder = build_byte_policy(tmp_path / "bytes")
-    with serve_process(folder) as serving:
+    with serve_cold(folder) as serving:
         words = [str(python), str(CLIENT), f"{serving.url}/v1", "bytes", str(folder)]
         told = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert told.returncode == 0, told.stderr

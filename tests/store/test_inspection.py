@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory, Verdict
+from stretto.measures.goodput import CATEGORIES
 from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import ENGINES, TOTALS, Carried, Membership, Totals, WeightsSummary, inspect_run
@@ -89,9 +91,39 @@ def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
         ledger.put(ENGINES, [stayed, vanished])
 
 
+def near(value: float) -> Any:
+    return pytest.approx(value, abs=1e-9)
+
+
+def seconds(**spent: float) -> dict[str, Any]:
+    return {name: near(spent.get(name, 0.0)) for name in CATEGORIES}
+
+
+# 9 of 30 sampled tokens are on record; each has 0.3 s of the engine's 9 s. The trainer has trained 4 tokens and
+# masked 2 in 5 s. Both wait for the rest of the 10 s of RL; 2 s of the run were before or behind it.
+BUDGET: dict[str, Any] = {
+    "goodput": {
+        "trained": {"seconds": near(9 * 4 / 30 + 5 * 4 / 6), "tokens": 4},
+        "generated_and_waiting": {"seconds": near(9 * 21 / 30), "tokens": 21},
+        "masked": {"seconds": near(9 * 2 / 30 + 5 * 2 / 6), "tokens": 2},
+        "expired": {"seconds": 0.0, "tokens": 0},
+        "filtered": {"seconds": near(9 * 3 / 30), "tokens": 3},
+        "recomputed": {"seconds": 0.0, "tokens": 7},
+        "failed": {"seconds": 0.0, "tokens": 0},
+        "idle": {"seconds": near(1 + 5 + 2 * 2), "tokens": 0},
+    },
+    "goodput_roles": {
+        "engine-0": seconds(trained=1.2, generated_and_waiting=6.3, masked=0.6, filtered=0.9, idle=3.0),
+        "trainer": seconds(trained=5 * 4 / 6, masked=5 * 2 / 6, idle=7.0),
+    },
+    "idle": {"engine-0": {"admission": 1.0, "ending": 2.0}, "trainer": {"batch": 5.0, "ending": 2.0}},
+}
+
+
 def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path, make)
-    assert json.loads(msgspec.json.encode(inspect_run(tmp_path))) == {
+    found = json.loads(msgspec.json.encode(inspect_run(tmp_path)))
+    assert found == {
         "steps": 2,
         "version": 2,
         "wall_seconds": 12.0,
@@ -139,6 +171,8 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
         "weights": {"medium": "http", "bytes": 20, "seconds_pull_median": 0.3, "seconds_pause_median": 0.03},
         "rewards": {},
         "gateway": None,
+        **BUDGET,
+        "selection_bias": {name: {"statistic": 0.0, "p": 1.0} for name in ("length", "difficulty", "latency")},
     }
 
 

@@ -26,13 +26,17 @@ def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_
     authority(site.there / "theirs")
 
     async def scenario(tls: str) -> str:
-        async with running(site, assembly=5.0, tls=str(site.here / "tls")) as group:
+        async with running(site, assembly=10.0, tls=str(site.here / "tls")) as group:
             await group.start_rank(tls=tls)
             assert await group.rank.ended() == "ended with exit code 1"
             return await lost(group)
 
-    assert "does not speak our TLS" in run(scenario(""))
-    assert "closed the connection in the handshake of TLS" in run(scenario(str(site.there / "theirs")))
+    async def both() -> tuple[str, str]:
+        return await asyncio.gather(scenario(""), scenario(str(site.there / "theirs")))
+
+    without, with_another = run(both())
+    assert "does not speak our TLS" in without
+    assert "closed the connection in the handshake of TLS" in with_another
     assert "does not accept our TLS" in site.log_of_rank()
 
 

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 
 _BAR_WIDTH = 24
@@ -38,7 +39,7 @@ def print_summary(inspection: Inspection, title: str, console: Console | None = 
 
 
 def summary_table(inspection: Inspection, title: str) -> Table:
-    """One row for each value: accuracy and time, work, staleness, busy roles, engines and weights."""
+    """One row for each value: accuracy and time, work, staleness, busy roles, goodput, engines and weights."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
@@ -50,6 +51,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         _work(inspection),
         _staleness(inspection),
         _busy(inspection.busy),
+        _goodput(inspection),
         (*engines, *weights),
     ):
         for name, value in section:
@@ -106,6 +108,22 @@ def _staleness(inspection: Inspection) -> Rows:
 def _busy(busy: Mapping[str, float]) -> Rows:
     for role, fraction in busy.items():
         yield f"{role} busy", Text.assemble((bar(fraction), "blue"), f" {fraction:.0%}")
+
+
+def _goodput(inspection: Inspection) -> Rows:
+    budget = inspection.goodput
+    tokens, seconds = (max(1e-9, sum(getattr(one, unit) for one in budget.values())) for unit in ("tokens", "seconds"))
+    for name, one in budget.items():
+        if one.tokens or one.seconds:
+            of_tokens = f"{one.tokens:,} tokens ({one.tokens / tokens:.1%})"
+            yield name.replace("_", " "), f"{of_tokens}, {one.seconds:,.1f} s ({one.seconds / seconds:.1%})"
+    for name, bias in inspection.selection_bias.items():
+        if bias.p < 1:
+            found = f"{name} {bias.statistic:+.2f}, p = {bias.p:.1g}"
+            yield "selection bias", Text(found, style="bold red" if bias.p < SIGNIFICANT else "")
+    for role, reasons in inspection.idle.items():
+        spells = sorted(reasons.items(), key=lambda spell: -spell[1])
+        yield f"{role} idle", ", ".join(f"{reason} {spell:,.1f} s" for reason, spell in spells)
 
 
 def _engines(engines: Iterable[EngineRecord]) -> Rows:

@@ -32,6 +32,7 @@ from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
 from stretto.loop.records.reporter import Reporter
+from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
@@ -127,8 +128,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         for sentence in start.sentences():
             reporter.say(sentence)
         _drop_what_came_later(context)
-        totals = ledger.get(TOTALS, Totals)
-        earlier = EarlierTotals() if totals is None else EarlierTotals.of(totals)
+        earlier = _earlier(folder, ledger)
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
@@ -146,9 +146,19 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 reporter.say(fact)
             _keep_roster(context, roles)
             if not stop.requested:
-                recorder = _recorder(context, roles, earlier, since)
-                await run_beside(roles.supervise(), _train(context, roles, recorder))
+                selection = _selection(context)
+                recorder = _recorder(context, roles, earlier, since, selection)
+                await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
         return stop.exit_code
+
+
+def _earlier(folder: RunFolder, ledger: Ledger) -> EarlierTotals:
+    """What earlier processes of the run have done; the tokens in flight of which nothing is journaled are lost."""
+    if (totals := ledger.get(TOTALS, Totals)) is None:
+        return EarlierTotals()
+    members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
+    go_on = sum(len(segment.versions) for member in members for segment in member.segments)
+    return EarlierTotals.of(totals, ledger.on_record.tokens + go_on)
 
 
 def _roles_of(recipe: Recipe) -> str:
@@ -167,7 +177,17 @@ def _keep_roster(context: RunContext, roles: Roles) -> None:
     ledger.watch(ENGINES, roster.rows)
 
 
-def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: float) -> Recorder:
+def _selection(context: RunContext) -> SelectionWatch:
+    """What sees which groups are lost; the ledger keeps what it knows."""
+    ledger = context.ledger
+    watch = SelectionWatch(ledger, time.monotonic, ledger.get(SELECTION, SelectionBias), context.report)
+    ledger.watch(SELECTION, lambda: watch.known)
+    return watch
+
+
+def _recorder(
+    context: RunContext, roles: Roles, earlier: EarlierTotals, since: float, selection: SelectionWatch
+) -> Recorder:
     recipe = context.plan.recipe
     return Recorder(
         context.folder,
@@ -180,6 +200,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: EarlierTotals, since: 
         medium=roles.cluster.medium.medium,
         slow_reward=SlowReward(recipe.rewards.title, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,
+        selection=selection,
     )
 
 
@@ -206,13 +227,13 @@ def _drop_what_came_later(context: RunContext) -> None:
     rewind_samples(folder.held_out, start.version)
 
 
-async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
+async def _train(context: RunContext, roles: Roles, recorder: Recorder, selection: SelectionWatch) -> None:
     recipe, ledger = context.plan.recipe, context.ledger
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
         recipe.rollout,
         _prompts(context.plan, state.position),
-        ledger,
+        selection,
         recipe.seed,
         version=context.start.version,
         pacing=InRounds() if in_rounds(recipe) else Continuous(),
@@ -225,6 +246,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder) -> None:
         if roles.workflows is None
         else _conversations(context, roles, roles.workflows, unfinished)
     )
+    selection.ask(in_flight.sampled)
     roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
     conductor = Conductor(
         controller=controller,

@@ -201,6 +201,14 @@ class InFlight:
         for one in (id, *self._turns.pop(id, ())):
             self._groups.pop(one, None)
 
+    def sampled(self, id: str) -> int:
+        """Tokens of a group, as far as they have been heard of; 0 also where nothing has."""
+        parts = [group for name in (id, *self._turns.get(id, ())) if (group := self._groups.get(name)) is not None]
+        ended = sum(len(completion.token_ids) for group in parts for completion in group.ended.values())
+        return ended + sum(
+            group.known(member) for group in parts for member in group.prefixes.keys() - group.ended.keys()
+        )
+
     @property
     def unjudged(self) -> int:
         """Tokens of groups whose completions have all ended and that are not judged yet."""

@@ -21,6 +21,7 @@ from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.listener import TrainerReplies
 from stretto.loop.learner.recovery import Recovery
+from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
@@ -152,6 +153,7 @@ class TrainerLink:
         for step in range(ready.version + 1, self._version + 1):
             order = Train(batch=await asyncio.to_thread(recovery.batch, step), publish=False)
             trained = await self._ask(order, Trained, f"to do step {step} again", self._deadlines.step)
+            self._keep([msgspec.structs.replace(span, name=AGAIN) for span in trained.spans])
             updates.append(trained.update)
         return updates
 

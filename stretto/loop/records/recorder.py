@@ -18,8 +18,10 @@ from stretto.core.records import Batch, Completion, Outcome, Prompt, Record, Tra
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
+from stretto.measures.goodput import WORK
+from stretto.measures.selection import SelectionWatch
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals
+from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals, budget
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
@@ -39,11 +41,15 @@ class EarlierTotals(Record, frozen=True):
     initial_accuracy: float | None = None
     generated_by: Mapping[str, int] = {}
     carried: Carried | None = None
+    evaluated: int = 0
+    starting_seconds: float = 0.0
+    activities: Mapping[str, Mapping[str, float]] = {}
 
     @classmethod
-    def of(cls, totals: Totals) -> EarlierTotals:
-        """All work counts, also that of steps which are done again."""
-        return cls(**{name: getattr(totals, name) for name in cls.__struct_fields__})
+    def of(cls, totals: Totals, kept: int) -> EarlierTotals:
+        """All work counts, also that of steps which are done again. `kept`: the tokens that are on record, or go on."""
+        fields = {name: getattr(totals, name) for name in cls.__struct_fields__}
+        return cls(**fields | {"stopped": max(0, totals.generated - kept)})
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,11 @@ class RunClock:
         self._since = since
         self._rl_since: float | None = None
         self._rl_seconds = earlier.rl_seconds
+        self.starting_seconds = earlier.starting_seconds  #: until the first prompt was admitted
 
     def rl_begins(self) -> None:
         self._rl_since = time.monotonic()
+        self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
 
     def updated(self) -> None:
         """An update is done."""
@@ -102,8 +110,10 @@ class Recorder:
         medium: str = "shared_memory",
         slow_reward: SlowReward | None = None,
         sample_seconds: float = 0.0,
+        selection: SelectionWatch | None = None,
     ) -> None:
         self.clock = clock
+        self._selection = selection
         self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
         self.held_out = self._samples.held_out
         self._slow_reward = slow_reward
@@ -124,8 +134,13 @@ class Recorder:
             initial_accuracy=earlier.initial_accuracy,
             generated_by=earlier.generated_by,
             carried=earlier.carried,
+            evaluated=earlier.evaluated,
+            starting_seconds=earlier.starting_seconds,
+            activities=earlier.activities,
         )
         self._before = Work()
+        self._stopped: int | None = None  # tokens of aborted completions, before the end of the run aborts the others
+        self._activities: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         self._sampled: Counter[Outcome] = Counter()
@@ -141,22 +156,29 @@ class Recorder:
         self._before = self._work()
         self._busy_before, self._polled = self._before.busy, time.monotonic()
         self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
+        self._activities = self.latest.activities
         self.clock.rl_begins()
+
+    def gives_up(self) -> None:
+        """The run ends, and the engines are about to abort the completions in flight."""
+        self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
         """After the last poll: its counters are those of the run, whose clock stands at the last update. `unjudged`
         tokens are of completions that had ended and were not judged.
         """
         self._not_trained_for = self._evaluation_tokens.copy()
-        totals = self.totals()
+        totals, work = self.totals(), self._work()
+        cut_off = 0 if self._stopped is None else work.stopped - self._stopped
         self.latest = msgspec.structs.replace(
             self.latest,
             generated=totals.generated,
             recomputed=totals.recomputed,
-            stopped=totals.stopped,
+            stopped=totals.stopped - cut_off,
             generated_by=totals.generated_by,
             carried=totals.carried,
-            unfinished=self._work().unfinished + unjudged,
+            unfinished=work.unfinished + unjudged + cut_off,
+            evaluated=totals.evaluated,
         )
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
@@ -214,6 +236,8 @@ class Recorder:
             busy=self._busy,
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
             rewards=self._rewards,
+            goodput=budget(totals, self._ledger.on_record).budget,
+            selection_bias=self._selection.known.newest if self._selection is not None else {},
         )
 
     def polled(self) -> None:
@@ -279,6 +303,7 @@ class Recorder:
     def spans(self, spans: Sequence[Span]) -> None:
         self._spans.append(spans)
         self._carried = with_transfers(self._carried, spans)
+        self._activities = with_activities(self._activities, spans)
 
     def totals(self) -> Totals:
         """Everything up to now; the clock of reinforcement learning stands at the last update."""
@@ -297,6 +322,9 @@ class Recorder:
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
             rewards=self._rewards,
+            evaluated=self._not_trained_for.total() + earlier.evaluated,
+            starting_seconds=self.clock.starting_seconds,
+            activities=self._activities,
         )
 
     def conclude(self) -> None:
@@ -321,6 +349,18 @@ def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
         pulls=(*carried.pulls, *pulls)[-NEWEST_TRANSFERS:],
         pauses=(*carried.pauses, *pauses)[-NEWEST_TRANSFERS:],
     )
+
+
+def with_activities(
+    activities: Mapping[str, Mapping[str, float]], spans: Sequence[Span]
+) -> dict[str, dict[str, float]]:
+    """Seconds of work by role and span name, with those of `spans`."""
+    found = {role: dict(seconds) for role, seconds in activities.items()}
+    for span in spans:
+        if span.name in WORK:
+            of_role = found.setdefault(span.role, {})
+            of_role[span.name] = of_role.get(span.name, 0.0) + span.end - span.start
+    return found
 
 
 def _since(now: Mapping[str, Count], before: Mapping[str, Count], earlier: Mapping[str, Count]) -> dict[str, Count]:

@@ -28,10 +28,12 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
+from stretto.measures.goodput import OnRecord
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls
-from stretto.store.ledger.rows import Balance, LiveRow, encode_payload, step_columns, update_columns
+from stretto.store.ledger.reading import tokens_on_record
+from stretto.store.ledger.rows import Balance, LiveRow, TokenTally, encode_payload, step_columns, update_columns
 from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import META, find_fact, seal
 from stretto.store.ledger.wal import log_of
@@ -121,6 +123,7 @@ class Ledger:
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
         self._resume_partials()
+        self._tokens = TokenTally(tokens_on_record(self._connection))
         states = self._query("SELECT state, count(*) FROM trajectories GROUP BY state")
         if strange := [state for state, _ in states if state not in set(map(str, State))]:
             raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
@@ -167,6 +170,7 @@ class Ledger:
         for trajectory in trajectories:
             row = self._move(trajectory.id, State.TRAINED, "")
             row.trained_step = batch.step
+        self._tokens.trained(step)
         self._note(_INSERT_STEP, step)
         self.flush()
 
@@ -275,6 +279,11 @@ class Ledger:
         """Trajectories by state, changes that are not flushed yet included."""
         return Balance(**{state.value: self._counts[state] for state in State})
 
+    @property
+    def on_record(self) -> OnRecord:
+        """Tokens by what became of them, changes that are not flushed yet included."""
+        return self._tokens.on_record
+
     # Writing.
 
     def flush(self) -> None:
@@ -323,7 +332,7 @@ class Ledger:
 
     def _move(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> LiveRow:
         row = self._row(id)
-        before = row.state
+        before, had = row.state, row.tokens
         row.move(state, reason)
         self._counts[before] -= 1
         self._counts[state] += 1
@@ -331,6 +340,7 @@ class Ledger:
             row.finish(trajectory)
             if state is State.BUFFERED or self._config.keep_payloads == "all":
                 self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
+        self._tokens.moved(row, before, had)
         if row.journaled:
             self._partials.append((_DELETE_PARTIALS, (row.key,)))
             row.journaled = 0
@@ -359,8 +369,6 @@ class Ledger:
 
     def _note(self, statement: str, parameters: tuple[Any, ...]) -> None:
         self._pending.setdefault(statement, []).append(parameters)
-
-    # The database.
 
     def _query(self, statement: str, parameters: tuple[Any, ...] = ()) -> list[Any]:
         try:

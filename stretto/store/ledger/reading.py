@@ -21,6 +21,7 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
+from stretto.measures.goodput import OnRecord
 from stretto.store.ledger.partials import UnfinishedMember, read_member
 from stretto.store.ledger.rows import decode_payload
 from stretto.store.ledger.schema import reading
@@ -33,6 +34,8 @@ _TRAJECTORIES = """
     FROM trajectories LEFT JOIN payloads ON payloads.key = trajectories.key
     WHERE trajectories.key >= ? AND trajectories.key < ?
 """
+_TOKENS = "SELECT state, sum(tokens), sum(verdict IS NULL) FROM trajectories GROUP BY state"
+_MASKED = "SELECT coalesce(sum(masked_tokens), 0) FROM steps"
 _LIVE = """
     SELECT groups.id, prompt_id, admitted_version, groups.key, members, prompt_token_ids, groups.seal,
         member, trajectories.key, state,
@@ -87,6 +90,15 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
         (number,) = connection.execute("PRAGMA user_version").fetchone()
         groups = groupby(connection.execute(_LIVE).fetchall(), key=lambda row: row[0])
         return [_unfinished(path, connection, list(group), number) for _, group in groups]
+
+
+def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
+    """The sampled tokens of all trajectories, by what became of them."""
+    rows = {state: (tokens, unjudged) for state, tokens, unjudged in connection.execute(_TOKENS)}
+    ((masked,),) = connection.execute(_MASKED)
+    tokens = {name: rows.get(name, (0, 0))[0] for name in ("trained", "buffered", "filtered", "expired", "failed")}
+    unjudged = {f"{name}_unjudged": rows.get(name, (0, 0))[1] for name in ("expired", "failed")}
+    return OnRecord(**tokens | unjudged | {"masked": masked, "trained": tokens["trained"] - masked})
 
 
 def last_step(path: Path) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.core.states import ALLOWED
+from stretto.measures.goodput import OnRecord
 from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
@@ -43,6 +44,7 @@ class Balance(Record, frozen=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+_MASKED = 5  # the place of the masked tokens in a row of table ``steps``
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
@@ -125,6 +127,13 @@ class LiveRow:
             trajectory.interrupted,
         )
 
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens on record: none while it is in flight."""
+        count = self._outcome[3]
+        assert isinstance(count, int)
+        return count
+
     def columns(self) -> tuple[object, ...]:
         """In the order of the table ``trajectories``."""
         head = (self.key, self.group_key, self.member, self.state.value, self.reason, self.trained_step)
@@ -147,6 +156,31 @@ class LiveRow:
         row.state, row.reason = State(str(state)), str(reason)
         row._outcome, row.finished = tuple(outcome), outcome[0] is not None
         return row
+
+
+class TokenTally:
+    """The tokens of a ledger by what became of them, kept as its rows change."""
+
+    def __init__(self, start: OnRecord) -> None:
+        self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
+
+    def moved(self, row: LiveRow, before: State, had: int) -> None:
+        """`row` was in state `before`, with `had` tokens."""
+        self._counts[before.value] -= had
+        self._counts[row.state.value] += row.tokens
+        if not row.finished:
+            self._counts[f"{row.state}_unjudged"] += 1
+
+    def trained(self, step: tuple[object, ...]) -> None:
+        """A step (the columns of its row) has trained its tokens but for the masked ones."""
+        masked = step[_MASKED]
+        assert isinstance(masked, int)
+        self._counts["trained"] -= masked
+        self._counts["masked"] += masked
+
+    @property
+    def on_record(self) -> OnRecord:
+        return OnRecord(**{name: self._counts[name] for name in OnRecord.__struct_fields__})
 
 
 def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.records import Record
+from stretto.measures.goodput import Category
+from stretto.measures.selection import Bias
 from stretto.store.series.lines import LineWriter, keep_lines, read_lines
 
 
@@ -42,6 +44,8 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     busy: Mapping[str, float | None] = {}  # role: fraction of about the last second
     slower_than_generation: str = ""  # the reward's name, if the run waits for it
     rewards: Mapping[str, float | None] = {}  # of several rewards, by name: mean value before the weight
+    goodput: Mapping[str, Category] = {}  # category: seconds of all roles and tokens, since the start
+    selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: of the newest whole window, if there is one
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):

@@ -1,0 +1,190 @@
+"""The goodput budget: each token and each second of a run in exactly one category (docs/metrics.md).
+
+Tokens are counted, and add up exactly: the sum over the categories is what engines have sampled and recomputed. Seconds
+are measured for each role, and add up to its wall time: work goes to the category of the tokens it was for, in
+proportion to their number, and what is left is idle, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stretto.core.records import Record
+
+TRAINED, WAITING, MASKED, EXPIRED, FILTERED, RECOMPUTED, FAILED, IDLE = CATEGORIES = (
+    "trained",
+    "generated_and_waiting",
+    "masked",
+    "expired",
+    "filtered",
+    "recomputed",
+    "failed",
+    "idle",
+)
+
+_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # what a role waits for between its work
+_OF_ENGINES = "admission"
+_PAUSES = {"load": "loading", "publish": "publishing", "checkpoint": "checkpointing"}  # spans in which no token is made
+AGAIN = "again"  #: spans of a trainer that repeats a step which one before it had done
+#: Spans whose seconds are work of their role: `map` is beside the steps of an engine.
+WORK = frozenset({"generate", "recompute", "proximal", "update", AGAIN, *_PAUSES})
+
+
+class OnRecord(Record, frozen=True):
+    """Sampled tokens of the trajectories on record, by what became of them; those of batches are trained or masked.
+
+    `expired_unjudged` and `failed_unjudged` count trajectories without tokens on record: they were aborted.
+    """
+
+    trained: int = 0
+    masked: int = 0
+    buffered: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+    expired_unjudged: int = 0
+    failed_unjudged: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all trajectories."""
+        return self.trained + self.masked + self.buffered + self.filtered + self.expired + self.failed
+
+
+class Produced(Record, frozen=True):
+    """The tokens that engines have computed, by their counters.
+
+    `generated` were sampled for training prompts, `aborted` of them for completions that were given up; `recomputed`
+    were computed again; `evaluated` were sampled for evaluations, and are in none of the other counts.
+    """
+
+    generated: int = 0
+    aborted: int = 0
+    recomputed: int = 0
+    evaluated: int = 0
+
+
+class Clock(Record, frozen=True):
+    """Seconds: of the whole run, until its first prompt was admitted, and from then to the last update."""
+
+    wall: float = 0.0
+    starting: float = 0.0
+    rl: float = 0.0
+
+
+class Category(Record, frozen=True):
+    """One category of the budget: seconds of all roles together, and tokens."""
+
+    seconds: float
+    tokens: int
+
+
+class Goodput(Record, frozen=True):
+    """The budget, its seconds by role, and the reasons for which each role was idle.
+
+    Example: ``Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
+    idle={"trainer": {"batch": 12.5, "starting": 3.1, ...}, ...})``
+    """
+
+    budget: Mapping[str, Category] = {}
+    roles: Mapping[str, Mapping[str, float]] = {}
+    idle: Mapping[str, Mapping[str, float]] = {}
+
+
+def tokens_by_category(produced: Produced, on_record: OnRecord) -> dict[str, int]:
+    """The tokens of each category.
+
+    Sampled tokens without a record are those of completions in flight, and of aborted ones: these have expired or
+    failed, in proportion to the trajectories that ended so without a record where there are both. Engines that were
+    killed may have counted fewer tokens than are on record; then these are the whole.
+
+    >>> found = tokens_by_category(Produced(generated=30, aborted=4, recomputed=7), OnRecord(trained=20, buffered=5))
+    >>> {name: tokens for name, tokens in found.items() if tokens}
+    {'trained': 20, 'generated_and_waiting': 6, 'recomputed': 7, 'failed': 4}
+    """
+    unrecorded = max(0, produced.generated - on_record.tokens)
+    aborted = min(produced.aborted, unrecorded)
+    ended = on_record.expired_unjudged + on_record.failed_unjudged
+    expired = aborted * on_record.expired_unjudged // ended if ended else 0
+    return {
+        TRAINED: on_record.trained,
+        WAITING: on_record.buffered + unrecorded - aborted,
+        MASKED: on_record.masked,
+        EXPIRED: on_record.expired + expired,
+        FILTERED: on_record.filtered,
+        RECOMPUTED: produced.recomputed,
+        FAILED: on_record.failed + aborted - expired,
+        IDLE: 0,
+    }
+
+
+def goodput(
+    produced: Produced,
+    on_record: OnRecord,
+    clock: Clock,
+    busy: Mapping[str, float],
+    activities: Mapping[str, Mapping[str, float]],
+    engines: frozenset[str],
+) -> Goodput:
+    """The budget of a run.
+
+    Args:
+        busy: seconds of work by role, from the first admission to the last update.
+        activities: by role, the seconds of its spans by name; a role without any has one kind of work.
+        engines: the roles that generate.
+    """
+    tokens = tokens_by_category(produced, on_record)
+    roles: dict[str, dict[str, float]] = {}
+    idle: dict[str, dict[str, float]] = {}
+    for role, seconds in sorted(busy.items()):
+        worked = min(max(seconds, 0.0), clock.rl)
+        spent = _scaled(activities.get(role, {}), worked)
+        if role in engines:
+            roles[role], reasons = _generation(spent, tokens, produced)
+        elif role == "trainer":
+            roles[role], reasons = _training(spent, tokens)
+        else:
+            roles[role], reasons = _shared(worked, _sampled(tokens)), {}
+        reasons |= {"starting": clock.starting, "ending": clock.wall - clock.starting - clock.rl}
+        reasons[_OF_ENGINES if role in engines else _REST.get(role, "events")] = clock.rl - worked
+        idle[role] = {reason: spell for reason, spell in sorted(reasons.items()) if spell > 0}
+        roles[role] = {name: roles[role].get(name, 0.0) for name in CATEGORIES} | {IDLE: sum(idle[role].values())}
+    budget = {name: Category(sum(role[name] for role in roles.values()), tokens[name]) for name in CATEGORIES}
+    return Goodput(budget, roles, idle)
+
+
+def _scaled(spans: Mapping[str, float], worked: float) -> dict[str, float]:
+    """The seconds of spans, which may overlap or have short gaps, as parts of the seconds of work."""
+    whole = sum(spans.values())
+    return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}
+
+
+def _generation(
+    spent: Mapping[str, float], tokens: Mapping[str, int], produced: Produced
+) -> tuple[dict[str, float], dict[str, float]]:
+    """An engine's seconds by category, and those in which it worked for no category, by reason."""
+    reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
+    again = spent.get("recompute", 0.0)
+    stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
+    sampled = produced.generated + produced.evaluated
+    reasons["evaluation"] = stepping * produced.evaluated / sampled if sampled else 0.0
+    return _shared(stepping - reasons["evaluation"], _sampled(tokens)) | {RECOMPUTED: again}, reasons
+
+
+def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
+    """The trainer's seconds by category, and those in which it worked for no category, by reason."""
+    reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
+    updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
+    parts = {name: tokens[name] for name in (TRAINED, MASKED)}
+    return _shared(updating, parts) | {RECOMPUTED: spent.get(AGAIN, 0.0)}, reasons
+
+
+def _sampled(tokens: Mapping[str, int]) -> dict[str, int]:
+    """The categories of sampled tokens."""
+    return {name: count for name, count in tokens.items() if name not in (RECOMPUTED, IDLE)}
+
+
+def _shared(seconds: float, parts: Mapping[str, int]) -> dict[str, float]:
+    """Seconds in proportion to tokens; before any is on record, they wait for what becomes of them."""
+    whole = sum(parts.values())
+    return {name: seconds * count / whole for name, count in parts.items()} if whole else {WAITING: seconds}

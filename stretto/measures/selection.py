@@ -1,0 +1,219 @@
+"""Selection bias: are the groups that are trained like those that were sampled?
+
+A group is *lost* when it expires, or when some of its tokens are masked. The lost groups of a window are compared with
+the others in three measures: length and latency of their completions, and difficulty. The completions of a group share
+their prompt, their admission and their fate, so they are not independent: each group counts once, by its mean. Groups
+that were filtered or failed are in neither part: it was not their age that kept them from training.
+
+The test is that of Mann and Whitney (Ann. Math. Stat. 18, 1947) in its normal approximation, corrected for ties. A p of
+window k is multiplied by 3 k (k + 1): over three measures and all windows of a run these shares add up to one, so a run
+without bias has a corrected p below 0.01 in one of a hundred cases at most, however long it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory
+
+MEASURES = ("length", "difficulty", "latency")
+WINDOW = 256  #: groups that are compared
+SIGNIFICANT = 0.01
+_LEAST = 8  # lost groups, and others, that a comparison needs
+_LOST_ARE = {"length": ("longer", "shorter"), "difficulty": ("easier", "harder"), "latency": ("slower", "faster")}
+
+
+class EndedGroup(Record, frozen=True, array_like=True):
+    """A group that was trained or lost.
+
+    Of one that was aborted `length` and `latency` are those until then, and the rest is unknown.
+    """
+
+    lost: bool
+    length: float | None = None  # sampled tokens of a completion, on average
+    difficulty: float | None = None  # share of right completions
+    latency: float | None = None  # seconds from admission until all completions were judged
+
+
+class Bias(Record, frozen=True):
+    """A comparison of lost groups with others: `statistic` is the probability that a lost one is larger, less the
+    probability that it is smaller, in −1 … 1; `p` is corrected (see the module)."""
+
+    statistic: float = 0.0
+    p: float = 1.0
+
+
+class SelectionBias(Record, frozen=True):
+    """What is known of a run: the number of whole windows, the strongest and the newest comparison of each measure, and
+    the groups of the window that is not whole."""
+
+    windows: int = 0
+    strongest: Mapping[str, Bias] = {}
+    newest: Mapping[str, Bias] = {}
+    open: tuple[EndedGroup, ...] = ()
+
+
+SELECTION = "selection"  #: the name under which a ledger keeps it
+
+
+def compare(lost: Sequence[float], others: Sequence[float], factor: int) -> Bias:
+    """The Mann-Whitney test, two-sided; its p is multiplied by `factor`.
+
+    >>> compare([9.0] * 10, [1.0] * 30, factor=1).statistic
+    1.0
+    """
+    total = len(lost) + len(others)
+    if min(len(lost), len(others)) < _LEAST:
+        return Bias()
+    counts = Counter(lost) + Counter(others)
+    below = _below(counts)
+    pairs = len(lost) * len(others)
+    rank_sum = sum(below[value] + (counts[value] + 1) / 2 for value in lost)
+    excess = rank_sum - len(lost) * (total + 1) / 2
+    ties = sum(count**3 - count for count in counts.values()) / (total * (total - 1))
+    variance = pairs / 12 * (total + 1 - ties)
+    if variance <= 0:
+        return Bias()
+    deviations = max(0.0, abs(excess) - 0.5) / math.sqrt(variance)
+    return Bias(2 * excess / pairs, min(1.0, factor * math.erfc(deviations / math.sqrt(2))))
+
+
+def _below(counts: Mapping[float, int]) -> dict[float, int]:
+    """How many values are smaller than each of them."""
+    values = sorted(counts)
+    sums = accumulate((counts[value] for value in values), initial=0)
+    return dict(zip(values, sums, strict=False))
+
+
+def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
+    """The comparisons of the run's window number `window`, from 1."""
+    found = {}
+    for measure in MEASURES:
+        known = [(group.lost, value) for group in groups if (value := getattr(group, measure)) is not None]
+        lost, others = ([value for of, value in known if of is part] for part in (True, False))
+        found[measure] = compare(lost, others, len(MEASURES) * window * (window + 1))
+    return found
+
+
+def report(known: SelectionBias) -> dict[str, Bias]:
+    """The strongest comparison of each measure, that of the window which is not whole included."""
+    return _stronger(known.strongest, biases(known.open, known.windows + 1))
+
+
+def _stronger(before: Mapping[str, Bias], now: Mapping[str, Bias]) -> dict[str, Bias]:
+    return {name: min(now[name], before.get(name, Bias()), key=lambda bias: bias.p) for name in MEASURES}
+
+
+class WatchedJournal(Protocol):
+    """What a controller reports to, and what passes the watch on its way there."""
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
+
+    def buffer(self, group: Group) -> None: ...
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None: ...
+
+    def commit_batch(self, batch: Batch) -> None: ...
+
+
+class SelectionWatch:
+    """A journal between a controller and the journal of its run, which sees all that is lost or trained.
+
+    Example: ``Controller(config, prompts, SelectionWatch(ledger, time.monotonic), seed)``
+    """
+
+    def __init__(
+        self,
+        journal: WatchedJournal,
+        clock: Callable[[], float],
+        known: SelectionBias | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """`known`: of the same run, before it was resumed. `say` gets a sentence for each measure that is biased."""
+        self._journal, self._clock, self._say = journal, clock, say
+        self._known = known or SelectionBias()
+        self._open = list(self._known.open)
+        self._sampled: Callable[[str], int] = lambda group_id: 0
+        self._in_flight: dict[str, tuple[float, int]] = {}  # when a group was admitted, its members without an end
+        self._finished: dict[str, EndedGroup] = {}  # as if they were not lost
+        self._told: set[str] = set()
+
+    def ask(self, sampled: Callable[[str], int]) -> None:
+        """`sampled` says how many tokens a group in flight has; 0: it is not known."""
+        self._sampled = sampled
+
+    @property
+    def known(self) -> SelectionBias:
+        """What a later process of the run needs, and what is shown of it."""
+        return SelectionBias(self._known.windows, self._known.strongest, self._known.newest, tuple(self._open))
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+        self._journal.issue(group_id, prompt, members, admitted_version)
+        self._in_flight[group_id] = self._clock(), members
+
+    def buffer(self, group: Group) -> None:
+        self._journal.buffer(group)
+        since, _ = self._in_flight.pop(group.id, (None, 0))
+        self._finished[group.id] = _measured(group, None if since is None else self._clock() - since)
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        self._journal.settle(id, state, reason, trajectory)
+        group = id.rpartition("/")[0]
+        if state is State.EXPIRED:
+            self._lose(group)
+        elif (found := self._in_flight.get(group)) is not None:
+            since, members = found
+            self._in_flight[group] = since, members - 1
+            if members == 1:
+                del self._in_flight[group]
+
+    def commit_batch(self, batch: Batch) -> None:
+        self._journal.commit_batch(batch)
+        for group in batch.groups:
+            ended = self._finished.pop(group.id, None) or _measured(group, None)
+            lost = group.oldest_version < batch.oldest_trainable
+            self._ended(EndedGroup(lost, ended.length, ended.difficulty, ended.latency))
+
+    def _lose(self, group: str) -> None:
+        """A group expires; its members do so one by one."""
+        if (ended := self._finished.pop(group, None)) is not None:
+            self._ended(EndedGroup(True, ended.length, ended.difficulty, ended.latency))
+        elif (found := self._in_flight.pop(group, None)) is not None:
+            since, members = found
+            length = self._sampled(group) / members or None
+            self._ended(EndedGroup(True, length, None, round(self._clock() - since, 6)))
+
+    def _ended(self, group: EndedGroup) -> None:
+        self._open.append(group)
+        if len(self._open) < WINDOW:
+            return
+        window = self._known.windows + 1
+        newest = biases(self._open, window)
+        lost = sum(group.lost for group in self._open)
+        self._known = SelectionBias(window, _stronger(self._known.strongest, newest), newest)
+        self._open.clear()
+        for measure, bias in newest.items():
+            if bias.p < SIGNIFICANT and measure not in self._told:
+                self._told.add(measure)
+                self._say(_sentence(measure, bias, lost))
+
+
+def _measured(group: Group, latency: float | None) -> EndedGroup:
+    trajectories = group.trajectories
+    tokens = sum(len(trajectory.versions) for trajectory in trajectories)
+    right = sum(trajectory.verdict.outcome is Outcome.RIGHT for trajectory in trajectories)
+    members = len(trajectories)
+    return EndedGroup(False, tokens / members, right / members, None if latency is None else round(latency, 6))
+
+
+def _sentence(measure: str, bias: Bias, lost: int) -> str:
+    how = _LOST_ARE[measure][bias.statistic < 0]
+    return (
+        f"selection bias: of {WINDOW} groups {lost} have expired or were masked in part, and they are {how} than the "
+        f"others ({measure}: {bias.statistic:+.2f}, p = {bias.p:.1g}); the policy is trained on other groups than it "
+        'samples (a larger rollout.max_staleness loses fewer, rollout.beyond_bound = "wait" none)'
+    )
