@@ -289,8 +289,8 @@ def undrawn(package: Path, house: House) -> list[str]:
 
 
 def _is_code(path: Path) -> bool:
-    """A file, or a folder with modules in it, that has a name of its own: one of pages or tables is no sub-room."""
-    return path.stem.strip("_") == path.stem and (path.is_file() or any(path.rglob("*.py")))
+    """A module, or a folder of modules; others hold data."""
+    return path.stem.strip("_") == path.stem and (path.suffix == ".py" or any(path.glob("*.py")))
 
 
 def nameless(package: Path) -> list[str]:

@@ -13,25 +13,42 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 
+from stretto.cli.main import inspect
+from stretto.core.errors import RunFolderError
+from stretto.watch.serve import watch
 from tests.watch.runs import step_line, write_run
 
-COMMAND = [sys.executable, "-m", "stretto.cli.main"]
+
+def start(folders: list[Path], port: int) -> None:
+    watch(folders, host="127.0.0.1", port=port, token="T", password=None, opens=False, say=print)
 
 
 def test_the_command_prints_its_address_serves_and_ends_at_a_signal(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    command = [*COMMAND, "watch", str(tmp_path / "runs"), "--port", str(port), "--token", "T", "--no-open"]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto.cli.main",
+        "watch",
+        str(tmp_path / "runs"),
+        "--port",
+        str(port),
+        "--token",
+        "T",
+        "--no-open",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == f"stretto watch: http://127.0.0.1:{port}/?token=T\n"
             found = httpx.get(f"http://127.0.0.1:{port}/api/runs", headers={"authorization": "Bearer T"}, timeout=30)
             assert [run["name"] for run in found.json()["runs"]] == ["first"]
-            again = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            assert (again.returncode, str(port) in again.stderr) == (2, True)
+            with pytest.raises(RunFolderError, match=str(port)):
+                start([tmp_path / "runs"], port)
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -39,19 +56,17 @@ def test_the_command_prints_its_address_serves_and_ends_at_a_signal(tmp_path: Pa
 
 
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> None:
-    done = subprocess.run([*COMMAND, "watch", str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "nowhere: does not exist" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(RunFolderError, match="nowhere: does not exist"):
+        start([tmp_path, tmp_path / "nowhere"], 0)
 
 
-def test_inspect_has_the_alarms(tmp_path: Path) -> None:
+def test_inspect_has_the_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "run")
     lines = [step_line(step, entropy=1.0 if step <= 10 else 0.01) for step in range(1, 31)]
     (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    done = subprocess.run([*COMMAND, "inspect", "--json", str(path)], capture_output=True, text=True, timeout=60)
-    (alarm,) = json.loads(done.stdout)["alarms"]
+    inspect(path, json=True)
+    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
     # a window of ten with k steps of 0.01 has mean 1 - 0.099 k: below 0.2 from k = 9 on
     assert (alarm["name"], alarm["first_step"], alarm["look"]) == ("entropy_collapse", 19, "series:trainer.entropy")
-    shown = subprocess.run([*COMMAND, "inspect", str(path)], capture_output=True, text=True, timeout=60).stdout
-    assert "alarm  entropy collapse since step 19: the entropy fell from 1 to 0.01 nats" in shown
+    inspect(path)
+    assert "alarm  entropy collapse since step 19: the entropy fell from 1 to 0.01 nats" in capsys.readouterr().out

@@ -201,6 +201,9 @@ def test_health_counts_states_reasons_and_prompts(client: httpx.Client, first: s
     assert found["verdicts"] == {"none": 4, "right": 2, "wrong": 2}
     assert found["truncation"] == {"share": 0.25, "by_step": {"step": [1, 2], "share": [0.5, 0.0]}}
     assert found["reasons"] == [{"state": "failed", "reason": "timeout after 1 s", "count": 2}]
+    # by the totals and the ledger: 16 generated, of which 10 are on record, 9 of them trained
+    assert (found["goodput"]["trained"]["tokens"], found["goodput"]["masked"]["tokens"]) == (9, 1)
+    assert set(found["selection_bias"]) == {"length", "difficulty", "latency"}
     prompts = found["prompts"]
     assert [prompts[name] for name in ("asked", "never_solved", "always_solved", "sometimes")] == [2, 0, 0, 2]
     assert [(one["from"], one["to"], one["count"], one["mean"]) for one in found["reward_by_length"]] == [

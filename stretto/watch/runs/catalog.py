@@ -91,8 +91,10 @@ def _hidden(path: Path) -> bool:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return (folder / "ledger.sqlite").is_symlink() or any(
-            (folder / name).exists() for name in ("ledger.sqlite", "metrics.jsonl")
-        ) or ((folder / "recipe.toml").exists() and (folder / "log.txt").exists())
+        return (
+            (folder / "ledger.sqlite").is_symlink()
+            or any((folder / name).exists() for name in ("ledger.sqlite", "metrics.jsonl"))
+            or ((folder / "recipe.toml").exists() and (folder / "log.txt").exists())
+        )
     except OSError:
         return False

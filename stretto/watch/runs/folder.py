@@ -48,7 +48,9 @@ def condition(folder: Path) -> Condition:
     if failed := _FAILED.search(text):
         return Condition("dead", _cut(failed[1]))
     last = text.strip().rpartition("\n")[2]
-    return Condition("dead", "its process is gone without a word" + (f"; the log ends with: {_cut(last)}" if last else ""))
+    return Condition(
+        "dead", "its process is gone without a word" + (f"; the log ends with: {_cut(last)}" if last else "")
+    )
 
 
 def _ended(code: int) -> Condition:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from stretto.core.records import Record, State
+from stretto.store.inspection import Inspection
 from stretto.watch.index.columns import Column
 from stretto.watch.index.trajectories import NONE, Trajectories
 from stretto.watch.runs.questions import PromptTexts
@@ -75,11 +76,11 @@ class Health(Record, frozen=True):
     indexed: float
 
 
-def health_of(trajectories: Trajectories, questions: PromptTexts, goodput: Any, selection_bias: Any) -> Health:
-    """The health of what is indexed."""
+def health_of(trajectories: Trajectories, questions: PromptTexts, inspection: Inspection | None) -> Health:
+    """The health of what is indexed; `inspection` is None if the ledger cannot be read."""
     return Health(
-        goodput=goodput,
-        selection_bias=selection_bias,
+        goodput=inspection.goodput if inspection is not None else None,
+        selection_bias=inspection.selection_bias if inspection is not None else None,
         states=trajectories.count("state"),
         verdicts=trajectories.count("verdict"),
         stop_reasons=trajectories.count("stop"),
@@ -172,9 +173,7 @@ def _reasons(trajectories: Trajectories) -> list[ReasonCount]:
     empty = words["reason"].find("")
     chosen = (table["reason"] != (NONE if empty is None else empty)) & (table["reason"] != NONE)
     chosen &= table["state"] != words["state"].code(State.TRAINED)
-    pairs, counts = np.unique(
-        np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True
-    )
+    pairs, counts = np.unique(np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MOST_REASONS]
     return [
         ReasonCount(words["state"][int(pairs[0, at])] or "", words["reason"][int(pairs[1, at])] or "", int(counts[at]))

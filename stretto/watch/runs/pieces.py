@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,9 @@ class Pieces:
         if self._template is None:
             config = self._of_policy("tokenizer_config.json", _LARGEST_TEMPLATE)
             found: Any = None
-            try:
+            # A damaged file says nothing of a template.
+            with contextlib.suppress(msgspec.MsgspecError, AttributeError, RecursionError):
                 found = msgspec.json.decode(config).get("chat_template") if config else None
-            except (msgspec.MsgspecError, AttributeError, RecursionError):
-                pass  # a damaged file says nothing of a template
             inner = self._of_policy("chat_template.jinja", _LARGEST_TEMPLATE)
             self._template = found if isinstance(found, str) else inner or ""
         return self._template

@@ -15,7 +15,7 @@ from stretto.audit.alarms import Alarm, Evidence, alarms_of, disk_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
+from stretto.store.inspection import ENGINES, TOTALS, Inspection, Membership, Totals, inspection_of
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.files import LEDGER, read_ledger, read_text, refuse_strange_files
@@ -106,6 +106,7 @@ class WatchedRun:
         self.faults: dict[str, str] = {}
         self._alarmed: tuple[object, list[Alarm]] = (None, [])
         self._again = float("-inf")  # when a ledger that could not be read is tried again
+        self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
         self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
 
     @property
@@ -224,6 +225,20 @@ class WatchedRun:
         self.faults.pop("recipe.toml", None)
         return found
 
+    def inspection(self) -> Inspection | None:
+        """What `stretto inspect` says, unchecked; of a large run that goes on it may be some seconds old."""
+        due, found = self._inspected
+        if time.monotonic() >= due:
+            since = time.monotonic()
+            found = self._of_ledger(self._inspect)
+            now = time.monotonic()
+            self._inspected = (now + _COUNT_SHARE * (now - since), found)
+        return found
+
+    def _inspect(self) -> Inspection:
+        with read_ledger(self.folder) as connection:
+            return inspection_of(connection)
+
     def recipe_text(self) -> str:
         """The recipe as it is written; empty if it cannot be read."""
         try:
@@ -298,13 +313,16 @@ class WatchedRun:
         for row in text.split("\n")[:-1]:
             try:
                 found.append(_line(row.encode()))
-            except (msgspec.MsgspecError, RecursionError):  # the first one is cut; damage is named when the run is opened
+            except (
+                msgspec.MsgspecError,
+                RecursionError,
+            ):  # the first one is cut; damage is named when the run is opened
                 continue
         steps = [line for line in found if isinstance(line, StepMetrics)]
         return steps, [line for line in found if type(line) is EvaluationLine]
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state: those of the table if it is whole, or counted, which of a large ledger takes a while."""
+        """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
         if self.is_open and self.tables.trajectories.indexed == 1.0:
             return _balance(self.tables.trajectories.count("state"))
         due, counts = self._counted

@@ -19,7 +19,7 @@ from stretto.watch.index.files import read_ledger
 from stretto.watch.index.trajectories import Trajectories
 from stretto.watch.runs.pieces import Pieces
 from stretto.watch.runs.questions import PromptTexts
-from stretto.watch.runs.table import TableRow, Table
+from stretto.watch.runs.table import Table, TableRow
 
 LONGEST_TEXT = 20_000  #: characters of a text that is sent as a whole
 LONGEST_OF_MEMBER = 4_000
@@ -301,7 +301,9 @@ class Reader:
         )
 
 
-def _fates(segment: Segment, versions: Sequence[int], count: int, row: TableRow, trained: TrainedIn | None) -> list[str]:
+def _fates(
+    segment: Segment, versions: Sequence[int], count: int, row: TableRow, trained: TrainedIn | None
+) -> list[str]:
     """What became of each token in training."""
     if not segment.sampled:
         return ["context"] * count

@@ -1,8 +1,8 @@
 """The language of the table's filters.
 
-    where   = clause { "and" clause }
-    clause  = field operator value { "|" value }          state=trained|buffered and reward>=0.5 and text~"7+"
-    value   = number | word | "quoted" | null             `|` with = and != only; `~` contains, for words only
+where   = clause { "and" clause }
+clause  = field operator value { "|" value }          state=trained|buffered and reward>=0.5 and text~"7+"
+value   = number | word | "quoted" | null             `|` with = and != only; `~` contains, for words only
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _clauses(text: str) -> Iterator[Clause]:
     while True:
         head = _FIELD.match(text, at)
         if head is None:
-            raise RefusedRequest(_PLACE, f"{_shown(text, at)} is no comparison", 'such as: state=trained and reward>=0.5')
+            raise RefusedRequest(
+                _PLACE, f"{_shown(text, at)} is no comparison", "such as: state=trained and reward>=0.5"
+            )
         field, operator = head.groups()
         values, at = _values(text, head.end())
         yield _clause(field, operator, values)

@@ -114,7 +114,7 @@ def timeline_page(run: WatchedRun, asked: Asked) -> Any:
 
 def health_page(run: WatchedRun, asked: Asked) -> Any:
     """GET /api/runs/ID/health"""
-    return health_of(run.tables.trajectories, run.tables.questions, None, None)
+    return health_of(run.tables.trajectories, run.tables.questions, run.inspection())
 
 
 def set_of(line: EvaluationLine) -> str:
