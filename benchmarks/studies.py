@@ -1,0 +1,34 @@
+"""The studies that come with stretto, as results with their machine.
+
+    python -m benchmarks.studies staleness [--out studies/staleness] [--seeds 5] [--steps N]
+
+Started again it goes on where it was stopped; a result holds the runs that are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.report import save
+from stretto.study.command import perform
+from stretto.study.summary import table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", help="a file, or the name of a study that comes with stretto")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--steps", type=int)
+    words = parser.parse_args()
+    result, code = perform(words.study, words.out, words.seeds, words.steps)
+    print(f"\nfor docs/studies.md:\n\n{table(result)}")
+    if any(cell.runs for cell in result.cells):
+        save(f"study-{result.study}", result)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
