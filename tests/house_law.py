@@ -282,15 +282,11 @@ def undrawn(package: Path, house: House) -> list[str]:
             f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
             for folder, floors in house.inside.items()
             if (package / folder).is_dir()
-            for inner in [{path.stem for path in (package / folder).iterdir() if _is_code(path)}]
+            for room in [package / folder]  # a folder without modules holds data
+            for inner in [{path.stem for path in (*room.glob("[!_]*.py"), *(m.parent for m in room.glob("[!_]*/*.py")))}]
             for name in sorted(inner ^ floors.keys())
         ]
     )
-
-
-def _is_code(path: Path) -> bool:
-    """A module, or a folder of modules; others hold data."""
-    return path.stem.strip("_") == path.stem and (path.suffix == ".py" or any(path.glob("*.py")))
 
 
 def nameless(package: Path) -> list[str]:
