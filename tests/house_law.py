@@ -283,7 +283,7 @@ def undrawn(package: Path, house: House) -> list[str]:
             for folder, floors in house.inside.items()
             if (package / folder).is_dir()
             for room in [package / folder]  # a folder without modules holds data
-            for inner in [{path.stem for path in (*room.glob("[!_]*.py"), *(m.parent for m in room.glob("[!_]*/*.py")))}]
+            for inner in [{one.stem for one in (*room.glob("[!_]*.py"), *(m.parent for m in room.glob("[!_]*/*.py")))}]
             for name in sorted(inner ^ floors.keys())
         ]
     )
