@@ -15,6 +15,7 @@ from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 
 _BAR_WIDTH = 24
+_SHOWN = 0.05  # seconds
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -123,7 +124,7 @@ def _goodput(inspection: Inspection) -> Rows:
             yield "selection bias", Text(found, style="bold red" if bias.p < SIGNIFICANT else "")
     for role, reasons in inspection.idle.items():
         spells = sorted(reasons.items(), key=lambda spell: -spell[1])
-        yield f"{role} idle", ", ".join(f"{reason} {spell:,.1f} s" for reason, spell in spells)
+        yield f"{role} idle", ", ".join(f"{reason} {spell:,.1f} s" for reason, spell in spells if spell >= _SHOWN)
 
 
 def _engines(engines: Iterable[EngineRecord]) -> Rows:
