@@ -282,8 +282,8 @@ def undrawn(package: Path, house: House) -> list[str]:
             f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
             for folder, floors in house.inside.items()
             if (package / folder).is_dir()
-            for modules in [[path.relative_to(package / folder).parts[0] for path in sources(package / folder)]]
-            for inner in [{name.removesuffix(".py") for name in modules} - {"__init__"}]
+            for room in [package / folder]  # a folder without modules holds data
+            for inner in [{one.stem for one in (*room.glob("[!_]*.py"), *(m.parent for m in room.glob("[!_]*/*.py")))}]
             for name in sorted(inner ^ floors.keys())
         ]
     )
