@@ -19,7 +19,7 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.wal import log_of
 
 Line = TypeVar("Line")
-_BLOCK = 4 << 20  #: bytes of lines that are read at a time
+_BLOCK = 1 << 20  #: bytes of lines that are read at a time
 _LONGEST_LINE = 64 << 20
 _PATIENCE = 0.2  # seconds for a ledger that another has locked: others wait for their pages
 LEDGER = "ledger.sqlite"

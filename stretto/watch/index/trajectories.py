@@ -18,7 +18,7 @@ from stretto.watch.index.columns import Column, GrowingColumns
 from stretto.watch.index.files import LEDGER, read_ledger
 
 _PART = "trajectories"
-_AT_ONCE = 20_000
+_AT_ONCE = 5_000
 _KEPT_FROM = 20_000
 _SELECT = """
     SELECT t.key, group_key, member, state, reason, ifnull(trained_step, -1), verdict, reward, stop_reason, tokens,

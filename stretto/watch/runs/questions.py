@@ -12,7 +12,7 @@ from stretto.core.errors import StoreError
 from stretto.store.export import ExportedQuestion
 from stretto.watch.index.files import open_plain
 
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20
 _LONGEST = 64 << 20  #: bytes of a line; a longer one is no prompt
 _question = msgspec.json.Decoder(ExportedQuestion).decode
 

@@ -33,6 +33,7 @@ from stretto.watch.web.events import Follower, stream
 from stretto.watch.web.guard import refusal
 
 STATIC = Path(__file__).parent.parent / "static"
+_PIECE_SECONDS = 0.02  # of reading on between two requests
 _READ_SECONDS = 0.1  # of reading on, before a request is answered with what there is
 _JSON = "application/json"
 
@@ -119,11 +120,12 @@ class Dashboard:
     def _page(self, page: Callable[[WatchedRun, Mapping[str, str]], Any]) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Any:
             run = self._run(request.path_params["run"])
+            reading = (task := self._reading.get(run.id)) is not None and not task.done()
             asked = {**request.query_params, **{f"/{name}": value for name, value in request.path_params.items()}}
 
             def read() -> tuple[Any, bool]:
                 self._catalog.opened(run)
-                more = run.advance(_READ_SECONDS)
+                more = not reading and run.advance(_READ_SECONDS)
                 return page(run, asked), more
 
             found, more = await self.read(read)
@@ -149,7 +151,7 @@ class Dashboard:
             self._reading[run.id] = asyncio.create_task(self._read_all(run))
 
     async def _read_all(self, run: WatchedRun) -> None:
-        while await self.read(lambda: run.is_open and run.advance(_READ_SECONDS)):
+        while await self.read(lambda: run.is_open and run.advance(_PIECE_SECONDS)):
             await asyncio.sleep(0)
 
     async def _diff(self, request: Request) -> Any:
