@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents test-browser web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -78,6 +78,15 @@ test-agents: agent-environments  ## the tests with real agents and environments 
 test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
 	$(RUN) pytest tests/real_clusters
 
+test-browser: .venv/ready-browser web/node_modules/.package-lock.json  ## the pages of stretto watch in Debian's Chromium
+	$(RUN) pytest tests/real_browser
+
+web: web/node_modules/.package-lock.json  ## build the pages of stretto watch from web/ into stretto/watch/static (needs Node 20)
+	cd web && npm run build
+
+web/node_modules/.package-lock.json: web/package-lock.json
+	cd web && npm ci
+
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
@@ -127,3 +136,6 @@ clean:  ## remove caches; keeps .venv and runs
 
 .venv/ready-docs: requirements/docs.txt .venv/ready-run
 	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh docs
+
+.venv/ready-browser: requirements/browser.txt .venv/ready-test
+	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh browser

@@ -19,8 +19,8 @@ _SHOWN = 0.05  # seconds
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_inspection(path: str | Path, as_json: bool = False) -> None:
-    """Print the summary of a run: a table, or one JSON object.
+def print_inspection(path: str | Path, as_json: bool = False, also: Mapping[str, object] | None = None) -> None:
+    """Print the summary of a run: a table, or one JSON object, which has what is `also` to be said of the run.
 
     Raises:
         RunFolderError: there is no run.
@@ -28,7 +28,8 @@ def print_inspection(path: str | Path, as_json: bool = False) -> None:
     """
     inspection = inspect_run(path)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(inspection).decode() + "\n")
+        told = {**msgspec.structs.asdict(inspection), **(also or {})}
+        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
     else:
         print_summary(inspection, str(path))
 
