@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents test-browser web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -50,10 +50,13 @@ HASWELL := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTI
 	NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2
 NEHALEM := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 NUMBA_CPU_NAME=generic
 
+# Where tests are numeric (tests/conftest.py): to collect all others takes longer than some of these.
+NUMERIC := tests/engine tests/model tests/trainer
+
 test-numerics: .venv/ready-test  ## the tests that compare a model's numbers, on the instruction sets of older processors
 ifeq ($(shell uname -m),x86_64)
-	$(HASWELL) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
-	$(NEHALEM) $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile
+	$(HASWELL) $(RUN) pytest -m numeric $(NUMERIC) --numprocesses 2 --dist loadfile
+	$(NEHALEM) $(RUN) pytest -m numeric $(NUMERIC) --numprocesses 2 --dist loadfile
 endif
 
 engine-environments: .venv/ready-test  ## the environments of vLLM, SGLang and verifiers, once, in the user's cache
@@ -74,6 +77,15 @@ test-agents: agent-environments  ## the tests with real agents and environments 
 
 test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
 	$(RUN) pytest tests/real_clusters
+
+test-browser: .venv/ready-browser web/node_modules/.package-lock.json  ## the pages of stretto watch in Debian's Chromium
+	$(RUN) pytest tests/real_browser
+
+web: web/node_modules/.package-lock.json  ## build the pages of stretto watch from web/ into stretto/watch/static (needs Node 20)
+	cd web && npm run build
+
+web/node_modules/.package-lock.json: web/package-lock.json
+	cd web && npm ci
 
 docs: .venv/ready-docs  ## the site of docs/, in build/site; a warning or a dead link fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
@@ -124,3 +136,6 @@ clean:  ## remove caches; keeps .venv and runs
 
 .venv/ready-docs: requirements/docs.txt .venv/ready-run
 	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh docs
+
+.venv/ready-browser: requirements/browser.txt .venv/ready-test
+	@PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh browser

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes or completes .venv in the current folder: `setup.sh run` for what runs, `setup.sh test` for the checks on
-# top, `setup.sh docs` for the site.
+# top, `setup.sh docs` for the site, `setup.sh browser` for the tests in a browser.
 # PYTHON  interpreter to use (otherwise the first on the PATH that is 3.11 or newer)
 # TORCH   version of torch to install
 set -eu
@@ -78,6 +78,15 @@ offer_bubblewrap() {
     echo "setup: no bubblewrap; code rewards will use a weaker sandbox (on Debian: apt-get install bubblewrap)"
 }
 
+need_chromium() {
+    command -v chromium >/dev/null 2>&1 && return
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 ||
+        fail "the tests in a browser need Chromium on the PATH (on Debian: apt-get install chromium)"
+    echo "setup: chromium, for the tests in a browser"
+    apt-get update >/dev/null 2>&1 || true
+    apt-get install -y --no-install-recommends chromium fonts-dejavu-core >/dev/null 2>&1 || fail "apt-get installs no chromium"
+}
+
 suitable .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || make_environment
 case $1 in
 run)
@@ -87,10 +96,11 @@ run)
     pip_install --no-deps --no-build-isolation --editable .
     offer_bubblewrap
     ;;
-test | docs)
+test | docs | browser)
     echo "setup: the packages of requirements/$1.txt"
     pip_install --requirement "requirements/$1.txt"
+    [ "$1" != browser ] || need_chromium
     ;;
-*) fail "unknown part: $1 (run, test or docs)" ;;
+*) fail "unknown part: $1 (run, test, docs or browser)" ;;
 esac
 touch ".venv/ready-$1"

@@ -282,7 +282,8 @@ def undrawn(package: Path, house: House) -> list[str]:
             f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
             for folder, floors in house.inside.items()
             if (package / folder).is_dir()
-            for inner in [{path.stem for path in (package / folder).iterdir() if path.stem.strip("_") == path.stem}]
+            for room in [package / folder]  # a folder without modules holds data
+            for inner in [{one.stem for one in (*room.glob("[!_]*.py"), *(m.parent for m in room.glob("[!_]*/*.py")))}]
             for name in sorted(inner ^ floors.keys())
         ]
     )

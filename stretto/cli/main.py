@@ -18,6 +18,7 @@ from stretto.cli.joining import engine, rank
 from stretto.cli.planning import plan
 from stretto.cli.score import score
 from stretto.cli.studies import study
+from stretto.cli.watching import watch
 from stretto.core.errors import StrettoError, described
 
 _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
@@ -292,6 +293,7 @@ def gateway(
 
 app.command()(engine)
 app.command()(rank)
+app.command()(watch)
 app.command()(study)
 
 
@@ -315,12 +317,16 @@ def inspect(
     ] = False,
 ) -> None:
     """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
+    from stretto.audit.alarms import alarms_of_run
     from stretto.audit.check import print_balance
     from stretto.dashboard.terminal.summary import print_inspection
 
     if ledger:
         raise typer.Exit(print_balance(run))
-    print_inspection(run, as_json=json)
+    alarms = alarms_of_run(run)
+    print_inspection(run, as_json=json, also={"alarms": alarms})
+    for alarm in () if json else alarms:
+        print(f"alarm  {alarm.title} since step {alarm.first_step}: {alarm.message}; see {alarm.look}")
 
 
 @app.command()

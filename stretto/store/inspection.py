@@ -181,7 +181,7 @@ def inspect_run(path: str | Path) -> Inspection:
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
-        return msgspec.structs.replace(_inspection(connection), gateway=_gateway(folder))
+        return msgspec.structs.replace(inspection_of(connection), gateway=_gateway(folder))
 
 
 def _gateway(folder: RunFolder) -> str | None:
@@ -193,7 +193,8 @@ def _gateway(folder: RunFolder) -> str | None:
     return address if lock.is_held(folder.path) else None
 
 
-def _inspection(connection: sqlite3.Connection) -> Inspection:
+def inspection_of(connection: sqlite3.Connection) -> Inspection:
+    """The summary by a ledger, of which nothing is checked."""
     totals = _fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version, masked = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"

@@ -46,7 +46,9 @@ def acquire(folder: Path) -> int:
 def is_held(folder: Path) -> bool:
     """Whether a process writes in the folder now; True if that cannot be determined."""
     try:
-        lock = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(
+            folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # in a strange folder it may be a pipe
     except FileNotFoundError:
         return False
     except OSError:

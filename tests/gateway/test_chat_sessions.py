@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,27 @@ async def test_a_slow_client_holds_nobody_up(tmp_path: Path) -> None:
         writer.write(head.encode() + b"\r\n" + body[:10])  # and never the rest
         assert (await gateway.chat(session, ASK, max_tokens=5)).status_code == 200
         writer.close()
+
+
+@in_a_loop
+async def test_a_client_that_reads_nothing_of_a_long_reply_holds_no_row_and_nobody_up(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes" * 5000 if "long" in prompt else "yes")
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        host, port = gateway.address.removeprefix("http://").split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(deaf, (host, int(port)))
+            asked = [{"role": "user", "content": "a long one"}]
+            body = json.dumps({"model": MODEL, "messages": asked, "logprobs": True, "stream": True}).encode()
+            head = f"POST {session['base_url']}/chat/completions HTTP/1.1\r\nHost: x\r\n"
+            await loop.sock_sendall(deaf, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            while not model.asked or model.running:
+                await asyncio.sleep(0.005)
+            assert (await gateway.chat(session, ASK)).status_code == 200
+            assert (await gateway.chat(await gateway.open(), ASK)).status_code == 200
 
 
 @in_a_loop

@@ -3,7 +3,7 @@
 - what a machine of known numbers would have taken gives these numbers back, whatever the shapes;
 - no number is negative, and what costs nothing has a rate of its own;
 - a measured shape gives samples of every kind, and they make a machine;
-- what of a synchronous run is neither generation nor training is shared out to the conductor and the engine's server.
+- what of a synchronous run is neither generation, training nor the conductor's work is the engine's server's.
 """
 
 from collections.abc import Mapping
@@ -101,8 +101,8 @@ def test_a_measured_shape_makes_a_machine(tmp_path: Path) -> None:
     assert machine_of(str(path)) == machine
 
 
-def test_what_is_neither_generation_nor_training_is_shared_out() -> None:
-    """10 s, of which 2 s are neither, over 1,000 completions; judging took 0.5 s; 3 s went before the first prompt."""
+def test_what_is_neither_generation_nor_training_is_the_conductors_and_the_servers() -> None:
+    """10 s, of which 2 s are neither, 0.5 s the conductor's; 1,000 completions; judging 0.5 s; the start 3 s."""
     run = Inspection(
         steps=10,
         version=10,
@@ -115,10 +115,10 @@ def test_what_is_neither_generation_nor_training_is_shared_out() -> None:
         staleness=StalenessSummary(0, 0, 0.0, {}),
         interrupted=0,
         multi_version=0,
-        busy={"engine-0": 0.5, "trainer": 0.3, "rewards": 0.05, "conductor": 0.1},
+        busy={"engine-0": 0.5, "trainer": 0.3, "rewards": 0.05, "conductor": 0.05},
         engines=(),
         weights=WeightsSummary(None, None, None, None),
     )
     assert between_roles(run) == pytest.approx(
-        {"conduct_seconds": 1e-3, "serve_seconds": 1e-3, "judge_seconds": 5e-4, "start_seconds": 3.0}
+        {"conduct_seconds": 5e-4, "serve_seconds": 1.5e-3, "judge_seconds": 5e-4, "start_seconds": 3.0}
     )

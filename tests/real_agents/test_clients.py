@@ -14,6 +14,9 @@ from tests.real_agents.running import ScoredModel, check_scores, run
 ADD = '<tool_call>\n{"name": "%s", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
 FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "3"}}\n</tool_call>'
 
+#: What they ask for in each of their two turns that no turn is made to follow.
+WISHES = {"openai_agents": {"strict": 2}, "pydantic_agent": {"strict": 2}, "smolagents_agent": {"tool_choice": 2}}
+
 
 def script(prompt: str) -> str:
     """Two parallel calls with a space too many, which no JSON library writes; then the answer."""
@@ -54,6 +57,7 @@ async def test_an_agent_calls_tools(
         shown: dict[str, Any] = await gateway.shown(session)
         assert answer.removeprefix("It is ").removesuffix(".") == "3"
         assert (shown["branches"], shown["equal_as_json"], shown["retries"]) == (branches, as_json, 0)
+        assert shown["unapplied"] == WISHES.get(program, {})
         assert sum(node["sampled"] for node in shown["nodes"]) == 2
         assert len(shown["samples"]) == 1 + len(branches)
         await check_scores(gateway, session, model.vocabulary)

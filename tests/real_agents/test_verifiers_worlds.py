@@ -47,7 +47,7 @@ async def test_rollouts_in_the_harness_of_one_process(verifiers: Path, tmp_path:
         rewards = json.loads(await run(verifiers, "verifiers_rollouts", session=own, home=tmp_path))
         assert rewards == [1.0, 0.0] * 4
         sessions = [one for one in gateway.app.sessions._by_id.values() if one.about]
-        assert sorted((one.about["idx"], one.reward, one.state) for one in sessions) == [
+        assert sorted((one.about["idx"], one.given.reward, one.state) for one in sessions) == [
             (idx, float(idx % 2), "ended") for idx in range(1, 9)
         ]
         for session in sessions:

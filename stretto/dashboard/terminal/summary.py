@@ -15,11 +15,12 @@ from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 
 _BAR_WIDTH = 24
+_SHOWN = 0.05  # seconds
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_inspection(path: str | Path, as_json: bool = False) -> None:
-    """Print the summary of a run: a table, or one JSON object.
+def print_inspection(path: str | Path, as_json: bool = False, also: Mapping[str, object] | None = None) -> None:
+    """Print the summary of a run: a table, or one JSON object, which has what is `also` to be said of the run.
 
     Raises:
         RunFolderError: there is no run.
@@ -27,7 +28,8 @@ def print_inspection(path: str | Path, as_json: bool = False) -> None:
     """
     inspection = inspect_run(path)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(inspection).decode() + "\n")
+        told = {**msgspec.structs.asdict(inspection), **(also or {})}
+        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
     else:
         print_summary(inspection, str(path))
 
@@ -122,7 +124,7 @@ def _goodput(inspection: Inspection) -> Rows:
             yield "selection bias", Text(found, style="bold red" if bias.p < SIGNIFICANT else "")
     for role, reasons in inspection.idle.items():
         spells = sorted(reasons.items(), key=lambda spell: -spell[1])
-        yield f"{role} idle", ", ".join(f"{reason} {spell:,.1f} s" for reason, spell in spells)
+        yield f"{role} idle", ", ".join(f"{reason} {spell:,.1f} s" for reason, spell in spells if spell >= _SHOWN)
 
 
 def _engines(engines: Iterable[EngineRecord]) -> Rows:

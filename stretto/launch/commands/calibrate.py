@@ -75,12 +75,12 @@ def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
 
 def between_roles(run: Inspection) -> dict[str, float]:
     """The fields of `MachineProfile` that only a whole run shows. What of a synchronous step is neither generation nor
-    training is shared out, half to the conductor and half to the engine's server."""
+    training is the conductor's, as far as its process worked; the rest is the engine's server's."""
     completions = run.trajectories.trained
-    idle = max(0.0, 1.0 - run.busy["engine-0"] - run.busy["trainer"]) * run.rl_seconds
+    idle = 1.0 - run.busy["engine-0"] - run.busy["trainer"]
     return {
-        "conduct_seconds": idle / 2 / completions,
-        "serve_seconds": idle / 2 / completions,
+        "conduct_seconds": run.busy["conductor"] * run.rl_seconds / completions,
+        "serve_seconds": max(0.0, idle - run.busy["conductor"]) * run.rl_seconds / completions,
         "judge_seconds": run.busy.get("rewards", 0.0) * run.rl_seconds / completions,
         "start_seconds": run.wall_seconds - run.rl_seconds,
     }

@@ -17,12 +17,15 @@ from stretto.launch.preflight.plan import Outline
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.skeleton import outlined
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.planner.costs import Costs
 from stretto.planner.job import Job, ModelShape
+from stretto.planner.layouts import own_layout
 from stretto.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto.planner.machine import MachineProfile, machine_of
 from stretto.planner.predict import GOALS, RunPlan, plan
 from stretto.worlds.data.task import Question
 
+_ANY = "h100"  # weights and activations are the same on every machine
 _SHOWN = 4096  # demonstrations whose lengths are taken
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _REACHED = 0.8  # of a network's rate
@@ -55,7 +58,23 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:
     """A recipe as the planner sees it; a model folder with its config.json is enough."""
-    asked = outline(load_recipe(path, overrides))
+    return job_from(outline(load_recipe(path, overrides)), lengths, say)
+
+
+def memory_per_device(asked: Outline) -> str:
+    """What one device of each side holds, by the formulas of the planner, for `stretto train --dry-run`."""
+    job = job_from(asked, f"constant:tokens={asked.sampling.max_tokens}", lambda text: None)
+    layout = own_layout(job)
+    memory = Costs(job, machine_of(_ANY), layout).memory()
+    cache = job.shape.cache_bytes(job.engine.dtype) / layout.tensor / 2**20
+    return (
+        f"{layout.ranks} ranks of {memory.trainer:.1f} GiB each; {layout.engines} engines of {layout.tensor}, "
+        f"{memory.engine:.1f} GiB of weights on each, and {cache:.3f} MiB for each token in the KV cache"
+    )
+
+
+def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
+    """A checked recipe as the planner sees it."""
     recipe = asked.recipe
     minibatches = recipe.trainer.minibatches
     anchored = recipe.algorithm.loss.anchor == "recomputed"

@@ -17,6 +17,7 @@ from stretto.cluster.succession import assert_alone
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoError, described
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
+from stretto.launch.commands.plan import memory_per_device
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
 from stretto.launch.preflight.paper import is_on_paper, outline
@@ -80,6 +81,8 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
     print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
+    if is_on_paper(recipe):
+        print(f"per device  {memory_per_device(plan)}")
     print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
     found = warnings(plan)
     for warning in found:

@@ -28,6 +28,7 @@ from stretto.store.ledger.wal import check_log, log_of
 
 FORMAT = 5
 _BEFORE = 3  # a resumed run goes on in this format; formats 3 and 4 know no calls, and 3 no names of engines
+_PATIENCE = 5.0  # seconds
 _OLDEST = 2  # the oldest format that can be read; it has no seals of trajectories, steps, prompts and the start
 
 _CALLS = """
@@ -121,9 +122,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def open_for_reading(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, read only, also while a run writes. Reading changes nothing of the run; SQLite may add the
-    index of the log, or an empty log, beside the ledger.
+def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connection:
+    """The ledger at `path`, read only, also while a run writes; `patience` seconds are waited where another has locked
+    it. Reading changes nothing of the run; where there is a log, SQLite may add its index beside it.
 
     Raises:
         StoreError: missing, another format, not a ledger, or damaged.
@@ -133,7 +134,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     check_resting_log(path)
     with ExitStack() as undo:
         try:
-            connection = sqlite3.connect(_address(path), isolation_level=None, uri=True)
+            connection = sqlite3.connect(_address(path), timeout=patience, isolation_level=None, uri=True)
             undo.callback(connection.close)
             _check_format(path, connection, _OLDEST)
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -143,14 +144,14 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
+def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connection]:
     """`open_for_reading`, until the block ends.
 
     Raises:
         StoreError: as `open_for_reading`, or a value was read that nobody wrote.
     """
     try:
-        with closing(open_for_reading(path)) as connection:
+        with closing(open_for_reading(path, patience)) as connection:
             yield connection
     # A damaged page yields values of unexpected types, and texts that are no UTF-8.
     except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
@@ -168,11 +169,12 @@ def check_resting_log(path: Path) -> None:
 
 
 def _address(path: Path) -> str:
-    """SQLite reads a log through an index beside it. Without a log, and where no index can be written, the ledger is
-    opened as immutable."""
+    """SQLite reads a log through an index beside it. Without a log, and where nobody writes or no index can be written,
+    the ledger is opened as immutable: nothing appears beside it."""
     log, index = log_of(path), path.with_name(f"{path.name}-shm")
-    bare = not index.exists() and not (log.exists() and log.stat().st_size)
-    how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
+    bare = not (log.exists() and log.stat().st_size)
+    resting = not lock.is_held(path.parent) or (not index.exists() and not os.access(path.parent, os.W_OK))
+    how = "mode=ro&immutable=1" if bare and resting else "mode=ro"
     return f"{path.absolute().as_uri()}?{how}"
 
 

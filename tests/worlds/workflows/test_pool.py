@@ -190,6 +190,7 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
             "RefusedRequest .*: tool: the answer is too long; it has 67,108,... bytes; at most 67,108,864 are allowed",
         ),
         ("Mistakes", {"kind": "asked"}, "RefusedRequest .*: tool: what is asked is too long; it has 67,10"),
+        ("Mistakes", {"kind": "forged"}, "goes on behind turn 7, which no engine has sampled"),
         ("Mistakes", {"kind": "long message"}, "RefusedRequest .*: generate: what is asked is too long; it has 67,10"),
         ("Returns", {"what": "long name"}, "the workflow returned too long a reward: it has 67,10"),
         ("Returns", {"what": "too many"}, "a reward to turn None, which was not returned to it"),

@@ -133,6 +133,7 @@ class Mistakes(stretto.Workflow):
             "turn": lambda: chat.generate(),
             "answer": lambda: chat.tool("long", [], lambda: "x" * (64 << 20)),
             "asked": lambda: chat.tool("long", ["x" * (64 << 20)], len),
+            "forged": lambda: chat._orders.turn(chat.messages, 1, 7, token_ids=(), tools=(), sampling={}, cause=""),
             "long message": lambda: chat.generate([{"role": "user", "content": "x" * (64 << 20)}]),
         }
         await wrong[self.kind]()

@@ -1,0 +1,238 @@
+"""What goes wrong in a run although nothing fails: each alarm a function from its measurements to one sentence.
+
+An alarm is about now: what has passed again is none. Every alarm compares means over `WINDOW` steps, so that one
+strange step says nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import inspect_run
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
+
+WINDOW = 10  #: steps of a mean
+_IDLE_SECONDS = 10.0
+_ROOM = 1 << 30  # bytes that a disk needs at least
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Alarm(Record, frozen=True):
+    """`first_step` is the step since which it holds; `look` is where the reason may be seen: a series, the timeline, a
+    key of the recipe."""
+
+    name: str
+    title: str
+    first_step: int
+    message: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a running run, in bytes: what is free, and what the run has written."""
+
+    free: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the alarms are decided by.
+
+    `series` are numbers by their names in docs/metrics.md (``reward``, ``trainer.entropy``, ``busy.trainer``), one for
+    each of `steps`, NaN where nothing was measured.
+    """
+
+    steps: npt.NDArray[np.int64]
+    series: Mapping[str, Numbers]
+    evaluations: Sequence[EvaluationLine] = ()
+    bound: float | None = None  # `rollout.max_staleness`; None: no bound
+    disk: Disk | None = None
+    last_step: int | None = None  # of the recipe
+
+    @classmethod
+    def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
+        """That of the lines of ``metrics.jsonl``."""
+        series: dict[str, Numbers] = {}
+        for place, step in enumerate(steps):
+            numbers = {name: getattr(step, name) for name in _WHOLE}
+            numbers |= {f"trainer.{name}": value for name, value in step.trainer.items()}
+            numbers |= {f"busy.{name}": value for name, value in step.busy.items()}
+            for name, value in numbers.items():
+                if value is not None:
+                    series.setdefault(name, np.full(len(steps), np.nan))[place] = value
+        return cls(np.array([step.step for step in steps], np.int64), series)
+
+
+_WHOLE = ("reward", "length_mean", "staleness_mean", "rl_seconds")
+
+
+def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
+    """The entropy is less than a fifth of what it was in the beginning: the policy says the same whatever the seed."""
+    name = "trainer.entropy"
+    for first, was, now in _apart(found, name, lambda mean, begin: mean < 0.2 * begin):
+        message = f"the entropy fell from {was:.3g} to {now:.3g} nats"
+        yield Alarm("entropy_collapse", "entropy collapse", first, message, f"series:{name}")
+
+
+def length_explosion(found: Evidence) -> Iterator[Alarm]:
+    """Completions are more than three times as long as in the beginning."""
+    name = "length_mean"
+    for first, was, now in _apart(found, name, lambda mean, begin: mean > 3 * begin):
+        message = f"completions grew from {was:.0f} to {now:.0f} tokens"
+        yield Alarm("length_explosion", "length explosion", first, message, f"series:{name}")
+
+
+def mismatch_rising(found: Evidence) -> Iterator[Alarm]:
+    """Engine and trainer differ by more than three times as much as in the beginning, and by more than 0.01 nats."""
+    name = "trainer.behavior_logprob_error"
+    for first, was, now in _apart(found, name, lambda mean, begin: (mean > 3 * begin) & (mean > 0.01)):
+        message = f"engine and trainer differed by {was:.2g} nats a token, and differ by {now:.2g}"
+        yield Alarm("mismatch_rising", "mismatch of engine and trainer rising", first, message, f"series:{name}")
+
+
+def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
+    """The reward is higher than when the held-out accuracy was best, and the accuracy is below the interval that it had
+    then: what is rewarded is no longer what is wanted."""
+    reward = found.series.get("reward")
+    if reward is None or len(found.evaluations) < 2:
+        return
+    best = max(found.evaluations, key=lambda line: line.accuracy)
+    worse = [line for line in found.evaluations if line.step > best.step and line.accuracy < _least(best)]
+    last = found.evaluations[-1]
+    if not worse or last is not worse[-1]:
+        return
+    then, now = (_mean_until(found.steps, reward, line.step) for line in (best, last))
+    if now > then:
+        lasting = [line for line in found.evaluations if line.step > best.step]
+        since = next(
+            line for at, line in enumerate(lasting) if all(one.accuracy < _least(best) for one in lasting[at:])
+        )
+        message = (
+            f"the reward rose from {then:.3f} to {now:.3f} while the held-out accuracy fell from {best.accuracy:.1%} "
+            f"(step {best.step}) to {last.accuracy:.1%}"
+        )
+        yield Alarm("reward_without_accuracy", "reward without accuracy", since.step, message, "series:reward")
+
+
+def idle_role(found: Evidence) -> Iterator[Alarm]:
+    """A role has done nothing at all for `WINDOW` steps, and for ten seconds."""
+    clock = found.series.get("rl_seconds")
+    if clock is None or len(clock) < WINDOW:
+        return
+    for name in sorted(series for series in found.series if series.startswith("busy.")):
+        working = np.flatnonzero(np.nan_to_num(found.series[name], nan=1.0) > 0)
+        first = int(working[-1]) + 1 if len(working) else 0
+        seconds = float(clock[-1] - clock[min(first, len(clock) - 1)])
+        if len(clock) - first >= WINDOW and seconds >= _IDLE_SECONDS:
+            role = name.removeprefix("busy.")
+            message = f"{role} has done nothing for {seconds:.0f} s, {len(clock) - first} steps"
+            yield Alarm("idle_role", f"{role} does nothing", int(found.steps[first]), message, "timeline")
+
+
+def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
+    """The mean staleness is nine tenths of the bound: generation waits for it, more than for anything else."""
+    bound = found.bound
+    if not bound or not np.isfinite(bound):
+        return
+    name = "staleness_mean"
+    for first, _, now in _apart(found, name, lambda mean, begin: mean >= 0.9 * bound, fewest=1):
+        message = f"tokens are {now:.2f} versions old on average, and at most {bound:g} may they be"
+        yield Alarm("staleness_at_bound", "staleness at its bound", first, message, "recipe:rollout.max_staleness")
+
+
+def disk_filling(found: Evidence) -> Iterator[Alarm]:
+    """What is free on the disk is less than the steps that are left will write, or less than 1 GiB."""
+    if found.disk is None or not len(found.steps):
+        return
+    done = int(found.steps[-1])
+    left = max((found.last_step or done) - done, 0)
+    need = found.disk.written / max(done, 1) * left
+    if found.disk.free < max(need, _ROOM):
+        message = f"{found.disk.free / 2**30:.2f} GiB are free; the {left} steps that are left will write"
+        message += f" about {need / 2**30:.2f} GiB"
+        yield Alarm("disk_filling", "disk filling", done, message, "recipe:store.keep_payloads")
+
+
+ALARMS: tuple[Callable[[Evidence], Iterator[Alarm]], ...] = (
+    entropy_collapse,
+    length_explosion,
+    reward_without_accuracy,
+    idle_role,
+    staleness_at_bound,
+    mismatch_rising,
+    disk_filling,
+)
+
+
+def alarms_of(found: Evidence) -> list[Alarm]:
+    """All alarms, in the order of the steps since which they hold."""
+    return sorted((alarm for check in ALARMS for alarm in check(found)), key=lambda alarm: alarm.first_step)
+
+
+def alarms_of_run(path: Path) -> list[Alarm]:
+    """The alarms of a running, finished or dead run.
+
+    Raises:
+        RunFolderError: there is no run.
+        StoreError: its ledger or its metrics cannot be read.
+    """
+    folder = RunFolder.open(path)
+    steps, evaluations = read_metrics(folder.metrics)
+    found = Evidence.of(steps)
+    bound = inspect_run(path).staleness.bound
+    return alarms_of(Evidence(found.steps, found.series, evaluations, bound, disk_of(path)))
+
+
+def disk_of(folder: Path) -> Disk | None:
+    """The disk of a run that is running; of another it does not matter."""
+    try:
+        if not lock.is_held(folder):
+            return None
+        written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        return Disk(shutil.disk_usage(folder).free, written)
+    except OSError:  # it was removed meanwhile
+        return None
+
+
+def _apart(
+    found: Evidence, name: str, differs: Callable[[Numbers, float], npt.NDArray[np.bool_]], fewest: int = 2
+) -> Iterator[tuple[int, float, float]]:
+    """If the newest mean of a series differs from that of its beginning: the first step of the last stretch in which it
+    does, and both means. There must be `fewest` windows."""
+    values = found.series.get(name)
+    if values is None:
+        return
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < fewest * WINDOW:
+        return
+    sums = np.cumsum(np.concatenate(([0.0], values[known])))
+    means = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW  # of the window that ends at known[WINDOW - 1 + at]
+    differing = differs(means, float(means[0]))
+    if not differing[-1]:
+        return
+    same = np.flatnonzero(~differing)
+    first = int(same[-1]) + 1 if len(same) else 0
+    yield int(found.steps[known[WINDOW - 1 + first]]), float(means[0]), float(means[-1])
+
+
+def _least(line: EvaluationLine) -> float:
+    """The lower end of the interval of an accuracy; without an interval, five points below."""
+    return line.ci95[0] if line.ci95 is not None else line.accuracy - 0.05
+
+
+def _mean_until(steps: npt.NDArray[np.int64], values: Numbers, step: int) -> float:
+    """The mean of the window that ends with a step."""
+    end = max(1, int(np.searchsorted(steps, step, side="right")))
+    return float(np.nanmean(values[max(0, end - WINDOW) : end]))

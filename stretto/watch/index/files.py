@@ -1,0 +1,149 @@
+"""Reading files of a run folder that may be anybody's: no link leads out of it, no pipe holds the reader, no file is
+read without a bound."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.store import lock
+from stretto.store.ledger.schema import reading
+from stretto.store.ledger.wal import log_of
+
+Line = TypeVar("Line")
+_BLOCK = 4 << 20  #: bytes of lines that are read at a time
+_LONGEST_LINE = 64 << 20
+_PATIENCE = 0.2  # seconds for a ledger that another has locked: others wait for their pages
+LEDGER = "ledger.sqlite"
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a regular file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StoreError: it is a link, a pipe, a folder, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        found = "is a link" if path.is_symlink() else error.strerror or str(error)
+        raise StoreError(f"{path.name}: is not read: {found}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreError(f"{path.name}: is not read: it is no regular file")
+    return descriptor
+
+
+def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
+    """The first bytes of a file, or the last ones, as text; None if there is no file.
+
+    Raises:
+        StoreError: as `open_plain`.
+    """
+    try:
+        descriptor = open_plain(path)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        if end:
+            file.seek(max(0, os.fstat(descriptor).st_size - largest))
+        return file.read(largest).decode("utf-8", errors="replace")
+
+
+def refuse_strange_files(folder: Path) -> None:
+    """Raise if the ledger, its log or the lock is not a plain file: SQLite, and the test of a lock, follow links and
+    wait at pipes.
+
+    Raises:
+        StoreError: names the file.
+    """
+    ledger = folder / LEDGER
+    for path in (ledger, log_of(ledger), ledger.with_name(f"{LEDGER}-shm"), folder / lock.NAME):
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StoreError(f"{path.name}: cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(mode):
+            raise StoreError(f"{path.name}: is not read: it is {'a link' if stat.S_ISLNK(mode) else 'no plain file'}")
+
+
+@contextmanager
+def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger of a run folder, read only, until the block ends.
+
+    Raises:
+        StoreError: as `reading`; or it is no plain file, or another has locked it.
+    """
+    refuse_strange_files(folder)
+    with reading(folder / LEDGER, _PATIENCE) as connection:
+        yield connection
+
+
+class LineFollower(Generic[Line]):
+    """The whole lines of a JSON-lines file as they are appended; a file that was written again is read again.
+
+    `faults` says which lines could not be read; they are left out.
+    """
+
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[Line]) -> None:
+        self._path, self._decoder = path, decoder
+        self.identity: tuple[int, int] = (0, 0)
+        self.offset, self.number = 0, 0  # bytes and lines that have been read
+        self.more = True  # whether there may be more than has been read
+        self.fault: str | None = None
+
+    def read_on(self) -> tuple[list[Line], bool]:
+        """The next lines, a few megabytes at most, and whether they are the first of a file that was written again.
+
+        Raises:
+            StoreError: as `open_plain`.
+        """
+        try:
+            descriptor = open_plain(self._path)
+        except FileNotFoundError:
+            self.more = False
+            return [], self._begin((0, 0))
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            identity, again = (found.st_dev, found.st_ino), False
+            if identity != self.identity or found.st_size < self.offset:
+                again = self._begin(identity)
+            file.seek(self.offset)
+            data = file.read(_BLOCK)
+            while b"\n" not in data and len(data) < _LONGEST_LINE and (block := file.read(_BLOCK)):
+                data += block
+        if len(data) >= _LONGEST_LINE and b"\n" not in data:
+            raise StoreError(f"{self._path.name}: line {self.number + 1} is longer than {_LONGEST_LINE:,} bytes")
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        self.more = bool(whole) and found.st_size > self.offset
+        return self._lines(whole), again
+
+    def _begin(self, identity: tuple[int, int]) -> bool:
+        """Start anew; whether something had been read."""
+        had = self.offset > 0
+        self.identity, self.offset, self.number, self.fault = identity, 0, 0, None
+        return had
+
+    def _lines(self, data: bytes) -> list[Line]:
+        lines: list[Line] = []
+        for row in data.split(b"\n")[:-1]:
+            self.number += 1
+            try:
+                lines.append(self._decoder.decode(row))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self.fault = self.fault or f"{self._path.name}: line {self.number} cannot be read: {error}"
+        return lines

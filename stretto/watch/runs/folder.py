@@ -1,0 +1,109 @@
+"""The small files of a run folder: what the run was to do, and whether it still does it. Nothing is believed of them:
+a folder may be damaged, half copied, or made to harm its reader."""
+
+from __future__ import annotations
+
+import re
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.folder.run_folder import RunFolder
+from stretto.watch.index.files import read_text, refuse_strange_files
+
+_LARGEST_RECIPE, _LARGEST_LOG, _LARGEST_JSON = 1 << 20, 1 << 16, 1 << 20
+_LONGEST_REASON = 600
+_STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
+_ENDED = re.compile(r"^[\d-]{10} [\d:]{8}  ends with exit code (\d+)$", re.MULTILINE)
+_FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOTALL)
+
+
+class Condition(Record, frozen=True):
+    """Whether a run runs: ``running``, ``finished``, ``stopped`` by a signal, or ``dead``; and why, if it does not."""
+
+    state: str
+    reason: str = ""
+
+
+def condition(folder: Path) -> Condition:
+    """What the lock and the end of the log say.
+
+    Raises:
+        StoreError: one of them is no plain file.
+    """
+    refuse_strange_files(folder)
+    if lock.is_held(folder):
+        return Condition("running")
+    text = read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or ""
+    begins = [found.start() for found in _STARTED.finditer(text)]
+    text = text[begins[-1] :] if begins else text
+    if ended := _ENDED.findall(text):
+        return _ended(int(ended[-1]))
+    if failed := _FAILED.search(text):
+        return Condition("dead", _cut(failed[1]))
+    last = text.strip().rpartition("\n")[2]
+    return Condition(
+        "dead", "its process is gone without a word" + (f"; the log ends with: {_cut(last)}" if last else "")
+    )
+
+
+def _ended(code: int) -> Condition:
+    if code == 0:
+        return Condition("finished")
+    try:
+        return Condition("stopped", f"stopped by {signal.Signals(code - 128).name}")
+    except ValueError:
+        return Condition("dead", f"ended with exit code {code}")
+
+
+def _cut(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+
+
+def recipe_text(folder: Path) -> str | None:
+    """The recipe as it is written; None if there is none.
+
+    Raises:
+        StoreError: it is no plain file.
+    """
+    return read_text(RunFolder(folder).recipe, _LARGEST_RECIPE)
+
+
+def recipe_of(folder: Path) -> dict[str, Any]:
+    """The recipe as tables; empty if there is none.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        return tomllib.loads(recipe_text(folder) or "")
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise StoreError(f"recipe.toml: cannot be read: {error}") from error
+
+
+def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The keys of nested tables with their whole names.
+
+    >>> flat({"seed": 1, "trainer": {"steps": 600}})
+    {'seed': 1, 'trainer.steps': 600}
+    """
+    found: dict[str, Any] = {}
+    for key, value in recipe.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
+
+
+def json_of(path: Path) -> Any:
+    """A small file of JSON; None if there is none, or nothing that can be read."""
+    try:
+        text = read_text(path, _LARGEST_JSON)
+        return None if text is None else msgspec.json.decode(text)
+    except (StoreError, msgspec.MsgspecError, RecursionError):
+        return None

@@ -1,0 +1,370 @@
+"""One run as the dashboard sees it: its summary, and the tables that are read when a page of it is opened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from stretto.audit.alarms import Alarm, Evidence, alarms_of, disk_of
+from stretto.core.errors import StoreError
+from stretto.core.records import Record, State
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import ENGINES, TOTALS, Inspection, Membership, Totals, inspection_of
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto.watch.index.cache import Cache
+from stretto.watch.index.files import LEDGER, read_ledger, read_text, refuse_strange_files
+from stretto.watch.index.steps import Steps
+from stretto.watch.index.timeline import Spans
+from stretto.watch.index.trajectories import Trajectories
+from stretto.watch.runs.folder import Condition, condition, recipe_of, recipe_text
+from stretto.watch.runs.pieces import Pieces
+from stretto.watch.runs.questions import PromptTexts
+from stretto.watch.runs.trajectory import Reader
+
+_TAIL = 1 << 18  #: bytes of the newest lines of metrics
+_RATE_STEPS = 50
+_PAUSE_SECONDS = 2.0  # after a ledger that could not be read: a summary asks it several times
+_COUNT_SHARE = 50  # the pause between two counts of a ledger, in times of what a count takes
+_FACT = "SELECT value FROM meta WHERE name = ?"
+_COUNTS = "SELECT state, count(*) FROM trajectories GROUP BY state"
+_NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
+
+_line: Callable[[bytes], MetricsLine] = msgspec.json.Decoder(MetricsLine).decode
+Fact = TypeVar("Fact")
+
+
+class RunSummary(Record, frozen=True):
+    """A run in a row of the list of runs; None is what is not known."""
+
+    id: str
+    name: str
+    path: str
+    state: str
+    reason: str
+    fault: str | None
+    started: float | None  # Unix seconds
+    step: int
+    steps: int | None
+    version: int
+    accuracy: float | None
+    reward: float | None
+    rl_seconds: float | None
+    wall_seconds: float | None
+    steps_per_second: float | None
+    trained_tokens: int | None
+    generated_tokens: int | None
+    trajectories: dict[str, int] | None
+    task: str | None
+    engines: int
+    alarms: int | None
+
+
+class TablePart(Protocol):
+    """A part of a run that is read piece by piece."""
+
+    @property
+    def fault(self) -> str | None:
+        """What could not be read, though the rest was."""
+        ...
+
+    def advance(self) -> bool:
+        """Read a piece more; whether there may be more.
+
+        Raises:
+            StoreError: nothing can be read.
+        """
+        ...
+
+
+@dataclass
+class Tables:
+    """What is read of an open run."""
+
+    steps: Steps
+    trajectories: Trajectories
+    spans: Spans
+    questions: PromptTexts
+    reader: Reader
+
+
+class WatchedRun:
+    """A run folder that is read, whatever its run does, and never written.
+
+    What cannot be read is a sentence in `faults`, by its place; the rest is shown.
+    """
+
+    def __init__(self, id: str, folder: Path, name: str, cache: Cache) -> None:
+        self.id, self.folder, self.name = id, folder, name
+        self._cache, self.pieces = cache, Pieces(folder)
+        self._tables: Tables | None = None
+        self.faults: dict[str, str] = {}
+        self._alarmed: tuple[object, list[Alarm]] = (None, [])
+        self._again = float("-inf")  # when a ledger that could not be read is tried again
+        self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
+        self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
+
+    @property
+    def started(self) -> float | None:
+        """Unix seconds at which its recipe was written."""
+        for name in ("recipe.toml", LEDGER):
+            try:
+                return (self.folder / name).lstat().st_mtime
+            except OSError:
+                continue
+        return None
+
+    # The tables.
+
+    @property
+    def tables(self) -> Tables:
+        """What was read so far; see `advance`."""
+        if self._tables is None:
+            run = RunFolder(self.folder)
+            trajectories, questions = Trajectories(self.folder, self._cache), PromptTexts(run.questions)
+            self._tables = Tables(
+                steps=Steps(run.metrics, self._cache),
+                trajectories=trajectories,
+                spans=Spans(run.spans, self._cache),
+                questions=questions,
+                reader=Reader(self.folder, trajectories, questions, self.pieces),
+            )
+        return self._tables
+
+    @property
+    def reader(self) -> Reader:
+        """What reads single trajectories."""
+        return self.tables.reader
+
+    @property
+    def is_open(self) -> bool:
+        return self._tables is not None
+
+    def close(self) -> None:
+        """Give up the tables; they are read again when they are needed."""
+        self._tables = None
+
+    def advance(self, seconds: float) -> bool:
+        """Read on for about so long; whether there is more to be read."""
+        until, tables = time.monotonic() + seconds, self.tables
+        parts: dict[str, TablePart] = {
+            "metrics.jsonl": tables.steps,
+            LEDGER: tables.trajectories,
+            "questions.jsonl": tables.questions,
+            "spans.jsonl": tables.spans,
+        }
+        while parts:
+            for place, part in [*parts.items()]:
+                if not self._attempt(place, part):
+                    del parts[place]
+                if time.monotonic() > until:
+                    return bool(parts)
+        return False
+
+    def _attempt(self, place: str, part: TablePart) -> bool:
+        """Whether there is more; a fault is noted, and forgotten when it has gone."""
+        try:
+            refuse_strange_files(self.folder)
+            more, fault = part.advance(), part.fault
+        except (StoreError, OverflowError) as error:  # a number that no run has written
+            more, fault = False, self.told(error)
+        self.faults.pop(place, None)
+        if fault is not None:
+            self.faults[place] = fault if place in fault else f"{place}: {fault}"
+        return more
+
+    def told(self, error: Exception) -> str:
+        """The sentence of an error, with names in place of paths of this machine."""
+        return str(error).replace(f"{self.folder}/", "")
+
+    # The summary.
+
+    def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
+        """The totals and the engines on record; a fault is noted."""
+        totals, engines = self._of_ledger(lambda: self._facts()) or (None, ())
+        return totals, engines
+
+    def _facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
+        with read_ledger(self.folder) as connection:
+            found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
+        totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
+        return totals, msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
+
+    def _of_ledger(self, read: Callable[[], Fact]) -> Fact | None:
+        if time.monotonic() < self._again:
+            return None
+        try:
+            found = read()
+        except (StoreError, msgspec.MsgspecError) as error:
+            self.faults[LEDGER] = self.told(error)
+            self._again = time.monotonic() + _PAUSE_SECONDS
+            return None
+        if not self.is_open:
+            self.faults.pop(LEDGER, None)
+        return found
+
+    def condition(self) -> Condition:
+        """Whether it runs; a folder whose lock cannot be asked is ``unreadable``."""
+        try:
+            return condition(self.folder)
+        except StoreError as error:
+            return Condition("unreadable", self.told(error))
+
+    def recipe(self) -> dict[str, Any]:
+        """Its recipe; empty, and a fault noted, if it cannot be read."""
+        try:
+            found = recipe_of(self.folder)
+        except StoreError as error:
+            self.faults["recipe.toml"] = self.told(error)
+            return {}
+        self.faults.pop("recipe.toml", None)
+        return found
+
+    def inspection(self) -> Inspection | None:
+        """What `stretto inspect` says, unchecked; of a large run that goes on it may be some seconds old."""
+        due, found = self._inspected
+        if time.monotonic() >= due:
+            since = time.monotonic()
+            found = self._of_ledger(self._inspect)
+            now = time.monotonic()
+            self._inspected = (now + _COUNT_SHARE * (now - since), found)
+        return found
+
+    def _inspect(self) -> Inspection:
+        with read_ledger(self.folder) as connection:
+            return inspection_of(connection)
+
+    def recipe_text(self) -> str:
+        """The recipe as it is written; empty if it cannot be read."""
+        try:
+            return recipe_text(self.folder) or ""
+        except StoreError:  # noted by `recipe`
+            return ""
+
+    def summary(self) -> RunSummary:
+        """The row of the run."""
+        how, recipe = self.condition(), self.recipe()
+        totals, engines = self.facts()
+        done = self._of_ledger(self._newest_step) or (0, 0)
+        steps, evaluations = self._newest_lines()
+        counts = self._counts()
+        last = steps[-1] if steps else None
+        known = totals or Totals(max_staleness=None)
+        if counts is None and last is None and self.faults and how.state != "running":
+            how = Condition("unreadable", next(iter(self.faults.values())))
+        return RunSummary(
+            id=self.id,
+            name=self.name,
+            path=str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+            state=how.state,
+            reason=how.reason,
+            fault="; ".join(self.faults.values()) or None,
+            started=self.started,
+            step=max(done[0], last.step if last else 0),
+            steps=_number(recipe, "trainer", "steps"),
+            version=done[1],
+            accuracy=evaluations[-1].accuracy if evaluations else known.final_accuracy,
+            reward=last.reward if last else None,
+            rl_seconds=last.rl_seconds if last else known.rl_seconds,
+            wall_seconds=max(last.wall_seconds if last else 0.0, known.wall_seconds),
+            steps_per_second=_rate(steps[-_RATE_STEPS:]),
+            trained_tokens=int(self.tables.steps.table["trained_tokens"].sum()) if self.is_open else None,
+            generated_tokens=last.generated_tokens if last else known.generated,
+            trajectories=counts,
+            task=_word(recipe, "task", "kind"),
+            engines=sum(engine.left_step is None for engine in engines),
+            alarms=len(self.alarms()) if self.is_open else None,
+        )
+
+    def alarms(self) -> list[Alarm]:
+        """The alarms of what was read so far; decided again when there are new steps or evaluations."""
+        steps = self.tables.steps
+        key = (steps.epoch, steps.table.rows, len(steps.evaluations))
+        if key != self._alarmed[0]:
+            totals, _ = self.facts()
+            evidence = Evidence(
+                steps=steps.table["step"],
+                series={name: steps.table[name] for name in steps.table.names},
+                evaluations=[line for line in steps.evaluations if type(line) is EvaluationLine],
+                bound=None if totals is None else totals.max_staleness,
+                disk=disk_of(self.folder) if self.condition().state == "running" else None,
+                last_step=_number(self.recipe(), "trainer", "steps"),
+            )
+            self._alarmed = (key, alarms_of(evidence))
+        return self._alarmed[1]
+
+    def _newest_step(self) -> tuple[int, int]:
+        with read_ledger(self.folder) as connection:
+            return connection.execute(_NEWEST).fetchone() or (0, 0)
+
+    def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
+        """What the end of the metrics holds."""
+        try:
+            text = read_text(RunFolder(self.folder).metrics, _TAIL, end=True) or ""
+        except StoreError as error:
+            self.faults["metrics.jsonl"] = self.told(error)
+            return [], []
+        found: list[MetricsLine] = []
+        for row in text.split("\n")[:-1]:
+            try:
+                found.append(_line(row.encode()))
+            except (
+                msgspec.MsgspecError,
+                RecursionError,
+            ):  # the first one is cut; damage is named when the run is opened
+                continue
+        steps = [line for line in found if isinstance(line, StepMetrics)]
+        return steps, [line for line in found if type(line) is EvaluationLine]
+
+    def _counts(self) -> dict[str, int] | None:
+        """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
+        if self.is_open and self.tables.trajectories.indexed == 1.0:
+            return _balance(self.tables.trajectories.count("state"))
+        due, counts = self._counted
+        if time.monotonic() < due:
+            return counts
+        since = time.monotonic()
+        counts = self._of_ledger(self._count)
+        now = time.monotonic()
+        self._counted = (now + _COUNT_SHARE * (now - since), counts)
+        return counts
+
+    def _count(self) -> dict[str, int]:
+        with read_ledger(self.folder) as connection:
+            return _balance(dict(connection.execute(_COUNTS).fetchall()))
+
+    def trained_by_step(self) -> Any:
+        """[steps] trajectories trained in each step of the metrics, as far as they are indexed."""
+        steps, counts = np.unique(self.tables.trajectories.table["step"], return_counts=True)
+        numbers = self.tables.steps.table["step"]
+        if not len(steps):
+            return np.zeros(len(numbers))
+        places = np.searchsorted(steps, numbers).clip(max=len(steps) - 1)
+        return np.where(steps[places] == numbers, counts[places], 0)
+
+
+def _balance(counts: dict[str, int]) -> dict[str, int]:
+    return {"issued": sum(counts.values())} | {state.value: counts.get(state.value, 0) for state in State}
+
+
+def _rate(steps: list[StepMetrics]) -> float | None:
+    if len(steps) < 2 or (seconds := steps[-1].rl_seconds - steps[0].rl_seconds) <= 0:
+        return None
+    return (steps[-1].step - steps[0].step) / seconds
+
+
+def _number(recipe: dict[str, Any], section: str, key: str) -> int | None:
+    found = recipe.get(section)
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _word(recipe: dict[str, Any], section: str, key: str) -> str | None:
+    found = recipe.get(section)
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,193 @@
+"""The dashboard over HTTP: the routes, and the one thread in which run folders are read.
+
+    /api/runs    /api/runs/ID    /api/runs/ID/series    .../trajectories    .../trajectories/GROUP/MEMBER
+    .../groups/GROUP    .../timeline    .../health    .../events    /api/diff    /api/recipes    / and /assets/...
+
+A single thread reads, so that nothing is locked; what takes long is done piece by piece, and requests come between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from stretto.core.errors import RefusedRequest, RunFolderError, StoreError
+from stretto.watch.runs.catalog import Catalog
+from stretto.watch.runs.comparing import compare, recipe_differences
+from stretto.watch.runs.run import WatchedRun
+from stretto.watch.web import pages
+from stretto.watch.web.events import Follower, stream
+from stretto.watch.web.guard import refusal
+
+STATIC = Path(__file__).parent.parent / "static"
+_READ_SECONDS = 0.1  # of reading on, before a request is answered with what there is
+_JSON = "application/json"
+
+Result = TypeVar("Result")
+
+
+class NotThere(Exception):
+    """There is nothing of this name."""
+
+    def __init__(self, where: str, found: str, allowed: str) -> None:
+        super().__init__(where, found, allowed)
+        self.where, self.found, self.allowed = where, found, allowed
+
+
+class Dashboard:
+    """The application of one server."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._reader = ThreadPoolExecutor(1, "watch-reader")
+        self._comparer = ThreadPoolExecutor(1, "watch-comparer")  # of runs of a day, for minutes
+        self._reading: dict[str, asyncio.Task[None]] = {}
+
+    def app(self) -> Starlette:
+        """The routes."""
+        of_run: Mapping[str, Callable[[WatchedRun, Mapping[str, str]], Any]] = {
+            "": pages.run_page,
+            "/series": pages.series_page,
+            "/trajectories": pages.table_page,
+            "/trajectories/{trajectory:path}": pages.trajectory_page,
+            "/groups/{group}": pages.group_page,
+            "/timeline": pages.timeline_page,
+            "/health": pages.health_page,
+        }
+        routes: list[Route | Mount] = [
+            Route("/api/runs", self._answer(self._runs)),
+            *(Route(f"/api/runs/{{run}}{path}", self._answer(self._page(page))) for path, page in of_run.items()),
+            Route("/api/runs/{run}/events", self._events),
+            Route("/api/diff", self._answer(self._diff)),
+            Route("/api/recipes", self._answer(self._recipes)),
+            Route("/api/{rest:path}", self._answer(_nothing)),
+            Route("/", _index),
+            Mount("/", StaticFiles(directory=STATIC, check_dir=False, follow_symlink=False)),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        self.close()
+
+    def close(self) -> None:
+        """End the reading."""
+        for task in self._reading.values():
+            task.cancel()
+        for pool in (self._reader, self._comparer):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, do: Callable[[], Result]) -> Result:
+        """Do something in the thread that reads."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, do)
+
+    def _answer(self, do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return Response(msgspec.json.encode(await do(request)), media_type=_JSON)
+            except NotThere as error:
+                return _refused(404, error.where, error.found, error.allowed)
+            except RefusedRequest as error:
+                return _refused(400, error.field, error.found, error.allowed)
+            except (StoreError, RunFolderError) as error:
+                return _refused(422, "run", str(error), "its other pages may be readable")
+            except Exception:  # a bug, or numbers in a run that nobody wrote: the log has it, and the server goes on
+                traceback.print_exc(file=sys.stderr)
+                return _refused(500, "server", "an internal error; its terminal has the traceback", "other pages work")
+
+        return answer
+
+    # What is answered.
+
+    async def _runs(self, request: Request) -> Any:
+        return await self.read(lambda: pages.list_page(self._catalog))
+
+    def _page(self, page: Callable[[WatchedRun, Mapping[str, str]], Any]) -> Callable[[Request], Awaitable[Any]]:
+        async def answer(request: Request) -> Any:
+            run = self._run(request.path_params["run"])
+            asked = {**request.query_params, **{f"/{name}": value for name, value in request.path_params.items()}}
+
+            def read() -> tuple[Any, bool]:
+                self._catalog.opened(run)
+                more = run.advance(_READ_SECONDS)
+                return page(run, asked), more
+
+            found, more = await self.read(read)
+            if more:
+                self._read_on(run)
+            if found is None:
+                name = asked.get("/trajectory") or asked.get("/group") or ""
+                raise NotThere(page.__name__.removesuffix("_page"), f"{name[:80]!r} is not there", "see the table")
+            return found
+
+        return answer
+
+    def _run(self, id: str) -> WatchedRun:
+        run = self._catalog.find(id)
+        if run is None:
+            raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
+        return run
+
+    def _read_on(self, run: WatchedRun) -> None:
+        """Read the rest of a run, piece by piece, beside what is asked."""
+        task = self._reading.get(run.id)
+        if task is None or task.done():
+            self._reading[run.id] = asyncio.create_task(self._read_all(run))
+
+    async def _read_all(self, run: WatchedRun) -> None:
+        while await self.read(lambda: run.is_open and run.advance(_READ_SECONDS)):
+            await asyncio.sleep(0)
+
+    async def _diff(self, request: Request) -> Any:
+        a, b = (self._run(request.query_params.get(name, "")) for name in ("a", "b"))
+        return await asyncio.get_running_loop().run_in_executor(self._comparer, lambda: compare(a, b))
+
+    async def _recipes(self, request: Request) -> Any:
+        ids = [id for id in request.query_params.get("runs", "").split(",") if id]
+        if not 2 <= len(ids) <= pages.MOST_COMPARED:
+            raise RefusedRequest("runs", f"{len(ids)} runs", f"give 2 to {pages.MOST_COMPARED}: runs=ID,ID")
+        runs = [self._run(id) for id in ids]
+        keys = await self.read(lambda: recipe_differences(runs))
+        return {"runs": ids, "keys": keys}
+
+    async def _events(self, request: Request) -> Response:
+        run = self._catalog.find(request.path_params["run"])
+        if run is None:
+            return _refused(404, "run", "is not there", "see /api/runs")
+        last = request.headers.get("last-event-id", "")
+        follower = Follower(run, int(last) if last.isdecimal() and len(last) < 18 else None)
+        self._catalog.opened(run)
+        return StreamingResponse(
+            stream(lambda: self.read(follower.news), request.is_disconnected),
+            media_type="text/event-stream",
+            headers={"x-accel-buffering": "no"},
+        )
+
+
+def _refused(status: int, where: str, found: str, allowed: str) -> Response:
+    return Response(refusal(status, where, found, allowed), status, media_type=_JSON)
+
+
+async def _nothing(request: Request) -> Any:
+    raise NotThere("path", f"{request.url.path[:80]!r} is not served", "see docs/watch.md")
+
+
+async def _index(request: Request) -> Response:
+    page = STATIC / "index.html"
+    if page.is_file():
+        return FileResponse(page)
+    return _refused(404, "page", "the front end is not built", "run: make web")

@@ -1,0 +1,186 @@
+"""The guard in front of the dashboard: who may ask, from where, and what a browser may do with the reply.
+
+A page of another site can make the user's browser ask this server. It has neither token nor cookie (SameSite=Strict),
+its name is in ``Origin`` and ``Sec-Fetch-Site``, and a name of its own that it lets point here (DNS rebinding) is in
+``Host``; each of these is enough to refuse it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import re
+import socket
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stretto.processes.http.asgi import header, read_body, reply
+from stretto.processes.http.server import admit
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
+)
+_LOGIN = b"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>stretto watch</title></head>
+<body><main><h1>stretto watch</h1>
+<form method="post" action="/login"><p><label>Token or password
+<input type="password" name="token" autocomplete="current-password" required autofocus></label>
+<button>Open</button></p></form>
+<p>The address that stretto watch printed has the token.</p></main></body></html>
+"""
+_LARGEST_FORM = 4_096
+_LOGIN_SECONDS = 0.5  # what a wrong password costs
+_FORM_SECONDS = 10.0
+_OPEN = re.compile(r"/assets/[\w./-]+|/favicon\.(?:ico|svg)")
+_LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
+
+
+def refusal(status: int, where: str, found: str, allowed: str) -> bytes:
+    """The body of an error."""
+    message = f"{where}: {found}; {allowed}"
+    error = {"where": where, "found": found, "allowed": allowed, "message": message, "status": status}
+    return msgspec.json.encode({"error": error})
+
+
+class Guard:
+    """The ASGI application around the dashboard's."""
+
+    def __init__(self, inner: ASGIApp, token: str, port: int, *, loopback: bool) -> None:
+        """`loopback`: it listens there alone, and the names of loopback are the only ones it has."""
+        self._inner, self._token, self._loopback = inner, token.encode(), loopback
+        self._cookie = f"stretto-watch-{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `ASGIApp`."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = scope["path"].startswith("/assets/") and message["status"] == 200
+                caching = b"public, max-age=31536000, immutable" if kept else b"no-store"
+                message["headers"] = [*message.get("headers", ()), *_HEADERS, (b"cache-control", caching)]
+            await send(message)
+
+        if scope["type"] != "http":
+            return
+        if (refused := self._why_refused(scope)) is not None:
+            await _refuse(guarded, 403, *refused)
+        elif scope["path"] == "/login":
+            await self._login(scope, receive, guarded)
+        elif scope["method"] not in ("GET", "HEAD"):
+            await _refuse(guarded, 405, "method", f"{scope['method'][:20]} is not served", "GET")
+        elif _OPEN.fullmatch(scope["path"]) and ".." not in scope["path"]:
+            await self._inner(scope, receive, guarded)
+        elif self._is_known(scope):
+            admit(scope)
+            await self._inner(scope, receive, guarded)
+        elif scope["path"] == "/":
+            await self._page(scope, receive, guarded)
+        else:
+            await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
+
+    def _why_refused(self, scope: Scope) -> tuple[str, str, str] | None:
+        host = (header(scope, b"host") or b"").decode("latin-1")
+        if not self._is_name(host):
+            return "host", f"{host[:80]!r} is no name of this server", "use the address that stretto watch printed"
+        origin = header(scope, b"origin")
+        if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
+            return "origin", "another site asks", "open the dashboard itself"
+        site = header(scope, b"sec-fetch-site")
+        page = scope["path"] == "/" and header(scope, b"sec-fetch-mode") == b"navigate"
+        if site not in (None, b"same-origin", b"none") and not page:
+            return "sec-fetch-site", "another site asks", "open the dashboard itself"
+        return None
+
+    def _is_name(self, host: str) -> bool:
+        """Whether a value of Host is an address or a name of this machine: only these are proof against a name that
+        another site lets point here."""
+        name = urlsplit(f"//{host}").hostname if _is_authority(host) else None
+        if name is None:
+            return False
+        if name in _LOOPBACK_NAMES:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return not self._loopback and name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        return address.is_loopback or not self._loopback
+
+    def _is_known(self, scope: Scope) -> bool:
+        bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
+        if len(bearer) == 2 and bearer[0].lower() == b"bearer" and self._fits(bearer[1].strip()):
+            return True
+        try:
+            cookies = SimpleCookie((header(scope, b"cookie") or b"").decode("latin-1"))
+        except CookieError:
+            return False
+        found = cookies.get(self._cookie)
+        return found is not None and hmac.compare_digest(found.value.encode(), self._cookie_value.encode())
+
+    def _fits(self, given: bytes) -> bool:
+        return hmac.compare_digest(given, self._token)
+
+    @property
+    def _cookie_value(self) -> str:
+        """Not the token itself: what a browser keeps opens this server and says no password."""
+        return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
+
+    async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The page for one who has no cookie yet: with the token in its address, which the page removes, it is served
+        as it is. A redirection would lose the cookie when a link of another site led here."""
+        given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=8).get("token", [""])[-1]
+        if not self._fits(given.encode()):
+            await reply(send, 401, "text/html; charset=utf-8", _LOGIN)
+            return
+
+        async def welcoming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self._set_cookie()]
+            await send(message)
+
+        admit(scope)
+        await self._inner(scope, receive, welcoming)
+
+    async def _login(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST":
+            await _refuse(send, 405, "method", f"{scope['method'][:20]} is not served", "POST")
+            return
+        try:
+            async with asyncio.timeout(_FORM_SECONDS):
+                body = await read_body(scope, receive, _LARGEST_FORM)
+        except (TimeoutError, ValueError):
+            body = None
+        try:
+            given = parse_qs((body or b"").decode(), max_num_fields=8).get("token", [""])[-1]
+        except ValueError:
+            given = ""
+        if not self._fits(given.encode()):
+            await asyncio.sleep(_LOGIN_SECONDS)
+            await reply(send, 401, "text/html; charset=utf-8", _LOGIN)
+            return
+        await reply(send, 303, "text/plain", b"", [(b"location", b"/"), self._set_cookie()])
+
+    def _set_cookie(self) -> tuple[bytes, bytes]:
+        return b"set-cookie", f"{self._cookie}={self._cookie_value}; Path=/; HttpOnly; SameSite=Strict".encode()
+
+
+def _is_authority(host: str) -> bool:
+    return re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", host, re.ASCII) is not None
+
+
+async def _refuse(send: Send, status: int, where: str, found: str, allowed: str) -> None:
+    await reply(send, status, "application/json", refusal(status, where, found, allowed))

@@ -1,0 +1,103 @@
+"""Promises: each alarm is silent in a healthy run, and holds, since the right step, in a run that is ill in its
+one way; what has passed is no alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from stretto.audit.alarms import WINDOW, Alarm, Disk, Evidence, alarms_of
+from stretto.store.series.metrics import EvaluationLine
+
+N = 60
+GIB = 1 << 30
+
+
+def _evidence(
+    evaluations: Sequence[EvaluationLine] = (), bound: float | None = 4.0, disk: Disk | None = None, **changed: object
+) -> Evidence:
+    """A healthy run of 60 steps of 2 s; `changed` series in place of its own (a point is written as __)."""
+    series = {
+        "reward": np.linspace(0.2, 0.8, N),
+        "length_mean": np.full(N, 100.0),
+        "staleness_mean": np.full(N, 1.0),
+        "rl_seconds": 2.0 * np.arange(1, N + 1),
+        "trainer.entropy": np.full(N, 1.0),
+        "trainer.behavior_logprob_error": np.full(N, 1e-3),
+        "busy.trainer": np.full(N, 0.5),
+        "busy.engine-0": np.full(N, 0.9),
+    }
+    series |= {name.replace("__", "."): np.asarray(values, float) for name, values in changed.items()}
+    return Evidence(np.arange(1, N + 1), series, evaluations, bound, disk, last_step=120)
+
+
+def _from(place: int, before: float, after: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """One value in the steps up to `place`, another behind."""
+    return np.where(np.arange(1, N + 1) <= place, before, after)
+
+
+def _evaluation(step: int, accuracy: float) -> EvaluationLine:
+    interval = (accuracy - 0.04, accuracy + 0.04)
+    return EvaluationLine(
+        step=step, version=step, wall_seconds=0.0, rl_seconds=0.0, accuracy=accuracy, prompts=500, ci95=interval
+    )
+
+
+def _named(found: Evidence) -> list[tuple[str, int]]:
+    return [(alarm.name, alarm.first_step) for alarm in alarms_of(found)]
+
+
+def test_a_healthy_run_has_no_alarm() -> None:
+    rising = [_evaluation(0, 0.2), _evaluation(30, 0.5), _evaluation(60, 0.48)]
+    assert _named(_evidence(rising, disk=Disk(free=100 * GIB, written=GIB))) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "since"),
+    [
+        # ten steps of 1.0, then 0.1: a window with k of the latter has mean 1 - 0.09 k, below 0.2 from k = 9 on
+        (_evidence(trainer__entropy=_from(40, 1.0, 0.1)), "entropy_collapse", 49),
+        # 100 + 30 k > 300 from k = 7 on
+        (_evidence(length_mean=_from(40, 100.0, 400.0)), "length_explosion", 47),
+        # 0.001 + 0.0019 k > 0.01 from k = 5 on
+        (_evidence(trainer__behavior_logprob_error=_from(40, 1e-3, 2e-2)), "mismatch_rising", 45),
+        (_evidence(busy__trainer=_from(40, 0.5, 0.0)), "idle_role", 41),
+        # 1 + 0.3 k >= 3.6 from k = 9 on
+        (_evidence(staleness_mean=_from(20, 1.0, 4.0)), "staleness_at_bound", 29),
+        (_evidence([_evaluation(10, 0.6), _evaluation(30, 0.59), _evaluation(60, 0.5)]), "reward_without_accuracy", 60),
+        # 3 GiB in 60 steps: the 60 that are left write 3 GiB more
+        (_evidence(disk=Disk(free=2 * GIB, written=3 * GIB)), "disk_filling", 60),
+        (_evidence(disk=Disk(free=GIB // 2, written=1)), "disk_filling", 60),
+    ],
+)
+def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -> None:
+    assert _named(found) == [(name, since)]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        _evidence(trainer__entropy=np.where(np.arange(N) // 20 == 1, 0.05, 1.0)),  # it was low, and is not any more
+        _evidence(length_mean=np.where(np.arange(N) == 30, 5_000.0, 100.0)),  # one strange step
+        _evidence(trainer__behavior_logprob_error=_from(40, 1e-7, 1e-5)),  # far apart in proportion, and still nothing
+        _evidence(trainer__entropy=np.full(N, np.nan)),  # it is not measured
+        _evidence(busy__trainer=_from(40, 0.5, np.nan)),
+        _evidence(bound=None, staleness_mean=np.full(N, 50.0)),
+        _evidence(bound=0.0, staleness_mean=np.zeros(N)),  # a synchronous run
+        _evidence([_evaluation(30, 0.6), _evaluation(60, 0.5)], reward=np.linspace(0.8, 0.2, N)),  # both fall
+        _evidence(busy__trainer=_from(40, 0.5, 0.0), rl_seconds=np.linspace(0, 1, N)),  # steps of milliseconds
+        Evidence(np.arange(0), {}),
+        Evidence(np.arange(1, WINDOW), {"staleness_mean": np.full(WINDOW - 1, 4.0)}, bound=4.0),
+    ],
+)
+def test_what_has_passed_is_too_little_or_not_measured_is_no_alarm(found: Evidence) -> None:
+    assert _named(found) == []
+
+
+def test_an_alarm_says_the_numbers_and_where_to_look() -> None:
+    (alarm,) = alarms_of(_evidence(length_mean=_from(40, 100.0, 400.0)))
+    message = "completions grew from 100 to 400 tokens"
+    assert alarm == Alarm("length_explosion", "length explosion", 47, message, "series:length_mean")

@@ -1,0 +1,77 @@
+"""Promises about watching a run that is being written: its steps appear, its death is seen, and a page goes on by
+itself after the server was started again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.real_browser.conftest import PATIENCE_MILLISECONDS, ROOT, WatchServer
+
+
+class Writer:
+    """The process of a run that is written while it is watched."""
+
+    def __init__(self, server: WatchServer, name: str) -> None:
+        command = [sys.executable, "-m", "tests.real_browser.recorded", str(server.runs / name)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def step(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        assert self._process.stdout.readline()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=20)
+
+
+@pytest.fixture
+def writer(server: WatchServer, request: pytest.FixtureRequest) -> Iterator[Writer]:
+    started = Writer(server, str(request.node.name))
+    started.step()
+    yield started
+    started.kill()
+
+
+def open_run(page: Page, name: str) -> None:
+    page.get_by_test_id("run-row").filter(has_text=name).locator("a").first.click()
+    expect(page.locator(".facts").first).to_contain_text("1 / 3")
+
+
+def test_steps_appear_while_they_are_written_and_a_death_is_seen(
+    page: Page, writer: Writer, request: pytest.FixtureRequest
+) -> None:
+    open_run(page, str(request.node.name))
+    expect(page.locator(".state")).to_contain_text("running")
+    reward = page.locator('[data-testid="curve"][data-name="reward"] .latest')
+    expect(reward).to_contain_text("0.1", timeout=PATIENCE_MILLISECONDS)
+    writer.step()
+    expect(page.locator(".facts").first).to_contain_text("2 / 3", timeout=PATIENCE_MILLISECONDS)
+    expect(reward).to_contain_text("0.2", timeout=PATIENCE_MILLISECONDS)
+    page.keyboard.press("3")
+    expect(page.get_by_test_id("trajectory-row")).to_have_count(3)
+    writer.step()
+    expect(page.get_by_test_id("trajectory-row")).to_have_count(4, timeout=PATIENCE_MILLISECONDS)
+    writer.kill()
+    expect(page.locator(".state")).to_contain_text("dead", timeout=PATIENCE_MILLISECONDS)
+
+
+def test_a_page_goes_on_by_itself_after_the_server_was_started_again(
+    page: Page, server: WatchServer, writer: Writer, faults: list[str], request: pytest.FixtureRequest
+) -> None:
+    open_run(page, str(request.node.name))
+    server.stop()
+    expect(page.locator(".lost")).to_be_visible(timeout=PATIENCE_MILLISECONDS)
+    writer.step()
+    server.start()
+    expect(page.locator(".facts").first).to_contain_text("2 / 3", timeout=PATIENCE_MILLISECONDS)
+    expect(page.locator(".lost")).to_have_count(0, timeout=PATIENCE_MILLISECONDS)
+    faults[:] = [fault for fault in faults if "ERR_CONNECTION_REFUSED" not in fault and "ERR_INCOMPLETE" not in fault]

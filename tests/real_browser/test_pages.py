@@ -1,0 +1,195 @@
+"""Promises about the pages of `stretto watch`, in a real Chromium on finished runs.
+
+- Runs: one row for each, damaged ones with their fault; picked ones over each other, with what their recipes differ in.
+- Curves have their sentences; smoothing and zoom are in the address, the token is not.
+- The timeline zooms by key and wheel and says what a stretch holds.
+- The table is filtered, sorted and paged by the server; a trajectory shows the numbers of the token under the pointer,
+  a group its members; what a model said is text, with hidden characters shown.
+- Data health, alarms, the recipe and the first difference of two runs have their pages.
+- Shortcuts work; no page is wider than a phone; axe finds nothing; the console is silent (the fixture `page`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+AXE = Path(__file__).parent.parent.parent / "web" / "node_modules" / "axe-core" / "axe.min.js"
+PAGES = {
+    "runs": "#/?pick={one},{other}",
+    "curves": "#/runs/{recorded}/curves?more=1&smoothing=0.5",
+    "timeline": "#/runs/{recorded}/timeline",
+    "trajectories": "#/runs/{recorded}/trajectories",
+    "trajectory": "#/runs/{recorded}/trajectory/0.50.0%2F3",
+    "conversation": "#/runs/{hostile}/trajectory/0.a.0%2F1?view=conversation&colour=fate",
+    "group": "#/runs/{hostile}/group/0.a.0",
+    "health": "#/runs/{hostile}/health",
+    "alarms": "#/runs/{hostile}/alarms",
+    "recipe": "#/runs/{recorded}/recipe",
+    "diff": "#/diff?a={one}&b={other}",
+    "damaged": "#/runs/{damaged}/curves",
+}
+
+
+def names_of(page: Page) -> dict[str, str]:
+    """The ids of the runs, by name."""
+    rows = page.get_by_test_id("run-row")
+    return {str(row.locator("th").inner_text()): str(row.get_attribute("data-run")) for row in rows.all()}
+
+
+def visit(page: Page, name: str) -> None:
+    ids = names_of(page)
+    page.goto(page.url.partition("#")[0] + PAGES[name].format(**ids))
+    page.locator("main h2, main h1").first.wait_for()
+    page.wait_for_load_state("networkidle") if name in ("runs", "diff") else page.locator("main h2").first.wait_for()
+
+
+def test_every_run_has_a_row_and_a_damaged_one_its_fault(page: Page) -> None:
+    expect(page.get_by_test_id("run-row")).to_have_count(5)
+    assert names_of(page).keys() == {"recorded", "hostile", "one", "other", "damaged"}
+    expect(page.get_by_test_id("run-row").filter(has_text="damaged").first).to_contain_text("ledger.sqlite")
+
+
+def test_the_token_does_not_stay_in_the_address(page: Page) -> None:
+    assert "token" not in page.url
+
+
+def test_picked_runs_are_drawn_over_each_other_with_the_differences_of_their_recipes(page: Page) -> None:
+    page.get_by_label("pick one").check()
+    page.get_by_label("pick other").check()
+    entropy = page.locator('[data-testid="curve"][data-name="trainer.entropy"]')
+    expect(entropy.locator(".latest")).to_contain_text("one 0.001")
+    expect(entropy.locator(".latest")).to_contain_text("other 0.002")
+    expect(entropy.locator("canvas")).to_be_visible()
+    expect(page.locator('[data-table="recipes"] tbody tr')).to_have_count(1)
+    expect(page.locator('[data-table="recipes"]')).to_contain_text("trainer.learning_rate")
+
+
+def test_a_curve_has_its_sentence_and_its_zoom_is_in_the_address(page: Page) -> None:
+    visit(page, "curves")
+    curve = page.locator('[data-testid="curve"][data-name="length_mean"]')
+    expect(curve.locator("figcaption")).to_contain_text("mean sampled tokens over the batch's completions")
+    box = curve.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
+    expect(curve.locator(".readout")).to_contain_text("steps 2")
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 40, steps=5)
+    page.mouse.up()
+    page.wait_for_url("**zoom=**")
+    page.get_by_role("button", name="Whole axis").click()
+    assert "zoom" not in page.url
+
+
+def test_curves_are_drawn_against_another_axis(page: Page) -> None:
+    visit(page, "curves")
+    page.locator("select[name=axis]").select_option("trained_tokens")
+    expect(page.get_by_test_id("curve").first.get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile("trained tokens")
+    )
+
+
+def test_the_timeline_zooms_by_key_and_wheel_and_names_what_a_stretch_holds(page: Page) -> None:
+    visit(page, "timeline")
+    canvas = page.get_by_test_id("timeline")
+    whole = float(canvas.get_attribute("data-to") or 0)
+    canvas.focus()
+    page.keyboard.press("+")
+    expect(canvas).not_to_have_attribute("data-to", str(whole))
+    half = float(canvas.get_attribute("data-to") or 0) - float(canvas.get_attribute("data-from") or 0)
+    assert half == pytest.approx(whole / 2)
+    canvas.hover(position={"x": 400, "y": 40})
+    page.mouse.wheel(0, -100)
+    width = "(({from, to}) => to - from)(document.querySelector('[data-testid=timeline]').dataset)"
+    page.wait_for_function(f"{width} < {half}")
+    page.get_by_role("button", name="Whole run").click()
+    canvas.click(position={"x": 200, "y": 100})
+    expect(page.locator('[data-table="stretch"]')).to_contain_text("generate")
+    expect(page.locator("#stretch")).to_contain_text("In the stretch")
+
+
+def test_the_table_is_filtered_sorted_and_paged_by_the_server(page: Page, faults: list[str]) -> None:
+    visit(page, "trajectories")
+    rows = page.get_by_test_id("trajectory-row")
+    expect(rows).to_have_count(50)
+    page.keyboard.press("n")
+    expect(rows).to_have_count(6)
+    page.get_by_label("State").select_option("in_flight")
+    expect(rows).to_have_count(8)
+    page.get_by_role("button", name="No filter").click()
+    page.get_by_label("Tokens at least").fill("64")
+    page.get_by_label("Tokens at least").press("Enter")
+    page.get_by_role("button", name="Reward", exact=True).click()
+    expect(page.locator("th[aria-sort]")).to_contain_text("Reward")
+    expect(page.locator("[data-matched]")).to_contain_text("that match, 56 in all")
+    page.get_by_label("Filter", exact=True).fill("colour=red")
+    page.get_by_label("Filter", exact=True).press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("colour")
+    faults[:] = [fault for fault in faults if "status of 400" not in fault]
+
+
+def test_a_token_shows_its_numbers_under_the_pointer_and_by_key(page: Page) -> None:
+    visit(page, "trajectory")
+    tokens = page.get_by_test_id("token")
+    expect(tokens).to_have_count(41)
+    tokens.nth(1).hover()
+    numbers = page.locator("dl[data-token]")
+    expect(numbers).to_have_attribute("data-token", "0:1")
+    expect(numbers).to_contain_text("log-probability")
+    page.get_by_role("group", name="Tokens").focus()
+    page.keyboard.press("ArrowRight")
+    expect(numbers).to_have_attribute("data-token", "0:2")
+    page.get_by_label("Coloured by").select_option("logprob")
+    assert len({token.get_attribute("style") for token in tokens.all()}) > 3
+    expect(page.locator('[data-event="trained"]')).to_contain_text("step 6")
+
+
+def test_a_group_shows_its_members_and_what_a_model_said_is_text(page: Page) -> None:
+    visit(page, "group")
+    members = page.get_by_test_id("group").locator("article")
+    expect(members).to_have_count(2)
+    expect(members.nth(1)).to_contain_text("</script><img src=x onerror=alert(1)>␀␛[2J⟨U+202E⟩gnp.exe⟨U+2066⟩")
+    assert page.locator("main img").count() == 0
+
+
+def test_data_health_shows_the_budget_the_reasons_and_what_no_one_solves(page: Page) -> None:
+    visit(page, "health")
+    expect(page.get_by_test_id("goodput")).to_contain_text("trained")
+    expect(page.locator('[data-table="reasons"]')).to_contain_text("timeout after 1 s")
+    page.locator('[data-table="reasons"] a').click()
+    expect(page.get_by_test_id("trajectory-row")).to_have_count(2)
+
+
+def test_two_runs_are_compared_at_the_step_where_they_part(page: Page) -> None:
+    visit(page, "diff")
+    diff = page.get_by_test_id("diff")
+    expect(diff).to_have_attribute("data-step", "2")
+    expect(diff).to_contain_text("trainer.learning_rate")
+
+
+def test_shortcuts_go_from_page_to_page(page: Page) -> None:
+    visit(page, "curves")
+    page.keyboard.press("3")
+    expect(page.get_by_test_id("trajectory-row").first).to_be_visible()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("r")
+    expect(page.get_by_test_id("run-row").first).to_be_visible()
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_a_phone_is_wide_enough(page: Page, name: str, scheme: str) -> None:
+    page.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
+    visit(page, name)
+    if scheme == "dark":
+        page.set_viewport_size({"width": 360, "height": 740})
+    page.wait_for_timeout(600)  # until curves are drawn: nothing on the page says so
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("async () => (await axe.run()).violations.map(v => `${v.id}: ${v.nodes.map(n => n.html)}`)")
+    assert found == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -1,0 +1,66 @@
+"""One server for all tests of a file, over a folder of runs; requests are real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from stretto.processes.http.server import HttpServer
+from stretto.watch.runs.catalog import Catalog
+from stretto.watch.web.app import Dashboard
+from stretto.watch.web.guard import Guard
+from tests.watch.runs import write_run
+
+TOKEN = "a-token"
+
+
+@contextmanager
+def serving(runs: Path, cache: Path) -> Iterator[httpx.Client]:
+    """A server of the runs of a folder, and a client that knows the token."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    dashboard = Dashboard(Catalog([runs], cache))
+    app = Guard(dashboard.app(), TOKEN, port, loopback=True)
+    server = HttpServer(uvicorn.Config(app, http="httptools", lifespan="off", log_level="critical"))
+    server.config.timeout_graceful_shutdown = 1
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+    thread.start()
+    try:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30, verify=False) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        dashboard.close()
+        listening.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run, ``first``."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "first")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with serving(runs, tmp_path_factory.mktemp("cache")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def first(client: httpx.Client) -> str:
+    """The address of the run ``first``."""
+    (run,) = [run for run in client.get("/api/runs").json()["runs"] if run["name"] == "first"]
+    return f"/api/runs/{run['id']}"

@@ -1,0 +1,135 @@
+"""Small runs, written by the writers of real ones."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from stretto.core.events import Span
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Update, Verdict
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.spans import SpanLog
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\x00\x1b[2J\u202egnp.exe\u2066"
+RECIPE = '[trainer]\nsteps = 3\n[task]\nkind = "arithmetic"\n[rollout]\nmax_staleness = 2.0\n'
+LOG = "2026-11-22 03:08:40  starts at version 0\n"
+ENDED = "2026-11-22 03:08:45  ends with exit code 0\n"
+
+
+def prompt(name: str, text: str) -> Prompt:
+    return Prompt(id=name, token_ids=(5, 12, 8, 13), text=text, answer="11")
+
+
+def completion(
+    group: str,
+    member: int,
+    reward: float,
+    versions: tuple[int, ...],
+    text: str = "11",
+    stop: StopReason = StopReason.STOP,
+) -> Trajectory:
+    """A single turn: tokens 3, 4, ...; log-probabilities -0.5, -1.0, ..."""
+    length = len(versions)
+    segment = Segment(
+        token_ids=tuple(range(3, 3 + length)),
+        behavior_logprobs=tuple(-0.5 * (at + 1) for at in range(length)),
+        versions=versions,
+        interrupted=len(set(versions)) - 1,
+        stop_reason=stop,
+        engines=(("engine-0", 2), ("engine-1", length - 2)) if length > 2 else (("engine-0", length),),
+    )
+    verdict = Verdict(outcome=Outcome.RIGHT if reward > 0.5 else Outcome.WRONG, reward=reward)
+    return Trajectory(id=f"{group}/{member}", segments=(segment,), verdict=verdict, text=text)
+
+
+def step_line(step: int, entropy: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        version=step,
+        wall_seconds=10.0 + step,
+        rl_seconds=2.0 * step,
+        length_max=4,
+        staleness_max=1,
+        trained_tokens=6,
+        masked_tokens=2,
+        generated_tokens=8 * step,
+        trainer={"loss": 1.0 / step, "entropy": entropy},
+        busy={"trainer": 0.5},
+        accuracy=0.5,
+        reward=0.1 * step,
+        length_mean=3.0,
+        staleness_mean=0.5,
+    )
+
+
+def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
+    """Three groups of two: 0.a.0 is trained in step 1, 0.b.0 in step 2 with its first token masked, 0.c.0 fails; and
+    one group that is in flight, with three tokens on record."""
+    with RunFolder.create(path) as folder:
+        folder.write("recipe.toml", RECIPE)
+        folder.write("log.txt", log)
+        folder.write(
+            "questions.jsonl",
+            "".join(
+                f'{{"id":"{name}","prompt":"{text}","answer":"11","row":null}}\n' for name, text in QUESTIONS.items()
+            ),
+        )
+        with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+            _write_ledger(ledger)
+        metrics, spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
+        metrics.append(evaluation(0, 0.25))
+        for step in (1, 2):
+            metrics.append(step_line(step, entropy=1.5))
+        metrics.append(evaluation(2, 0.5))
+        spans.append(SPANS)
+    return path
+
+
+QUESTIONS = {"a": "3+8=", "b": "7+4=", "c": "1+1="}
+SPANS = (
+    Span(role="trainer", name="proximal", start=100.0, end=100.5, version=0),
+    Span(role="trainer", name="update", start=100.5, end=102.0, version=0),
+    Span(role="engine-1", name="generate", start=100.0, end=104.0, version=0),
+    Span(role="engine-0", name="generate", start=100.0, end=101.0, version=0),
+    Span(role="engine-0", name="load", start=101.0, end=101.25, version=1),
+    Span(role="engine-0", name="generate", start=101.25, end=103.0, version=1),
+)
+
+
+def evaluation(step: int, accuracy: float) -> EvaluationLine:
+    return EvaluationLine(
+        step=step, version=step, wall_seconds=10.0 + step, rl_seconds=2.0 * step, accuracy=accuracy, prompts=8
+    )
+
+
+def _write_ledger(ledger: Ledger) -> None:
+    ledger.put(TOTALS, Totals(max_staleness=2.0, generated=16, final_accuracy=0.5, rl_seconds=4.0, wall_seconds=12.0))
+    ledger.put(
+        ENGINES, (Membership("engine-0", "native", "node-3", 2, 0), Membership("engine-1", "native", "here", 2, 0))
+    )
+    first = (completion("0.a.0", 0, 1.0, (0, 0, 0)), completion("0.a.0", 1, 0.0, (0, 0), HOSTILE, StopReason.LENGTH))
+    train(ledger, 1, "a", first)
+    second = (completion("0.b.0", 0, 0.75, (0, 1, 1, 1)), completion("0.b.0", 1, 0.25, (1,)))
+    train(ledger, 2, "b", second, oldest=1)
+    ledger.issue("0.c.0", prompt("c", "1+1="), 2, 1)
+    for member in range(2):
+        ledger.settle(f"0.c.0/{member}", State.FAILED, "timeout after 1 s")
+    ledger.issue("1.a.0", prompt("a", "3+8="), 2, 2)
+    ledger.journal("1.a.0/0", Segment((3, 4, 5), (-0.5, -1.0, -1.5), (2, 2, 2)))
+    ledger.event("role", "engine-1 ended with exit code 1: a new one is started")
+
+
+def train(ledger: Ledger, step: int, name: str, members: tuple[Trajectory, ...], oldest: int = 0) -> None:
+    """A group is issued, judged, and trained alone in a step."""
+    id = members[0].id.rpartition("/")[0]
+    asked = prompt(name, QUESTIONS.get(name, name))
+    ledger.issue(id, asked, len(members), step - 1)
+    group = Group(id=id, prompt=asked, admitted_version=step - 1, trajectories=members)
+    ledger.buffer(group)
+    ledger.commit_batch(Batch(step=step, version=step - 1, groups=(group,), oldest_trainable=oldest))
+    ledger.record_update(Update(step=step, version=step, trained_tokens=4, masked_tokens=0, metrics={"loss": 0.5}))
+    ledger.flush()

@@ -1,0 +1,72 @@
+"""Promises: `stretto watch` prints one line with its address, serves the runs of the folders given, and ends at a
+signal; a folder that is not there and a port in use are mistakes of the user; `inspect` has the alarms.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from stretto.cli.main import inspect
+from stretto.core.errors import RunFolderError
+from stretto.watch.serve import watch
+from tests.watch.runs import step_line, write_run
+
+
+def start(folders: list[Path], port: int) -> None:
+    watch(folders, host="127.0.0.1", port=port, token="T", password=None, opens=False, say=print)
+
+
+def test_the_command_prints_its_address_serves_and_ends_at_a_signal(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "first")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto.cli.main",
+        "watch",
+        str(tmp_path / "runs"),
+        "--port",
+        str(port),
+        "--token",
+        "T",
+        "--no-open",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == f"stretto watch: http://127.0.0.1:{port}/?token=T\n"
+            found = httpx.get(f"http://127.0.0.1:{port}/api/runs", headers={"authorization": "Bearer T"}, timeout=30)
+            assert [run["name"] for run in found.json()["runs"]] == ["first"]
+            with pytest.raises(RunFolderError, match=str(port)):
+                start([tmp_path / "runs"], port)
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stdout.read() == ""
+
+
+def test_a_folder_that_is_not_there_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="nowhere: does not exist"):
+        start([tmp_path, tmp_path / "nowhere"], 0)
+
+
+def test_inspect_has_the_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "run")
+    lines = [step_line(step, entropy=1.0 if step <= 10 else 0.01) for step in range(1, 31)]
+    (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    inspect(path, json=True)
+    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
+    # a window of ten with k steps of 0.01 has mean 1 - 0.099 k: below 0.2 from k = 9 on
+    assert (alarm["name"], alarm["first_step"], alarm["look"]) == ("entropy_collapse", 19, "series:trainer.entropy")
+    inspect(path)
+    assert "alarm  entropy collapse since step 19: the entropy fell from 1 to 0.01 nats" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""Promises about the pages that are shipped, without a browser.
+
+- The committed build is the one of the committed sources, and its page names files that are there.
+- It is less than 200 kB, has nothing inline, names nothing of another host, has the licences of what is bundled.
+- The sentences below the curves are those of docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+WEB = ROOT / "web"
+STATIC = ROOT / "stretto" / "watch" / "static"
+SOURCES = ("index.html", "package-lock.json", "package.json", "public", "src", "tsconfig.json", "vite.config.js")
+BUNDLED = ("@tanstack/preact-table", "@tanstack/table-core", "preact", "uplot")
+
+
+def sources() -> dict[str, bytes]:
+    roots = [WEB / name for name in SOURCES]
+    files = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(WEB)): path.read_bytes() for path in files}
+
+
+def digest(files: dict[str, bytes]) -> str:
+    """As web/vite.config.js computes it."""
+    whole = hashlib.sha256()
+    for name in sorted(files):
+        whole.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
+    return whole.hexdigest()
+
+
+def test_the_committed_build_belongs_to_the_committed_sources() -> None:
+    built = (STATIC / "sources.sha256").read_text(encoding="utf-8").strip()
+    assert built == digest(sources()), "the pages are older than their sources: make web"
+    assert built != digest(sources() | {"src/main.tsx": b""})
+
+
+def test_the_page_names_files_that_are_there_and_has_nothing_inline() -> None:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    named = re.findall(r'(?:src|href)="/([^"]+)"', page)
+    assert len(named) == 3
+    assert all((STATIC / name).is_file() for name in named)
+    assert re.findall(r"<script[^>]*>([^<]*)</script>", page) == [""]
+    assert "<style" not in page
+    assert "style=" not in page
+
+
+def test_the_build_loads_nothing_from_elsewhere() -> None:
+    for style in STATIC.rglob("*.css"):
+        assert not re.findall(r"url\(|@import", style.read_text(encoding="utf-8")), style
+    for script in STATIC.rglob("*.js"):
+        assert not re.findall(r"""(?:fetch|import|EventSource)\(["'`]https?:""", script.read_text(encoding="utf-8")), (
+            script
+        )
+
+
+def test_the_pages_are_small() -> None:
+    assert sum(path.stat().st_size for path in STATIC.rglob("*") if path.is_file()) < 200_000
+
+
+def test_the_licences_of_what_is_bundled_are_beside_it() -> None:
+    licences = (STATIC / "licences.txt").read_text(encoding="utf-8")
+    dependencies = json.loads((WEB / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    for name in {*BUNDLED, *dependencies}:
+        assert re.search(rf"^{re.escape(name)} [\d.]+ \(MIT\)$", licences, flags=re.MULTILINE), name
+
+
+def test_the_lock_file_names_no_host() -> None:
+    assert not re.findall(r"https?://registry", (WEB / "package-lock.json").read_text(encoding="utf-8"))
+
+
+def test_the_sentences_below_the_curves_are_those_of_the_page_of_metrics() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    sentences = json.loads((WEB / "src" / "data" / "sentences.json").read_text(encoding="utf-8"))
+    assert len(sentences) > 40
+    assert [name for name, one in sentences.items() if f"{one['sentence']} | {one['unit']}".rstrip() not in page] == []

@@ -1,0 +1,320 @@
+"""Promises: each route answers what is on record of a run, by numbers worked by hand; what is filtered, sorted and
+paged is what was asked for; reading leaves a run as it is, file for file; a run that goes on is followed, also through
+a resume that rewinds it; what was read once is found again in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from stretto.core.records import State
+from stretto.store import lock
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import MetricsLog, rewind_metrics
+from stretto.watch.index.cache import Cache
+from stretto.watch.index.trajectories import Trajectories
+from tests.watch.conftest import serving
+from tests.watch.runs import ENDED, HOSTILE, LOG, completion, step_line, train, write_run
+
+SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
+
+
+def test_the_list_has_the_run_with_its_state_and_its_newest_numbers(client: httpx.Client) -> None:
+    (run,) = client.get("/api/runs").json()["runs"]
+    assert (run["name"], run["state"], run["reason"], run["fault"]) == ("first", "finished", "", None)
+    assert (run["step"], run["steps"], run["version"], run["task"], run["engines"]) == (2, 3, 2, "arithmetic", 2)
+    assert (run["accuracy"], run["reward"], run["rl_seconds"], run["generated_tokens"]) == (0.5, 0.2, 4.0, 16)
+    assert run["steps_per_second"] == 0.5  # one step in 2 s
+    counts = {"issued": 8, "trained": 4, "failed": 2, "in_flight": 2, "buffered": 0, "filtered": 0, "expired": 0}
+    assert run["trajectories"] == counts
+
+
+def test_the_page_of_a_run_has_its_recipe_engines_and_series(client: httpx.Client, first: str) -> None:
+    run = client.get(first).json()
+    assert "steps = 3" in run["recipe"]
+    assert [(engine["name"], engine["host"]) for engine in run["engines_list"]] == [
+        ("engine-0", "node-3"),
+        ("engine-1", "here"),
+    ]
+    assert {"reward", "trainer.loss", "busy.trainer", "masked_fraction"} <= set(run["series"])
+    assert (run["totals"]["max_staleness"], run["indexed"], run["alarms"], run["trained_tokens"]) == (2.0, 1.0, [], 12)
+
+
+def test_series_are_the_metrics_with_what_follows_from_them(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/series", params={"names": "reward,trainer.loss,masked_fraction,seconds_step"}).json()
+    assert (found["steps"], found["points"], found["bucket"]) == (2, 2, 1)
+    assert found["x"]["step"] == [1, 2]
+    assert found["x"]["trained_tokens"] == [6, 12]
+    assert found["x"]["trajectories"] == [2, 4]
+    means = {name: curve["mean"] for name, curve in found["series"].items()}
+    assert means == {
+        "reward": [0.1, 0.2],
+        "trainer.loss": [1.0, 0.5],
+        "masked_fraction": [0.25, 0.25],
+        "seconds_step": [2.0, 2.0],
+    }
+    assert [(line["set"], line["step"], line["accuracy"]) for line in found["evaluations"]] == [
+        ("", 0, 0.25),
+        ("", 2, 0.5),
+    ]
+
+
+IDS = ["0.a.0/0", "0.a.0/1", "0.b.0/0", "0.b.0/1", "0.c.0/0", "0.c.0/1", "1.a.0/0", "1.a.0/1"]
+
+
+@pytest.mark.parametrize(
+    ("where", "places"),
+    [
+        ("", range(8)),
+        ("state=trained", [0, 1, 2, 3]),
+        ("state=trained and reward>=0.5", [0, 2]),
+        ("reward=null", [4, 5, 6, 7]),
+        ("reward!=null and reward<0.5", [1, 3]),
+        ("reward=1|0.25", [0, 3]),
+        ("state=failed|in_flight", [4, 5, 6, 7]),
+        ("state!=trained", [4, 5, 6, 7]),
+        ("reason~TIMEOUT", [4, 5]),
+        ("stop=length", [1]),
+        ("stop=null", [4, 5, 6, 7]),
+        ("group=0.b.0", [2, 3]),
+        ("group!=0.b.0|0.c.0", [0, 1, 6, 7]),
+        ("prompt=a and verdict=right", [0]),
+        ('text~"+4"', [2, 3]),
+        ('text~"nowhere \\" or else"', []),
+        ("staleness>=1", [2]),  # trained at version 1, with a token of version 0
+        ("staleness=0", [0, 1, 3]),
+        ("interrupted>0", [2]),
+        ("length>2 AND step=1", [0]),
+        ("member=1 and oldest<=1", [1, 3]),
+        ("reward>inf", []),
+    ],
+)
+def test_a_filter_lets_through_what_it_says(client: httpx.Client, first: str, where: str, places: list[int]) -> None:
+    page = client.get(f"{first}/trajectories", params={"where": where}).json()
+    assert [row["id"] for row in page["rows"]] == [IDS[place] for place in places]
+    assert (page["total"], page["matched"]) == (8, len(list(places)))
+
+
+@pytest.mark.parametrize(
+    ("sort", "places"),
+    [
+        ("-id", [7, 6, 5, 4, 3, 2, 1, 0]),
+        ("reward", [1, 3, 2, 0, 4, 5, 6, 7]),  # what has none comes last, either way
+        ("-reward", [0, 2, 3, 1, 4, 5, 6, 7]),
+        ("-length", [2, 0, 1, 3, 4, 5, 6, 7]),
+        ("-staleness", [2, 0, 1, 3, 4, 5, 6, 7]),
+        ("state", [4, 5, 6, 7, 0, 1, 2, 3]),
+    ],
+)
+def test_rows_are_sorted_and_paged(client: httpx.Client, first: str, sort: str, places: list[int]) -> None:
+    pages = [
+        client.get(f"{first}/trajectories", params={"sort": sort, "offset": str(offset), "limit": "3"}).json()["rows"]
+        for offset in (0, 3, 6, 9)
+    ]
+    assert [len(page) for page in pages] == [3, 3, 2, 0]
+    assert [row["id"] for page in pages for row in page] == [IDS[place] for place in places]
+
+
+def test_a_trajectory_says_of_each_token_what_became_of_it(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/trajectories/0.b.0/0").json()
+    (segment,) = found["segments"]
+    tokens = segment["tokens"]
+    assert tokens["id"] == [3, 4, 5, 6]
+    assert tokens["text"] == ["⟨3⟩", "⟨4⟩", "⟨5⟩", "⟨6⟩"]  # the run has no tokenizer
+    assert tokens["version"] == [0, 1, 1, 1]
+    assert tokens["staleness"] == [1, 0, 0, 0]
+    assert tokens["logprob"] == [-0.5, -1.0, -1.5, -2.0]
+    assert tokens["fate"] == ["masked", "trained", "trained", "trained"]
+    assert (found["prompt_text"], found["answer"], found["siblings"]) == ("7+4=", "11", ["0.b.0/0", "0.b.0/1"])
+    life = [(event["event"], event["token"]) for event in found["life"]]
+    assert life == [
+        ("admitted", None),
+        ("begun", 0),
+        ("interrupted", 1),
+        ("moved", 2),
+        ("ended", 4),
+        ("judged", None),
+        ("buffered", None),
+        ("trained", None),
+    ]
+    assert (found["life"][-1]["step"], found["life"][3]["engine"]) == (2, "engine-1")
+
+
+def test_a_window_of_tokens_is_cut_where_it_says(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/trajectories/0.b.0%2F0", params={"offset": "1", "limit": "2"}).json()
+    assert (found["tokens"], found["cut"]) == (4, {"offset": 1, "limit": 2, "more": True})
+    assert found["segments"][0]["tokens"]["id"] == [4, 5]
+
+
+def test_one_in_flight_shows_the_tokens_that_are_journaled(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/trajectories/1.a.0/0").json()
+    assert found["segments"][0]["tokens"]["fate"] == ["pending"] * 3
+    assert client.get(f"{first}/trajectories/1.a.0/1").json()["segments"] == []
+
+
+def test_a_recorded_run_has_its_text_token_by_token(tmp_path: Path) -> None:
+    shutil.copytree(SYNCHRONOUS, tmp_path / "runs" / "recorded")
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        (run,) = client.get("/api/runs").json()["runs"]
+        assert (run["state"], run["step"], run["accuracy"]) == ("finished", 6, 0.5625)
+        found = client.get(f"/api/runs/{run['id']}/trajectories/0.56.0/0").json()
+        pieces = found["segments"][0]["tokens"]["text"]
+        assert "".join(pieces).removesuffix("</s>").startswith(found["text"])
+        assert "".join(found["prompt_tokens"]["text"]) == "6+0+3+0="
+
+
+def test_a_group_shows_its_members_side_by_side(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/groups/0.a.0").json()
+    assert (found["prompt"], found["answer"], found["mean_reward"]) == ("3+8=", "11", 0.5)
+    assert [(member["member"], member["text"]) for member in found["members"]] == [(0, "11"), (1, HOSTILE)]
+
+
+def test_the_timeline_has_a_lane_for_each_role(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/timeline").json()
+    assert (found["end"], found["spans"], found["in_window"]) == (4.0, 6, 6)
+    assert [(lane["role"], lane["machine"]) for lane in found["lanes"]] == [
+        ("trainer", ""),
+        ("engine-0", "node-3"),
+        ("engine-1", "here"),
+    ]
+    tiles = found["lanes"][1]["tiles"]
+    assert (tiles["start"], tiles["end"]) == ([0.0, 1.0, 1.25], [1.0, 1.25, 3.0])
+    assert [found["categories"][one] for one in tiles["category"]] == ["generate", "load", "generate"]
+    part = client.get(f"{first}/timeline", params={"from": "1.1", "to": "1.2"}).json()
+    assert [lane["tiles"]["name"] for lane in part["lanes"]] == [["update"], ["load"], ["generate"]]
+    assert [mark["kind"] for mark in found["marks"]].count("step") == 1
+
+
+def test_health_counts_states_reasons_and_prompts(client: httpx.Client, first: str) -> None:
+    found = client.get(f"{first}/health").json()
+    assert found["states"] == {"trained": 4, "failed": 2, "in_flight": 2}
+    assert found["verdicts"] == {"none": 4, "right": 2, "wrong": 2}
+    assert found["truncation"] == {"share": 0.25, "by_step": {"step": [1, 2], "share": [0.5, 0.0]}}
+    assert found["reasons"] == [{"state": "failed", "reason": "timeout after 1 s", "count": 2}]
+    # by the totals and the ledger: 16 generated, of which 10 are on record, 9 of them trained
+    assert (found["goodput"]["trained"]["tokens"], found["goodput"]["masked"]["tokens"]) == (9, 1)
+    assert set(found["selection_bias"]) == {"length", "difficulty", "latency"}
+    prompts = found["prompts"]
+    assert [prompts[name] for name in ("asked", "never_solved", "always_solved", "sometimes")] == [2, 0, 0, 2]
+    assert [(one["from"], one["to"], one["count"], one["mean"]) for one in found["reward_by_length"]] == [
+        (1, 2, 1, 0.25),
+        (2, 3, 1, 0.0),
+        (3, 4, 1, 1.0),
+        (4, 5, 1, 0.75),
+    ]
+
+
+def test_two_runs_part_at_a_step_and_a_token(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one")
+    write_run(tmp_path / "runs" / "other")
+    folder = tmp_path / "runs" / "other"
+    for path in folder.glob("ledger.sqlite*"):
+        path.unlink()
+    with closing(Ledger(folder / "ledger.sqlite", StoreConfig())) as ledger:
+        train(ledger, 1, "a", (completion("0.a.0", 0, 1.0, (0, 0, 0)), completion("0.a.0", 1, 0.0, (0, 0, 0))))
+    (folder / "recipe.toml").write_text("[trainer]\nsteps = 5\n")
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        ids = {run["name"]: run["id"] for run in client.get("/api/runs").json()["runs"]}
+        found = client.get("/api/diff", params={"a": ids["one"], "b": ids["other"]}).json()
+        assert (found["equal"], found["step"], found["token"]["trajectory"], found["token"]["index"]) == (
+            False,
+            1,
+            "0.a.0/1",
+            2,
+        )
+        assert (found["token"]["a"], found["token"]["b"]["id"]) == (None, 5)
+        keys = client.get("/api/recipes", params={"runs": f"{ids['one']},{ids['other']}"}).json()["keys"]
+        assert {"key": "trainer.steps", "values": [3, 5]} in keys
+        assert client.get("/api/diff", params={"a": ids["one"], "b": ids["one"]}).json()["equal"] is True
+
+
+def test_reading_leaves_a_run_as_it_is(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "runs" / "first")
+    before = {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        (run,) = client.get("/api/runs").json()["runs"]
+        for part in ("", "/series", "/trajectories", "/trajectories/0.a.0/0", "/timeline", "/health"):
+            assert client.get(f"/api/runs/{run['id']}{part}").status_code == 200
+    assert {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_the_state_says_how_a_run_ended(tmp_path: Path) -> None:
+    logs = {
+        "finished": LOG + ENDED,
+        "stopped": LOG + ENDED.replace("code 0", "code 130"),
+        "failed": LOG + "2026-11-22 03:08:45  failed: engine-0 died too often\nits log says why\n",
+        "killed": LOG + "2026-11-22 03:08:45  step 2\n",
+        "resumed": LOG + ENDED + LOG + "2026-11-22 03:09:00  step 3\n",
+    }
+    for name, log in logs.items():
+        write_run(tmp_path / "runs" / name, log=log)
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        found = {run["name"]: (run["state"], run["reason"]) for run in client.get("/api/runs").json()["runs"]}
+    assert found["finished"] == ("finished", "")
+    assert found["stopped"] == ("stopped", "stopped by SIGINT")
+    assert found["failed"] == ("dead", "engine-0 died too often\nits log says why")
+    assert found["killed"][0] == found["resumed"][0] == "dead"
+
+
+def _events(client: httpx.Client, address: str) -> Iterator[tuple[str, Any]]:
+    with client.stream("GET", f"{address}/events", headers={"last-event-id": "2"}) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        name = ""
+        for line in reply.iter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_a_run_is_followed_through_steps_a_rewind_and_its_death(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "runs" / "live", log=LOG)
+    held = lock.acquire(path)
+    with serving(tmp_path / "runs", tmp_path / "cache") as client, RunFolder(path, held) as folder:
+        (run,) = client.get("/api/runs").json()["runs"]
+        assert run["state"] == "running"
+        address = f"/api/runs/{run['id']}"
+        seen = _events(client, address)
+        assert next(seen)[0] == "run"
+        with closing(Ledger(folder.ledger, StoreConfig(), clock=lambda: 0.0)) as ledger:
+            ledger.settle("1.a.0/0", State.FAILED, "no engine")
+            train(ledger, 3, "c", (completion("0.d.0", 0, 1.0, (2, 2)),))
+            MetricsLog(folder.metrics).append(step_line(3))
+            data = next(data for name, data in seen if name == "step")
+            assert (data["step"], data["values"]["reward"], data["x"]["trained_tokens"]) == (3, pytest.approx(0.3), 18)
+            rows = client.get(f"{address}/trajectories").json()["rows"]
+            assert (rows[6]["state"], rows[6]["reason"], rows[8]["id"]) == ("failed", "no engine", "0.d.0/0")
+            rewind_metrics(folder.metrics, 1)
+            assert next(name for name, _ in seen if name == "reset")
+            assert client.get(f"{address}/series").json()["steps"] == 1
+        folder.release()
+        last = next(data for name, data in seen if name == "run" and data["state"] != "running")
+        assert last["state"] == "dead"
+        seen.close()  # type: ignore[attr-defined]
+
+
+def test_what_was_read_is_found_again_in_the_cache_unless_the_run_is_another(tmp_path: Path) -> None:
+    path, cache = write_run(tmp_path / "run"), Cache(tmp_path / "index.sqlite")
+    index = Trajectories(path, cache)
+    assert index.advance() is False
+    index.keep()
+    again = Trajectories(path, cache)
+    assert again.table["length"].tolist() == index.table["length"].tolist() == [3, 2, 4, 1, 0, 0, 0, 0]
+    assert again.words["reason"].all == index.words["reason"].all
+    shutil.rmtree(path)
+    write_run(tmp_path / "another").rename(path)
+    other = Trajectories(path, cache)
+    assert other.advance() is False
+    assert other.table.rows == 8
+    (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
+    assert Trajectories(path, cache).table.rows == 0

@@ -1,0 +1,19 @@
+// Writes src/data/sentences.json: what each curve means, out of the tables of docs/metrics.md. `make web` runs it before the build.
+import { readFileSync, writeFileSync } from 'node:fs'
+
+const TABLES = [
+  ['## A training step', ''],
+  ['## An update', 'trainer.'],
+  ['## An evaluation', 'evaluation.'],
+]
+const page = readFileSync(new URL('../docs/metrics.md', import.meta.url), 'utf8')
+const sentences = {}
+for (const [heading, prefix] of TABLES) {
+  const section = page.split('\n## ').find((part) => `## ${part}`.startsWith(heading))
+  if (section === undefined) throw new Error(`docs/metrics.md has no section "${heading}"`)
+  for (const line of section.split('\n')) {
+    const cells = line.match(/^\| `([^|]*)` \| (.*) \| ([^|]*)\|$/)
+    if (cells) sentences[prefix + cells[1]] = { sentence: cells[2].trim(), unit: cells[3].trim() }
+  }
+}
+writeFileSync(new URL('src/data/sentences.json', import.meta.url), `${JSON.stringify(sentences, null, 1)}\n`)

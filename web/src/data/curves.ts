@@ -1,0 +1,76 @@
+import type { Axis, Column, Evaluation, RunDetail, Series, StepEvent } from './api'
+import sentences from './sentences.json'
+import { words } from './words'
+
+const KNOWN: Record<string, { sentence: string; unit: string }> = sentences
+const DERIVED: Record<string, { sentence: string; unit: string }> = {
+  evaluation: KNOWN['evaluation.accuracy'] ?? { sentence: '', unit: '' },
+  masked_fraction: { sentence: '`masked_tokens` / (`masked_tokens` + `trained_tokens`) of the batch', unit: '0–1' },
+  seconds_step: { sentence: '`wall_seconds` of this step minus that of the step before', unit: 's' },
+  tokens_per_second: { sentence: '`trained_tokens` of the batch / `seconds_step`', unit: 'tokens/s' },
+}
+
+/** The curves of learning, in the order in which they are read; all others of a run are behind "More". */
+export const FIRST = [
+  'reward',
+  'accuracy',
+  'evaluation',
+  'length_mean',
+  'trainer.entropy',
+  'trainer.behavior_logprob_error',
+  'trainer.clip_fraction',
+  'masked_fraction',
+  'trainer.grad_norm',
+  'staleness_mean',
+] as const
+
+/** What a series means and its unit, in the words of docs/metrics.md. */
+export function meaning(name: string): { title: string; sentence: string; unit: string } {
+  const family = name.split('.')[0] ?? name
+  const found = DERIVED[name] ?? KNOWN[name] ?? KNOWN[family]
+  const title = name === 'evaluation' ? 'held-out accuracy' : words(name.replace(/^trainer\./, ''))
+  return { title, sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
+}
+
+export function firstOf(run: Pick<RunDetail, 'series'>): string[] {
+  return FIRST.filter((name) => name === 'evaluation' || run.series.includes(name))
+}
+
+export interface Held {
+  x: Column
+  y: Column
+  low: Column
+  high: Column
+}
+
+/** The evaluations of one set over an axis; tokens and trajectories of the step after which they were started. */
+export function heldOut(series: Series, axis: Axis, set = ''): Held {
+  const chosen = series.evaluations.filter((evaluation) => evaluation.set === set)
+  return {
+    x: chosen.map((evaluation) => place(evaluation, series, axis)),
+    y: chosen.map((evaluation) => evaluation.accuracy),
+    low: chosen.map((evaluation) => evaluation.ci95?.[0] ?? null),
+    high: chosen.map((evaluation) => evaluation.ci95?.[1] ?? null),
+  }
+}
+
+function place(evaluation: Evaluation, series: Series, axis: Axis): number | null {
+  if (axis === 'step' || axis === 'wall_seconds' || axis === 'rl_seconds') return evaluation[axis]
+  if (evaluation.step === 0) return 0
+  const at = series.x.step.findLastIndex((step) => step !== null && step <= evaluation.step)
+  return series.x[axis][at] ?? null
+}
+
+/** The series with one more step, or null where the server has to be asked again: steps are merged, or one is missing. */
+export function grown(series: Series, event: StepEvent): Series | null {
+  const last = series.x.step[series.x.step.length - 1] ?? 0
+  if (event.step <= last) return series
+  if (series.bucket !== 1 || event.step !== last + 1 || series.points >= 5000) return null
+  const x = { ...series.x }
+  for (const axis of Object.keys(x) as Axis[]) x[axis] = [...x[axis], event.x[axis] ?? null]
+  const entries = Object.entries(series.series).map(([name, { mean, min, max }]) => {
+    const value = event.values[name] ?? null
+    return [name, { mean: [...mean, value], min: [...min, value], max: [...max, value] }]
+  })
+  return { ...series, x, series: Object.fromEntries(entries) as Series['series'], steps: series.steps + 1, points: series.points + 1 }
+}

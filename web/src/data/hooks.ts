@@ -1,0 +1,85 @@
+import { useCallback, useEffect, useRef, useState } from 'preact/hooks'
+
+import { ask, Refused } from './api'
+
+export interface Asked<T> {
+  value: T | null
+  fault: Refused | null
+  again: () => void
+}
+
+const RETRY_MILLISECONDS = 2000
+
+/** The JSON at `path`, asked again when `path` changes, on `again`, every `period` milliseconds, and while no server answers. */
+export function useJson<T>(path: string | null, period = 0): Asked<T> {
+  const [state, setState] = useState<{ path: string | null; value: T | null; fault: Refused | null }>({
+    path: null,
+    value: null,
+    fault: null,
+  })
+  const [count, setCount] = useState(0)
+  const again = useCallback(() => setCount((before) => before + 1), [])
+  useEffect(() => {
+    if (path === null) return
+    const abort = new AbortController()
+    let timer = 0
+    ask<T>(path, abort.signal).then(
+      (value) => {
+        setState({ path, value, fault: null })
+        if (period > 0) timer = window.setTimeout(again, period)
+      },
+      (error: unknown) => {
+        if (abort.signal.aborted) return
+        const fault = error instanceof Refused ? error : new Refused(String(error), 0)
+        setState((before) => ({ path, value: before.path === path ? before.value : null, fault }))
+        if (fault.status === 0 || period > 0) timer = window.setTimeout(again, RETRY_MILLISECONDS)
+      },
+    )
+    return () => {
+      abort.abort()
+      window.clearTimeout(timer)
+    }
+  }, [path, count, period, again])
+  return state.path === path ? { ...state, again } : { value: null, fault: null, again }
+}
+
+/** Messages of a run as they come. `lost` while the connection is being made again. */
+export function useEvents(path: string, listeners: Record<string, (data: unknown) => void>): boolean {
+  const latest = useRef(listeners)
+  latest.current = listeners
+  const [lost, setLost] = useState(false)
+  useEffect(() => {
+    let source: EventSource | null = null
+    let timer = 0
+    const open = (): void => {
+      source = new EventSource(path)
+      source.onopen = () => setLost(false)
+      source.onerror = () => {
+        setLost(true)
+        if (source?.readyState === EventSource.CLOSED) timer = window.setTimeout(open, RETRY_MILLISECONDS)
+      }
+      for (const name of ['run', 'step', 'evaluation', 'trajectories', 'timeline', 'alarm', 'reset'])
+        source.addEventListener(name, (event) => latest.current[name]?.(JSON.parse((event as MessageEvent<string>).data)))
+    }
+    open()
+    return () => {
+      window.clearTimeout(timer)
+      source?.close()
+    }
+  }, [path])
+  return lost
+}
+
+/** The width of an element in CSS pixels, as it changes. */
+export function useWidth(): [(element: HTMLElement | null) => void, number] {
+  const [width, setWidth] = useState(0)
+  const observer = useRef<ResizeObserver | null>(null)
+  const attach = useCallback((element: HTMLElement | null) => {
+    observer.current?.disconnect()
+    if (!element) return
+    setWidth(Math.floor(element.clientWidth))
+    observer.current = new ResizeObserver(() => setWidth(Math.floor(element.clientWidth)))
+    observer.current.observe(element)
+  }, [])
+  return [attach, width]
+}

@@ -1,0 +1,232 @@
+import type { JSX } from 'preact'
+import { useEffect } from 'preact/hooks'
+
+import { type AskedPrompt, type Health, runPath } from '../data/api'
+import { useJson } from '../data/hooks'
+import { kind } from '../data/palette'
+import { to } from '../data/route'
+import { changed } from '../data/where'
+import { number, percent, setting, words } from '../data/words'
+import { Curve } from '../parts/chart'
+import { Bar, Fault, Tip } from '../parts/frame'
+import { Untrusted } from '../parts/text'
+import type { Live } from './run'
+
+/** Whether the data is worth training on: where generated work went, what was chosen of it, what no one solves. */
+export function HealthPage({ live }: { live: Live }): JSX.Element {
+  const { value, fault, again } = useJson<Health>(`${runPath(live.run.id)}/health`)
+  useEffect(() => {
+    if (live.run.step > 0) again()
+  }, [Math.floor(live.run.step / 10)])
+  return (
+    <>
+      <h2>Data health</h2>
+      <Fault fault={fault} />
+      {value && <Found run={live.run.id} health={value} />}
+    </>
+  )
+}
+
+function Found({ run, health }: { run: string; health: Health }): JSX.Element {
+  const { prompts } = health
+  return (
+    <>
+      {health.indexed < 1 && <p role="status">{Math.floor(100 * health.indexed)} % of the run is read so far.</p>}
+      <Goodput health={health} />
+      <Bias health={health} />
+      <Truncation run={run} health={health} />
+      <RewardByLength health={health} />
+      <h3>Prompts</h3>
+      <dl class="facts">
+        <Tip label="asked" value={number(prompts.asked)} />
+        <Tip label="never solved" value={number(prompts.never_solved)} />
+        <Tip label="always solved" value={number(prompts.always_solved)} />
+        <Tip label="sometimes solved" value={number(prompts.sometimes)} />
+      </dl>
+      <div class="siblings">
+        <Prompts run={run} title="Never solved" prompts={prompts.never} />
+        <Prompts run={run} title="Always solved" prompts={prompts.always} />
+      </div>
+      <Reasons run={run} health={health} />
+      <h3>Duplicates</h3>
+      <p>
+        {health.duplicates
+          ? `${number(health.duplicates.duplicate)} of the newest ${number(health.duplicates.looked_at)} trajectories (${percent(health.duplicates.share)}) have the same tokens as another of their group.`
+          : 'Not measured.'}
+      </p>
+    </>
+  )
+}
+
+interface Part {
+  name: string
+  tokens: number | null
+  seconds: number | null
+}
+
+/** The parts of the budget that are on record: each has its tokens, or its seconds. */
+function partsOf(goodput: Record<string, unknown>): Part[] {
+  return Object.entries(goodput).flatMap(([name, value]) => {
+    const { tokens, seconds } = (typeof value === 'object' && value !== null ? value : {}) as { tokens?: unknown; seconds?: unknown }
+    const part = { name, tokens: typeof tokens === 'number' ? tokens : null, seconds: typeof seconds === 'number' ? seconds : null }
+    return part.tokens === null && part.seconds === null ? [] : [part]
+  })
+}
+
+function Goodput({ health }: { health: Health }): JSX.Element {
+  const parts = health.goodput ? partsOf(health.goodput) : []
+  const states = Object.entries(health.states).map(([name, count]): [string, number] => [name, count])
+  return (
+    <section data-testid="goodput" aria-labelledby="goodput">
+      <h3 id="goodput">Where the work went</h3>
+      {parts.some((part) => part.seconds !== null) && <Waterfall title="Seconds" rows={parts.map((part) => [part.name, part.seconds ?? 0])} />}
+      {parts.some((part) => part.tokens !== null) && <Waterfall title="Tokens" rows={parts.map((part) => [part.name, part.tokens ?? 0])} />}
+      <Waterfall title="Trajectories" rows={states} />
+    </section>
+  )
+}
+
+/** What was spent, part by part: each bar begins where the one before ended. */
+function Waterfall({ title, rows }: { title: string; rows: [string, number][] }): JSX.Element {
+  const total = rows.reduce((sum, [, value]) => sum + value, 0)
+  let before = 0
+  return (
+    <table class="waterfall">
+      <caption>{title}</caption>
+      <thead>
+        <tr>
+          <th scope="col">Part</th>
+          <th scope="col" class="count">{title}</th>
+          <th scope="col" class="count">Share</th>
+          <td />
+        </tr>
+      </thead>
+      <tbody>
+        {rows.map(([name, value], index) => {
+          const from = total > 0 ? before / total : 0
+          before += value
+          return (
+            <tr key={name}>
+              <th scope="row">{words(name)}</th>
+              <td class="count">{number(value)}</td>
+              <td class="count">{total > 0 ? percent(value / total) : '–'}</td>
+              <td class="wide">
+                <Bar from={from} to={total > 0 ? before / total : 0} colour={kind(index)} />
+              </td>
+            </tr>
+          )
+        })}
+        <tr>
+          <th scope="row">all</th>
+          <td class="count">{number(total)}</td>
+          <td />
+          <td />
+        </tr>
+      </tbody>
+    </table>
+  )
+}
+
+function Bias({ health }: { health: Health }): JSX.Element {
+  const entries = Object.entries(health.selection_bias ?? {})
+  return (
+    <>
+      <h3>Selection bias</h3>
+      {entries.length === 0 && <p>Not measured.</p>}
+      <dl class="settings">
+        {entries.map(([name, value]) => (
+          <div key={name}>
+            <dt>{words(name)}</dt>
+            <dd>
+              <Untrusted text={typeof value === 'object' && value !== null ? Object.entries(value).map(([key, one]) => `${words(key)} ${typeof one === 'number' ? number(one) : setting(one)}`).join(', ') : typeof value === 'number' ? number(value) : setting(value)} />
+            </dd>
+          </div>
+        ))}
+      </dl>
+    </>
+  )
+}
+
+function Truncation({ run, health }: { run: string; health: Health }): JSX.Element {
+  const { share, by_step } = health.truncation
+  return (
+    <>
+      <h3>Truncation</h3>
+      <p>
+        {share === null ? 'No trajectory is trained yet.' : `${percent(share)} of the trained trajectories were cut off at the limit of tokens.`}{' '}
+        <a href={to(['runs', run, 'trajectories'], { where: 'stop=length' })}>Those that were cut off</a>
+      </p>
+      {by_step.step.length > 1 && (
+        <Curve name="truncation" title="share that was cut off" unit="0–1" axis="steps" lines={[{ label: 'truncated', colour: kind(5), x: by_step.step, y: by_step.share }]} />
+      )}
+    </>
+  )
+}
+
+function RewardByLength({ health }: { health: Health }): JSX.Element | null {
+  const bins = health.reward_by_length
+  if (bins.length === 0) return null
+  const middle = bins.map((bin) => (bin.from + bin.to) / 2)
+  const lines = [
+    { label: 'mean reward', colour: kind(0), x: middle, y: bins.map((bin) => bin.mean), points: true },
+    { label: 'share that is right', colour: kind(1), x: middle, y: bins.map((bin) => bin.right), points: true },
+  ]
+  return <Curve name="reward_by_length" title="Reward against length" axis="tokens" lines={lines} />
+}
+
+function Prompts({ run, title, prompts }: { run: string; title: string; prompts: AskedPrompt[] }): JSX.Element {
+  return (
+    <section aria-label={title}>
+      <h4>{title}</h4>
+      {prompts.length === 0 && <p>None.</p>}
+      <ul class="dense">
+        {prompts.map((prompt) => (
+          <li key={prompt.prompt_id}>
+            <a href={to(['runs', run, 'trajectories'], { where: changed('', 'prompt', '=', prompt.prompt_id) })}>
+              <Untrusted text={prompt.prompt ?? prompt.prompt_id} />
+            </a>{' '}
+            <span class="quiet">
+              {number(prompt.count)} completions, mean reward {number(prompt.mean)}
+            </span>
+          </li>
+        ))}
+      </ul>
+    </section>
+  )
+}
+
+function Reasons({ run, health }: { run: string; health: Health }): JSX.Element {
+  return (
+    <>
+      <h3>Why trajectories ended untrained</h3>
+      {health.reasons.length === 0 ? (
+        <p>None did.</p>
+      ) : (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Reasons">
+          <table data-table="reasons">
+            <thead>
+              <tr>
+                <th scope="col">State</th>
+                <th scope="col">Reason</th>
+                <th scope="col" class="count">Trajectories</th>
+              </tr>
+            </thead>
+            <tbody>
+              {health.reasons.map(({ state, reason, count }) => (
+                <tr key={state + reason}>
+                  <td>{words(state)}</td>
+                  <td class="text">
+                    <Untrusted text={reason} />
+                  </td>
+                  <td class="count">
+                    <a href={to(['runs', run, 'trajectories'], { where: changed(`state=${state}`, 'reason', '=', reason) })}>{number(count)}</a>
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </>
+  )
+}

@@ -1,0 +1,237 @@
+import type { JSX } from 'preact'
+import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
+
+import { query as question, runPath, type Timeline } from '../data/api'
+import { useJson, useWidth } from '../data/hooks'
+import { swatch } from '../data/palette'
+import { adjust, type Route } from '../data/route'
+import { useDark } from '../data/theme'
+import { draw, heightOf, inStretch, LABEL, moved, type Window, zoomed } from '../data/tiles'
+import { duration, number } from '../data/words'
+import { Fault } from '../parts/frame'
+import { Untrusted } from '../parts/text'
+import type { Live } from './run'
+
+const SETTLED_MILLISECONDS = 120
+
+/** What every role did when. The server merges what is shorter than a pixel, so a window costs the same in a short run and in a long one. */
+export function TimelinePage({ live, route }: { live: Live; route: Route }): JSX.Element {
+  const [attach, width] = useWidth()
+  const [from, to] = (route.query.get('window') ?? '').split('~').map(Number)
+  const start: Window | null = from !== undefined && to !== undefined && to > from ? { from, to } : null
+  const [view, setView] = useState<Window | null>(start)
+  const [settled, setSettled] = useState<Window | null>(start)
+  useEffect(() => {
+    const timer = window.setTimeout(() => {
+      setSettled(view)
+      adjust({ window: view ? `${view.from.toPrecision(9)}~${view.to.toPrecision(9)}` : undefined })
+    }, SETTLED_MILLISECONDS)
+    return () => window.clearTimeout(timer)
+  }, [view])
+  const pixels = Math.max(10, Math.min(4000, width - LABEL))
+  const asked = useJson<Timeline>(width ? `${runPath(live.run.id)}/timeline?${question({ from: settled?.from, to: settled?.to, pixels })}` : null)
+  const [last, setLast] = useState<Timeline | null>(null)
+  useEffect(() => {
+    if (asked.value) setLast(asked.value)
+  }, [asked.value])
+  useEffect(() => {
+    if (settled === null && live.end > 0) asked.again() // a window stays where it is, the whole run grows
+  }, [live.end])
+  return (
+    <>
+      <h2>Timeline</h2>
+      <Fault fault={asked.fault} />
+      <div ref={attach}>{last && width > 0 && <Lanes timeline={last} view={view} setView={setView} width={width} />}</div>
+    </>
+  )
+}
+
+interface LanesProps {
+  timeline: Timeline
+  view: Window | null
+  setView: (view: Window | null) => void
+  width: number
+}
+
+function Lanes({ timeline, view, setView, width }: LanesProps): JSX.Element {
+  const { end } = timeline
+  const window_ = view ?? { from: 0, to: Math.max(end, 1e-3) }
+  const [stretch, setStretch] = useState<Window | null>(null)
+  const show = (next: Window): void => setView(next.to - next.from >= end ? null : next)
+  const canvas = useCanvas(timeline, window_, show, setStretch, width)
+  const pressed = (event: KeyboardEvent): void => {
+    if (event.key === 'ArrowLeft') show(moved(window_, -0.2, end))
+    else if (event.key === 'ArrowRight') show(moved(window_, 0.2, end))
+    else if (event.key === '+' || event.key === '=') show(zoomed(window_, 0.5, 0.5, end))
+    else if (event.key === '-') show(zoomed(window_, 2, 0.5, end))
+    else if (event.key === '0') setView(null)
+    else if (event.key === 'Enter') setStretch(window_)
+    else return
+    event.preventDefault()
+    event.stopPropagation()
+  }
+  const shown = timeline.categories.flatMap((name, index) => (timeline.lanes.some((lane) => lane.tiles.category.includes(index)) ? [{ name, index }] : []))
+  return (
+    <>
+      <div class="controls">
+        <button type="button" onClick={() => show(zoomed(window_, 0.5, 0.5, end))}>
+          Zoom in
+        </button>
+        <button type="button" onClick={() => show(zoomed(window_, 2, 0.5, end))}>
+          Zoom out
+        </button>
+        <button type="button" onClick={() => show(moved(window_, -0.5, end))}>
+          Earlier
+        </button>
+        <button type="button" onClick={() => show(moved(window_, 0.5, end))}>
+          Later
+        </button>
+        <button type="button" disabled={view === null} onClick={() => setView(null)}>
+          Whole run
+        </button>
+        <span role="status">
+          {duration(window_.from)} to {duration(window_.to)} of {duration(end)}: {number(timeline.in_window)} of {number(timeline.spans)} spans
+        </span>
+      </div>
+      <p class="legend">
+        {shown.map(({ name, index }) => (
+          <span key={name}>
+            <span class="swatch" style={{ background: swatch(index) }} aria-hidden="true" /> {name}{' '}
+          </span>
+        ))}
+      </p>
+      <canvas
+        ref={canvas}
+        tabIndex={0}
+        role="img"
+        aria-label={`Timeline of ${timeline.lanes.map((lane) => lane.role).join(', ')}, from ${duration(window_.from)} to ${duration(window_.to)}. The table below says what is in it.`}
+        data-testid="timeline"
+        data-from={window_.from}
+        data-to={window_.to}
+        onKeyDown={pressed}
+      />
+      <p class="quiet">The wheel zooms, dragging moves, a click shows what a stretch holds.</p>
+      <StretchTable timeline={timeline} stretch={stretch ?? window_} chosen={stretch !== null} all={() => setStretch(null)} />
+    </>
+  )
+}
+
+type Reference = { current: HTMLCanvasElement | null }
+
+/** The canvas: drawn once a frame at most; wheel, drag and click are its own, since a page's listener could not refuse the scroll. */
+function useCanvas(timeline: Timeline, view: Window, show: (next: Window) => void, choose: (stretch: Window) => void, width: number): Reference {
+  const canvas = useRef<HTMLCanvasElement | null>(null)
+  const dark = useDark()
+  const latest = useRef({ timeline, view, show, choose, width })
+  latest.current = { timeline, view, show, choose, width }
+  useEffect(() => {
+    const frame = requestAnimationFrame(() => {
+      const element = canvas.current
+      const context = element?.getContext('2d')
+      if (!element || !context) return
+      const ratio = window.devicePixelRatio
+      element.width = Math.round(width * ratio)
+      element.height = Math.round(heightOf(timeline) * ratio)
+      element.style.width = `${width}px`
+      element.style.height = `${heightOf(timeline)}px`
+      context.scale(ratio, ratio)
+      draw(context, timeline, view, width, dark)
+    })
+    return () => cancelAnimationFrame(frame)
+  }, [timeline, view.from, view.to, width, dark])
+  useEffect(() => {
+    const element = canvas.current
+    if (!element) return
+    let grip: { x: number; view: Window; moved: boolean } | null = null
+    const share = (event: MouseEvent): number => Math.max(0, event.offsetX - LABEL) / (latest.current.width - LABEL)
+    const wheel = (event: WheelEvent): void => {
+      event.preventDefault()
+      latest.current.show(zoomed(latest.current.view, event.deltaY < 0 ? 0.8 : 1.25, share(event), latest.current.timeline.end))
+    }
+    const down = (event: PointerEvent): void => {
+      grip = { x: event.clientX, view: latest.current.view, moved: false }
+      element.setPointerCapture(event.pointerId)
+    }
+    const move = (event: PointerEvent): void => {
+      if (!grip) return
+      grip.moved ||= Math.abs(event.clientX - grip.x) > 3
+      if (grip.moved) latest.current.show(moved(grip.view, (grip.x - event.clientX) / (latest.current.width - LABEL), latest.current.timeline.end))
+    }
+    const up = (event: PointerEvent): void => {
+      const { view } = latest.current
+      const pixel = (view.to - view.from) / (latest.current.width - LABEL)
+      const seconds = view.from + share(event) * (view.to - view.from)
+      if (grip && !grip.moved) latest.current.choose({ from: seconds - 3 * pixel, to: seconds + 3 * pixel })
+      grip = null
+    }
+    const cancel = (): void => {
+      grip = null
+    }
+    element.addEventListener('wheel', wheel, { passive: false })
+    element.addEventListener('pointerdown', down)
+    element.addEventListener('pointermove', move)
+    element.addEventListener('pointerup', up)
+    element.addEventListener('pointercancel', cancel)
+    return () => {
+      element.removeEventListener('wheel', wheel)
+      element.removeEventListener('pointerdown', down)
+      element.removeEventListener('pointermove', move)
+      element.removeEventListener('pointerup', up)
+      element.removeEventListener('pointercancel', cancel)
+    }
+  }, [])
+  return canvas
+}
+
+function StretchTable({ timeline, stretch, chosen, all }: { timeline: Timeline; stretch: Window; chosen: boolean; all: () => void }): JSX.Element {
+  const rows = useMemo(() => inStretch(timeline, stretch), [timeline, stretch.from, stretch.to])
+  const marks = timeline.marks.filter((mark) => mark.kind !== 'step' && mark.at >= stretch.from && mark.at <= stretch.to).slice(0, 50)
+  return (
+    <section aria-labelledby="stretch">
+      <h3 id="stretch">
+        {chosen ? `In the stretch from ${number(stretch.from, 6)} s to ${number(stretch.to, 6)} s` : 'In the window'}{' '}
+        {chosen && (
+          <button type="button" onClick={all}>
+            The whole window
+          </button>
+        )}
+      </h3>
+      {rows.length === 0 && <p>Nothing was going on.</p>}
+      <div class="scroll" tabIndex={0} role="region" aria-label="What was going on">
+        <table data-table="stretch">
+          <thead>
+            <tr>
+              <th scope="col">Role</th>
+              <th scope="col">What</th>
+              <th scope="col" class="count">Spans</th>
+              <th scope="col" class="count">Work</th>
+              <th scope="col" class="count">Versions</th>
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr key={row.role + row.name}>
+                <th scope="row">
+                  <Untrusted text={row.role} />
+                </th>
+                <td>
+                  <Untrusted text={row.name} />
+                </td>
+                <td class="count">{number(row.count)}</td>
+                <td class="count">{duration(row.busy)}</td>
+                <td class="count">{row.versions}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      <ul>
+        {marks.map((mark, index) => (
+          <li key={index}>
+            {number(mark.at, 6)} s: {mark.kind}, <Untrusted text={mark.text} />
+          </li>
+        ))}
+      </ul>
+    </section>
+  )
+}
