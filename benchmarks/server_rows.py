@@ -70,7 +70,6 @@ MAKERS = {"native": "stretto", "vllm": "vLLM", "sglang": "SGLang"}
 
 SECTION: dict[str, Make] = {
     "servers-learn-vllm": _server_learns,
-    "servers-kills-sglang": _server_learns,
     "servers-learn-sglang": _server_learns,
     "servers-dtypes": _dtypes,
     "external": _added,

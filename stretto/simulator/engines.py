@@ -181,7 +181,9 @@ class SimulatedEngine:
             return
         if self._running:
             before = self._tick
-            self._tick = tick if tick is not None else before + (now - self._at) / self._step
+            reached = tick if tick is not None else before + (now - self._at) / self._step
+            # Rounding must neither pass the tick at which a completion ends nor go back: versions would follow it.
+            self._tick = max(before, min(reached, self._running[0][0]))
             tokens = (self._tick - before) * len(self._running) * self._limits.grain
             self._cached += tokens
             self.sampled += tokens

@@ -91,3 +91,10 @@ def test_the_same_seed_gives_the_same_run() -> None:
     config = RolloutConfig(batch_size=4, group_size=2, max_staleness=3, beyond_bound="expire")
     runs = [SimulatedRun(config, Workload(sigma=1.5), steps=40, seed=7).run() for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+def test_rounding_gives_no_token_a_version_before_its_admission() -> None:
+    """A load and the end of a completion fall together, and their seconds are no sums of powers of two."""
+    config = RolloutConfig(batch_size=1, group_size=1, max_in_flight=1, max_staleness=1, beyond_bound="wait")
+    workload = Workload(sigma=0.0, median_tokens=2.0, train_seconds=0.024172084159796218, load_seconds=0.5)
+    assert SimulatedRun(config, workload, steps=300, seed=0).run().worst_staleness <= 1
