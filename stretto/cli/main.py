@@ -144,7 +144,7 @@ def train(
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto.dashboard.terminal.progress import open_display
 
-        print(f"run folder {prepared.path}", flush=True)
+        print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
         with open_display(prepared.steps) as display:
             code = prepared.train(display, spawner)
     # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
