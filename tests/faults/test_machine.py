@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ from tests.launch.running import Laboratory, assert_the_law, said, steps_done, w
 
 SLOW_DISK: tuple[str, ...] = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=fsync,fdatasync")
 SLOW_DISK += ("-e", "inject=fsync,fdatasync:delay_exit=300000")
+
+
+def fill(file: Path, leave: int) -> None:
+    """Fill the disk of `file` but for `leave` bytes. A run that writes meanwhile may take them first."""
+    with file.open("wb", buffering=0) as filler, suppress(OSError):
+        while (free := shutil.disk_usage(file.parent).free) > leave:
+            filler.write(bytes(min(free - leave, 1 << 18)))
 
 
 @STRACE
@@ -52,9 +60,8 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: 
     with laboratory.train(tmp_path / "run", *settings, *larger, before=before) as command:
         disk = Path(f"/proc/{command.process.pid}/root{tmp_path}")
         wait_until(lambda: steps_done(disk / "run") >= 2, "step 2", command)
-        free = shutil.disk_usage(disk).free
-        (disk / "filler").write_bytes(bytes(free - (1 << 20)))
-        ended = command.end(30)
+        fill(disk / "filler", leave=1 << 20)
+        ended = command.end()
         assert ended.code == 1, ended.out + ended.err
         ended.says(str(tmp_path / "run"))  # the checkpoint, or the ledger if it was the first to find no room
         assert "No space left on device" in ended.err or "disk is full" in ended.err

@@ -86,6 +86,10 @@ class ColdCommand(subprocess.Popen[str]):
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         """As that of `subprocess.Popen`: wait, and read what it printed."""
         self.wait(timeout)
+        return self.said()
+
+    def said(self) -> tuple[str, str]:
+        """What it has written so far to its output and to its errors."""
         out, err = (path.read_text(errors="replace") for path in self._told)
         return out, err
 

@@ -44,6 +44,7 @@ INSPECTION: dict[str, type | list[str]] = {
     "goodput_roles": ["conductor", "engine-0", "rewards", "trainer"],
     "idle": ["conductor", "engine-0", "rewards", "trainer"],
     "selection_bias": ["length", "difficulty", "latency"],
+    "alarms": list,
 }
 TRAJECTORY = [
     "id",
