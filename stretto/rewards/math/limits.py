@@ -7,6 +7,7 @@ first, and every evaluation stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import sys
@@ -52,8 +53,11 @@ class TooLong(BaseException):
 def limited_time(seconds: float = SECONDS) -> Iterator[None]:
     """A limit on the processor time of the main thread, where signals arrive; other threads have none.
 
-    A signal that arrives inside a callback of the garbage collector or of a weak reference cannot end the comparison:
-    Python reports the exception there and drops it. The next signal ends it, so the report is left out.
+    The garbage collector waits meanwhile: a collection goes through the whole process, which can take longer than the
+    limit, and a right answer would be wrong for it.
+
+    A signal that arrives inside a callback of a weak reference or of a finalizer cannot end the comparison: Python
+    reports the exception there and drops it. The next signal ends it, so the report is left out.
 
     Raises:
         TooLong: the time is up.
@@ -71,8 +75,9 @@ def limited_time(seconds: float = SECONDS) -> Iterator[None]:
         if dropped.exc_type is not TooLong:
             report(dropped)
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before, collecting = signal.signal(signal.SIGVTALRM, stop), gc.isenabled()
     sys.unraisablehook = report_others
+    gc.disable()
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN)
     try:
         yield
@@ -80,6 +85,8 @@ def limited_time(seconds: float = SECONDS) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
         sys.unraisablehook = report
+        if collecting:
+            gc.enable()
 
 
 def check_piece(text: str) -> None:

@@ -1,12 +1,13 @@
 """The limit on a comparison's time.
 
-Promises: it ends a comparison whatever a library on the way catches or drops, sends nothing behind it, and hides no
-error of others.
+Promises: it ends a comparison whatever a library on the way catches or drops, sends nothing behind it, hides no error
+of others, and counts no collection of the process's garbage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import time
 
@@ -60,3 +61,12 @@ def test_what_others_drop_in_a_callback_is_still_reported(monkeypatch: pytest.Mo
         Broken()
     assert [str(error) for error in reported] == ["dropped"]
     assert sys.unraisablehook is hook
+
+
+def test_no_garbage_is_collected_meanwhile_and_again_afterwards() -> None:
+    with limited_time():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(TooLong), limited_time():
+        raise TooLong
+    assert gc.isenabled()
