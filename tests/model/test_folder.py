@@ -3,6 +3,7 @@ was saved; a folder appears whole or not at all; no saved file names our attenti
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import struct
@@ -247,3 +248,9 @@ def test_a_folder_that_transformers_cannot_load_is_a_named_error(folder: Path) -
         load_policy(folder)
     with pytest.raises(ModelFolderError, match="no such folder"):
         load_policy(folder / "nowhere")
+
+
+def test_an_error_of_the_system_that_names_no_file_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as caught, whole_folder(tmp_path / "policy"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "policy")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from stretto.core.errors import ModelFolderError, Problem
+from stretto.core.errors import ModelFolderError, Problem, naming
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder
 
@@ -113,14 +113,16 @@ def save_policy(
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, which replaces `path` when the block ends without an error."""
+    """A temporary folder beside `path`, which replaces `path` when the block ends without an error. An OSError that
+    names no file names `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        yield partial
+        with naming(path):
+            yield partial
         if path.exists():
             path.rename(replaced)
         try:
