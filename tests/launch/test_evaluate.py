@@ -4,6 +4,7 @@ wrong is one message before anything starts."""
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,28 @@ def test_every_number_of_an_evaluation_follows_from_the_rows_of_its_file(model: 
     table = laboratory.run("eval", model, "--data", data, "--n", "4", *small).out
     assert f"accuracy {found['avg']:.4f}: {sum(right)} of 20 right" in table  # the same again
     assert "maj@4" in table
+
+
+RECIPE = """
+task = {{ kind = "arithmetic", operands_max = 3, held_out = 8 }}
+sampling = {{ max_tokens = 3 }}
+evaluation = {{ prompts = 8 }}
+trainer = {{ ranks = 3, remote_ranks = 1 }}
+cluster = {{ placer = "given", listen = "127.0.0.1:{port}", trusted_network = true }}
+"""
+
+
+def test_a_recipe_whose_engines_run_elsewhere_is_evaluated_here_while_its_run_has_the_port(
+    model: Path, laboratory: Laboratory
+) -> None:
+    recipe = model.parent / "recipe.toml"
+    with socket.socket() as gate:
+        gate.bind(("127.0.0.1", 0))
+        gate.listen()
+        recipe.write_text(RECIPE.format(port=gate.getsockname()[1]))
+        ended = laboratory.run("eval", model, "--task", recipe, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["questions"] == 8
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,11 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
     else:
         tree, place = parse_recipe(task, overrides), str(task)
     tree["model"] = {"path": str(model.expanduser())}
-    tree.pop("warm_start", None)
+    for section in ("warm_start", "cluster"):  # engines of this machine answer
+        tree.pop(section, None)
     if isinstance(tree.get("trainer"), dict):
-        tree["trainer"].pop("device", None)  # nothing is trained
+        for key in ("device", "ranks", "remote_ranks"):  # nothing is trained
+            tree["trainer"].pop(key, None)
     if isinstance(tree.get("evaluation", {}), dict):
         chosen = {"samples": samples} if samples is not None else {}
         tree["evaluation"] = {**tree.get("evaluation", {}), "sets": [], "best_of": "", **chosen}
