@@ -148,6 +148,15 @@ def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
     assert "timed out after 0.1 seconds" in told
 
 
+def test_a_machine_without_engines_needs_neither_their_interpreter_nor_their_attention(tmp_path: Path) -> None:
+    build_policy(BuildConfig(**(BUILD | {"head_dim": 16}), context_length=32), tmp_path / "narrow", seed=1)
+    engine = {"kind": "vllm", "python": "/only/where/engines/run/python", "device": "cpu"}
+    given = {"placer": "given", "listen": "127.0.0.1:0"}
+    make_plan(recipe_of(tmp_path / "narrow", engine, cluster=given))
+    (told,) = refused(tmp_path / "narrow", engine, cluster={"listen": "127.0.0.1:0"})
+    assert told.startswith("engine.python: /only/where/engines/run/python is no program")
+
+
 def test_heads_that_the_attention_on_a_processor_lacks_are_named_with_those_it_has(tmp_path: Path) -> None:
     build_policy(BuildConfig(**(BUILD | {"head_dim": 16}), context_length=32), tmp_path / "narrow", seed=1)
     engine = {"kind": "vllm", "python": interpreter(tmp_path, "0.32.0"), "device": "cpu"}
@@ -167,7 +176,8 @@ def serving(replies: dict[str, Any]) -> Iterator[str]:
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self._reply({"tokens": replies["/tokenize"](asked["prompt"])})
+            known = asked.get("model", "m") == "m"  # the name that it gives its model
+            self._reply({"tokens": replies["/tokenize"](asked["prompt"])} if known else None)
 
         def _reply(self, message: object) -> None:
             body = json.dumps(message).encode()

@@ -178,7 +178,7 @@ async def _ask(
     wire = MAKES[config.kind].server(http, _ANSWER_SECONDS)
     try:
         served = await wire.describe()
-        theirs = {text: await _tokens(http, served, text) for text in probe}
+        theirs = {text: await _tokens(http, text) for text in probe}
     except StrettoError as error:
         return Problem("engine.addresses", str(error), f"a server that runs: {CAPABILITIES[config.kind].needed}")
     finally:
@@ -210,6 +210,7 @@ def _difference(served: Served, base: ModelFolder) -> str | None:
     return f"{served.model} (digest {digests[0]}), which is not the policy {base.path} (digest {digests[1]}): {found}"
 
 
-async def _tokens(http: JsonServer, served: Served, text: str) -> object:
-    reply = await http.exchange("POST", "/tokenize", {"model": served.model, "prompt": text})
+async def _tokens(http: JsonServer, text: str) -> object:
+    # Without `model`: a server may know its one model by another name than its path.
+    reply = await http.exchange("POST", "/tokenize", {"prompt": text})
     return reply.get("tokens") if isinstance(reply, dict) else reply
